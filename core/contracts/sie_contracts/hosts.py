@@ -36,7 +36,7 @@ class Holdings:
 @dataclass(slots=True, eq=False)
 class HostWorker:
     name: str
-    index: int  # index of the worker in arrays
+    index: int  # index of the worker in the arrays of `models.layout`
     lot: int  # hash of the name
     holdings: Holdings
     slots: int  # number of models that fit

@@ -87,9 +87,9 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name); each file has only the rows that failed in the one before it, and the rows that failed in the last
-    one run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`:
-    number of rows that failed in the last file.
+    id, file name). Each file has only the rows that failed in the file before it. The rows that failed in the last file
+    run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`: number
+    of rows that failed in the last file.
     """
 
     parts: tuple[tuple[str, str], ...]

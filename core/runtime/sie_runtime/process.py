@@ -213,7 +213,7 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop, and return its exit status.
 
     Garbage collection skips the objects of modules imported before this call, and its thresholds are raised: with the
-    defaults, a gateway would spend a fifth of its processor time on garbage collection (bench/results/queue.md).
+    defaults, a gateway would spend a fifth of its CPU time on garbage collection (bench/results/queue.md).
     """
     import uvloop
 

@@ -150,7 +150,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export the remaining spans, for at most FLUSH_S + GIVE_UP_S. Spans that end after this call are dropped."""
+        """Export the remaining spans, for at most FLUSH_S. Spans that end after this call are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)

@@ -163,7 +163,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease and return the next message, or None. Messages that must be delivered again come first."""
+        """Lease and return the next message; None if none is due. Messages to be delivered again come first."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None

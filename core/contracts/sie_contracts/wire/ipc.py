@@ -116,7 +116,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
-        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is truncated
+        pieces      the pieces of the template, tokenised one by one and joined; only the document's is truncated
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text

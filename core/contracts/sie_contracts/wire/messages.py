@@ -383,6 +383,7 @@ def _in_pieces(part: Input) -> Input:
 
 
 def _packed(text: str) -> msgspec.Raw:
+    """Return a long text as an encoded msgpack string."""
     pieces = list(utf8_pieces(text))
     return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
 

@@ -78,7 +78,7 @@ _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096  # largest number of consumers of single models, of one stream without replicas
+OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
 # The same for a stream with replicas: there each consumer is a Raft group, which sends heartbeats and writes files even
 # when it is idle.
 OWN_CONSUMERS_REPLICATED = 256

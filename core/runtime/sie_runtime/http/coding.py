@@ -17,8 +17,8 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-# largest number of bytes of a reply that is not compressed: gzip would save fewer bytes than the headers
-# Content-Encoding and Vary add
+# Replies of at most this number of bytes are not compressed: gzip would save fewer bytes than the headers
+# Content-Encoding and Vary add.
 GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10

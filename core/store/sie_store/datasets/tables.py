@@ -125,7 +125,7 @@ def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
 
 
 def _lists(arrays: list[Array | None]) -> pa.Array:
-    """Return a column of lists from one array per row, each [n] or [n, width], or None."""
+    """Return a column of lists from one array per line, each [n] or [n, width]; None becomes null."""
     import pyarrow as pa
 
     flat = np.concatenate([array for array in arrays if array is not None])

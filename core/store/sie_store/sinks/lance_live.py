@@ -43,7 +43,7 @@ NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 OPTIMIZE_ROWS = 50_000  # rows written between two optimizations of the table, which put written rows into its indexes
 INDEX_S = 24 * 3600.0
-NO_PRUNING = datetime.timedelta(days=36_500)  # no optimization removes a version of the table younger than this
+NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class LanceLive:
         ]
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
-        """Return the columns of a row that the template names, those of its payload too."""
+        """Return the values of a row's columns, and of the fields of its payload if the template names them."""
         shape = self._opened()
         values = dict(zip(shape.texts, row.texts, strict=True))
         if all(name in values for name in self._source.text.columns):
@@ -216,12 +216,12 @@ class LanceLive:
         return {**(payload if isinstance(payload, dict) else {}), **values}
 
     def _is_current(self, row: _LanceRow, side: Side) -> bool:
-        """Return whether a row has a vector of a side that stands for its text."""
+        """Return whether a row has a vector of this side that was computed from its text."""
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
-        """Return the marker of a row whose vectors of these sides stand for its text; with one side, the other vector
-        may be one of another text.
+        """Return the marker of a row whose vectors of these sides are vectors of its text. With one side, the vector of
+        the other side may be a vector of another text.
         """
         digest = hashlib.sha256(msgspec.json.encode(row.texts))
         for side in sides:
@@ -247,7 +247,7 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # a writer has changed these rows, so the vectors that are not in use stand for earlier texts
+            # a writer has changed these rows, so the vectors that are not in use are vectors of earlier texts
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):

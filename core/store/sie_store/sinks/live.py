@@ -36,7 +36,7 @@ def opposite(side: Side) -> Side:
 @dataclass(frozen=True)
 class LiveSource:
     """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
-    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: those of both models.
+    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: of the model of each side.
     """
 
     collection: str
@@ -79,7 +79,7 @@ class LiveRow:
 
 @dataclass(frozen=True)
 class ScannedPage:
-    """Some rows of a scan. `rows`: those of the `scanned` rows that have no vector of their present text."""
+    """Some rows of a scan. `scanned`: number of rows read. `rows`: those without a vector of their present text."""
 
     scanned: int
     rows: Sequence[LiveRow]

@@ -347,7 +347,7 @@ class PgvectorLive:
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
-            # a writer has changed this row, so the vector that is not in use stands for an earlier text
+            # a writer has changed this row, so the vector that is not in use is a vector of an earlier text
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
@@ -361,7 +361,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
         await connection.execute(
-            # the marker says that the vector of the opposite side still stands for the row
+            # by this marker, a later scan for the opposite side adopts the vector that the row has there
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -519,5 +519,4 @@ def _text(vector: Vector, dims: int) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as an SQL literal."""
     return "E'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"

@@ -104,8 +104,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point that was written to the collection not in use after it was copied. `marker`: that of its copy, empty if
-    there is none.
+    """Point that was written to the collection not in use after it was copied. `marker`: marker of its copy, empty if
+    it has no copy.
     """
 
     point: _Point
@@ -157,8 +157,8 @@ class QdrantLive:
         return LiveState(counted.count, params.get("size", 0), in_use, is_begun, _output_of(params))
 
     def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-        """Return the name and the parameters of the vector to migrate, and the names of the other vectors. Sparse ones
-        have no size.
+        """Return the name and the parameters (empty for a sparse vector) of the vector to migrate, and the names of the
+        other vectors.
         """
         vectors = info.config.params.get("vectors") or {}
         named = {"": vectors} if "size" in vectors else dict(vectors)
