@@ -35,7 +35,7 @@ from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
 CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or recreated
-RETRY_S = 0.5
+RETRY_S = 0.5  # seconds between two checks while the keys of a bucket could not be read
 MAX_NAMED = 10  # largest number of keys that one log line names
 _logger = logging.getLogger("sie.keys")
 

@@ -37,7 +37,7 @@ START_S = 30.0  # seconds after a first failure in which its cause may be anothe
 # in START_S, a failure is logged only if it lasts this many seconds: shorter ones occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
-_TOLD = ("model", "worker", "key", "request_id", "trace_id")
+_TOLD = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
 # id of the worker to which the current task belongs; tasks that it starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 

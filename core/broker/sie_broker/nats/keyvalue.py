@@ -28,7 +28,7 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 
-_WATCH_CREDIT = 256
+_WATCH_CREDIT = 256  # largest number of entries that a watch has requested or not handled yet
 _WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader, the consumer of a read or watch
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))

@@ -22,7 +22,7 @@ HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a m
 # a model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
-_FIRST_MODELS = 64
+_FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come
 
 
 @dataclass(slots=True, eq=False)

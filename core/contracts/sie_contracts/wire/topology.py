@@ -54,7 +54,7 @@ BUCKETS = frozenset(
         REMOTES_BUCKET,
     }
 )
-POISON_LIFETIME_S = 3600.0
+POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that killed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"

@@ -21,7 +21,7 @@ from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, whole_object, within
 
-PUT_S = 300.0
+PUT_S = 300.0  # time limit of one call of the store, in seconds
 OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
 
 

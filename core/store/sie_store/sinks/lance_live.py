@@ -42,7 +42,7 @@ T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 OPTIMIZE_ROWS = 50_000  # rows written between two optimizations of the table, which put written rows into its indexes
-INDEX_S = 24 * 3600.0
+INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
 
 

@@ -43,7 +43,7 @@ NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
 MAX_NAME = 63  # bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
 LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait behind it
-INDEX_S = 24 * 3600.0
+INDEX_S = 24 * 3600.0  # time limit of one statement that builds or drops an index, in seconds
 _TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
 _OPERATORS = {
     "vector_l2_ops": "<->",
