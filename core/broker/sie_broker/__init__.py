@@ -229,7 +229,7 @@ class KeyValue(Protocol):
         """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has this or a later revision. The last ones may be lost (expiry, damaged file)."""
+        """Return whether the leader has an entry of this or a later revision: entries expire, or are lost by damage."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
@@ -313,7 +313,7 @@ class Queue(Connection, Protocol):
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first stored message from `sequence` on with a matching subject, even if it is leased, or None."""
+        """Return the first message, leased or not, from `sequence` on that matches `subject`; None if none matches."""
 
     async def server_time(self, stream: str) -> float:
         """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from sie_broker import BrokerError
 from sie_contracts.wire.topology import StreamSpec
 
-API_TIMEOUT_S = 5.0
-STOP_TIMEOUT_S = 5.0
+API_TIMEOUT_S = 5.0  # seconds in which the broker must answer an operation without a time-out of its own
+STOP_TIMEOUT_S = 5.0  # seconds for which the end of a subscription waits for its handler
 # Default limits of a subscription: number and bytes of the messages that wait for its handler. Inboxes for answers have
 # no limit, because each request gets only one answer.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20

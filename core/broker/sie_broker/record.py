@@ -39,7 +39,7 @@ from sie_contracts.wire.topology import LEASES_BUCKET
 MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
 # longest random pause after the first attempt, and after any attempt, in seconds; it doubles each time
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
-LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader renews it every 10 s
+LEASE_S = 30.0  # seconds after which an unchanged lease is lost; its leader must renew it more often
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -240,7 +240,7 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass it to `on_value`, by default to the owner's callback. Log an error if that fails."""
+        """Pass a decoded entry to `on_value`, by default the owner's callback. Log an error if it cannot be decoded."""
         if not self._wants(entry.key):
             return
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # number of steps of planned use: workers whose use is in the same step (here a tenth) count as equal
-_NEAR = 16
+_NEAR = 16  # number of workers on a ring among which a model chooses, see `Order`
 # order of workers: first those with room, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 
@@ -36,10 +36,10 @@ class Holdings:
 @dataclass(slots=True, eq=False)
 class HostWorker:
     name: str
-    index: int
-    lot: int
+    index: int  # index of the worker in the arrays of `models.layout`
+    lot: int  # hash of the name
     holdings: Holdings
-    slots: int
+    slots: int  # number of models that fit
     models: set[str] = field(default_factory=set)
     use: float = 0.0  # share of the worker's time, from 0 to 1, that the present plan uses
 

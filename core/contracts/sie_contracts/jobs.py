@@ -64,7 +64,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     the images after the name `after`.
 
     `tag`: entity tag of the object when the job was planned. If it has changed when the rows are read, they are
-    refused.
+    refused. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str
@@ -87,9 +87,9 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name); each file has only the rows that failed in the one before it, and the rows that failed in the last
-    one run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`:
-    number of rows that failed in the last file.
+    id, file name). Each file has only the rows that failed in the file before it. The rows that failed in the last file
+    run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`: number
+    of rows that failed in the last file.
     """
 
     parts: tuple[tuple[str, str], ...]

@@ -70,7 +70,7 @@ def client_options(url: str, transport: Callable[..., object], **options: Any) -
 
 def verification(url: str) -> ssl.SSLContext | bool:
     """Return the option `verify` of an httpx client for the server at `url`. For http:// no certificates are read,
-    which takes 30 ms of processor time; the context trusts no server, so a connection with TLS fails.
+    which takes 30 ms of CPU time; the context trusts no server, so a connection with TLS fails.
     """
     import ssl
 

@@ -17,9 +17,9 @@ ALL_COMPARED = 150
 # To choose the promising ids, occurrences of the name's pieces of three letters in all ids are counted, those of rare
 # pieces first, up to this number.
 _MAX_PLACES = 2000
-_PIECE = 3
-_LONG = 20
-_LONGEST = 256
+_PIECE = 3  # number of letters of a piece
+_LONG = 20  # number of letters from which on not every piece of a name is used
+_LONGEST = 256  # number of letters of a name that are compared
 _LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
 
 

@@ -31,7 +31,7 @@ def serve(
     frames: ChildFrames[Any, Any], max_job_bytes: int, max_answer_bytes: int, make: Callable[[], Callable[[Any], Any]]
 ) -> None:
     """Answer jobs until the parent has ended. `sys.argv`: the parent's process id, and the memory limit in bytes.
-    `make`: called after the limits are set; returns a function that answers a job, or raises an error of `media.fault`.
+    `make`: called after the limits are set. The function that it returns answers a job, or raises a `media.fault`.
     """
 
     def answered(job: Any) -> tuple[bytes, bytes]:

@@ -48,7 +48,7 @@ def memory_limit() -> int | None:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this group the kernel killed because memory ran out; 0 if it does not count them."""
+    """Return how many processes of this group the kernel killed for lack of memory; 0 if the kernel has no counter."""
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):  # no counter: the file does not exist

@@ -199,7 +199,7 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is."""
+        """Read the catalogue until `is_enough(catalogue)`, for at most `timeout_s`. Returns False at the time-out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):

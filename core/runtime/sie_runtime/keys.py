@@ -35,7 +35,7 @@ from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
 CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or recreated
-RETRY_S = 0.5
+RETRY_S = 0.5  # seconds between two checks while the keys of a bucket could not be read
 MAX_NAMED = 10  # largest number of keys that one log line names
 _logger = logging.getLogger("sie.keys")
 
@@ -53,7 +53,7 @@ NO_LIMITS = KeyLimits()
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`. `caches`:
-    answers to this key may be cached. `remote`: its inputs may be sent to remote servers.
+    answers to requests with this key may be cached. `remote`: their inputs may be sent to remote servers.
     """
 
     id: str
@@ -131,7 +131,7 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the record of a key that counts: the revoked one of the two, because a revocation is never undone."""
+    """Return the record that counts of two records of a key (None: missing): the revoked one, if any is revoked."""
     if first is None or second is None:
         return first or second
     return second if second.revoked_s and not first.revoked_s else first

@@ -26,7 +26,7 @@ Child = TypeVar("Child", Counter, Gauge, Histogram)
 TURN_S = 60.0  # seconds between two rankings of the busiest names (models, keys)
 HALF_LIFE_S = 600.0
 KEEPS = 2
-_FORGOTTEN = 0.01
+_FORGOTTEN = 0.01  # faded number of requests at or below which a name is dropped
 disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_created` series
 
 

@@ -33,11 +33,11 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds after the start in which a failure may only mean that another process is still starting
+START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
 # in START_S, a failure is logged only if it lasts this many seconds: shorter ones occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
-_TOLD = ("model", "worker", "key", "request_id", "trace_id")
+_TOLD = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
 # id of the worker to which the current task belongs; tasks that it starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
@@ -213,7 +213,7 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop, and return its exit status.
 
     Garbage collection skips the objects of modules imported before this call, and its thresholds are raised: with the
-    defaults, a gateway would spend a fifth of its processor time on garbage collection (bench/results/queue.md).
+    defaults, a gateway would spend a fifth of its CPU time on garbage collection (bench/results/queue.md).
     """
     import uvloop
 

@@ -191,7 +191,7 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, the SDK at each attempt."""
+    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, not at each attempt."""
 
     def __init__(self, endpoint: str, protocol: str) -> None:
         self._trouble = Trouble(

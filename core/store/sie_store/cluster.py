@@ -34,7 +34,7 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
-    """Read the files and return a line for each whose digest is wrong. Raises FetchFailed, StoreError."""
+    """Read the files, and return an error text for each file with a wrong digest. Raises FetchFailed, StoreError."""
     reader = Reader(source, progress)
 
     async def digested(file: RemoteFile) -> str:
@@ -52,7 +52,7 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
 
 class ClusterCache:
-    """Snapshots in the bucket at `url` (s3:// or gs://). Methods block for a limited time. Raises SettingError."""
+    """Snapshots in the bucket at `url` (s3:// or gs://). The constructor raises SettingError."""
 
     def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
         self.url = url

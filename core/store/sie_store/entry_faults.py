@@ -59,15 +59,15 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return the contradiction for which a load of `entry` from `folder` would be refused; None if there is none.
     Raises ModelLoadFailed for a file that cannot be read.
 
-    With `load.accept_unproven`, pooling and prompts of the entry are used without comparison, although they may change
-    the vectors. The number of positions is always compared, because a model cannot read a longer text.
+    With `load.accept_unproven`, pooling and prompts of the entry are not compared, although they may change the
+    vectors. `max_tokens` of a text encoder is always compared, because the model cannot read a longer text.
     """
     overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, or None. An entry may add prompts, but not change those of the files."""
+    """Return the fault of the entry's prompts, if any. An entry may add prompts, but not change the files' prompts."""
     # checked only for families that compute vectors: in others, a prompt is used only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
@@ -103,7 +103,7 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens, special ones included, in a transformer's config.json; 0 if unknown."""
+    """Return how many tokens, special ones included, a transformer reads by its config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0
@@ -119,7 +119,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling in a model's files, by its name in entries if any; empty if there is no Pooling module."""
+    """Return the pooling that a model's files name, as entries name it; empty if there is no Pooling module."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))
@@ -127,6 +127,6 @@ def stored_pooling(folder: Path) -> str:
 
 
 def pooling_name(config: Mapping[str, Any]) -> str:
-    """Return the pooling in config.json of a Pooling module. Several poolings are joined by `+`."""
+    """Return the pooling in config.json of a Pooling module, `mean` by default. Several are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
     return "+".join(ENTRY_NAMES.get(mode, mode) for mode in ([modes] if isinstance(modes, str) else modes))

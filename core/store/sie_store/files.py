@@ -30,7 +30,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class FileObjects:
-    """Objects that store files, by file id. Every method raises StoreError."""
+    """Files in an object store, by file id. Every method raises StoreError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class FileObjects:
         return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end` of an object, of at least `end` bytes."""
+        """Return the bytes from `start` to before `end` of an object that has at least `end` bytes."""
         import obstore
 
         key = _key(file)
@@ -108,5 +108,5 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def open_files(url: str | None) -> FileObjects | None:
-    """Return the files in the store at `url` (see SIE_PAYLOAD_STORE_URL), or None. Raises SettingError."""
+    """Return the files in the store at `url` (SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError."""
     return None if url is None else FileObjects(object_stores.opened(url, "SIE_PAYLOAD_STORE_URL"))

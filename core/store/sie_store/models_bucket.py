@@ -1,7 +1,7 @@
 """SIE_MODELS_DIR as a bucket: objects below s3://bucket/prefix or gs://bucket/prefix are used like the files of a
 models folder.
 
-list ──► name, time, size and tag of every object that a models folder may contain ──► bodies of the
+list ──► name, time, size and ETag of every object that a models folder may contain ──► bodies of the
 changed objects, a few at a time
 """
 
@@ -33,8 +33,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
-        """Return (time of the last change in ns, size in bytes, hash of the tag) of each file, by path below the
-        prefix. Raises SettingError if there are none.
+        """Return (time of the last change in ns, size in bytes, hash of the ETag) of each file that has one of the
+        suffixes and no hidden folder, by path below the prefix. Raises SettingError if there is no such file.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:

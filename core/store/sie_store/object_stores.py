@@ -188,7 +188,7 @@ def _let_threads_finish() -> None:
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """Await `work`, a call of a store, for at most `timeout_s`. All exceptions become StoreError."""
+    """Await `work`, a call of a store, for at most `timeout_s`. Exceptions of obstore and OSError become StoreError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -201,7 +201,7 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
-    """Return the store's response (with metadata) and the first bytes of an object, at most `most`; no more is read."""
+    """Return the store's response (with metadata) and the first bytes of an object, at most `most`."""
     import obstore
 
     answer, data = await obstore.get_async(store, key), bytearray()
@@ -219,7 +219,7 @@ async def whole_object(store: ObjectStore, key: str) -> bytes:
 
 
 async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
-    """Return name, size, time and tag of each object below a prefix."""
+    """Return name, size, time and ETag of each object below a prefix."""
     import obstore
 
     return [entry async for page in obstore.list(store, prefix=prefix) for entry in page]
@@ -227,9 +227,9 @@ async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Time limit and number of attempts for calls of a store. `stall_s`: seconds of one attempt. `tries`: number of
-    attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as the store
-    requests, but at most MAX_PAUSE_S. Pauses are randomized, because many nodes may retry at the same time.
+    """Time limit and number of attempts for calls of a store. `stall_s`: time limit of one attempt in seconds. `tries`:
+    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as
+    the store requests, but at most MAX_PAUSE_S. Pauses are randomized, because many nodes may retry at the same time.
     """
 
     stall_s: float = 30.0
@@ -256,7 +256,7 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `label` and the byte `at` appear in the
-        log. Raises `error` if there may be no further attempt, or if it cannot help.
+        log. Raises `error` if all attempts are used up, or if another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -266,7 +266,7 @@ class RetryPolicy:
 
 
 def failure(error: Exception) -> StoreError:
-    """Return the StoreError for an exception of obstore: with status and code of the response, no credential."""
+    """Return the StoreError for an exception of obstore. Its message has no credentials."""
     from obstore.exceptions import (
         AlreadyExistsError,
         NotFoundError,

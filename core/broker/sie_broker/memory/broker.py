@@ -13,7 +13,7 @@ from sie_broker.memory.connection import Exchange, MemoryConnection, WatchReader
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
-_HELD_ENTRIES = 4096
+_HELD_ENTRIES = 4096  # largest number of entries that wait for the handler of a watch; later ones are read again
 
 
 class MemoryBucket:

@@ -127,9 +127,9 @@ class Consumer:
         self.stream = stream
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> time at which the lease ends, earliest first
-        self.again: dict[int, float] = {}
-        self.again_order: list[tuple[float, int]] = []
-        self.delivered: dict[int, int] = {}
+        self.again: dict[int, float] = {}  # sequence -> time from which the message is delivered again
+        self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); outdated pairs are skipped
+        self.delivered: dict[int, int] = {}  # sequence -> number of deliveries so far
         self.credits: deque[DeliveryCredit] = deque()
         self._deliveries = 0
         self._expiry_armed = False
@@ -163,7 +163,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease and return the next message, or None. Messages that must be delivered again come first."""
+        """Lease and return the next message; None if none is due. Messages to be delivered again come first."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -206,7 +206,7 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
-        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
         self._age_armed = False
 
     def state(self) -> StreamState:

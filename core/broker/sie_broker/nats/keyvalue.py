@@ -28,8 +28,8 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 
-_WATCH_CREDIT = 256
-_WATCH_KEPT_S = 30.0
+_WATCH_CREDIT = 256  # largest number of entries that a watch has requested or not handled yet
+_WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader, the consumer of a read or watch
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
@@ -230,7 +230,7 @@ class _KeyValueWatch:
         self._created = ""
         self._reader = ""
         self._read = 0
-        self._checked = (0, 0)
+        self._checked = (0, 0)  # (last handled revision, last revision in the bucket) when it was last found behind
         self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries that are not handled yet
         self._retry_s = 0.0
         self._stopping = False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sie.broker")
 
-HANG_UP_S = 1.0
+HANG_UP_S = 1.0  # seconds that the end of a connection may take, before and after its transport is aborted
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 

@@ -199,7 +199,7 @@ def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
 
 _WHISPER = {"feature_size": 80, "sampling_rate": 16_000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 _WHISPER_FIXED = {"dither": 0, "padding_value": 0, "padding_side": "right"}
-_WHISPER_HIGH = 8000.0
+_WHISPER_HIGH = 8000.0  # upper end of the highest frequency band, in Hz
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:

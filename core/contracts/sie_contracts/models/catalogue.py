@@ -36,8 +36,8 @@ def packaged_folder() -> Path:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Result of resolving the model name of a request. `residency`: name of the copy of the weights that serves it.
-    Profiles with equal load options share a copy.
+    """Result of resolving the model name of a request. `run`, `load`: options of the model, changed by the profile.
+    `residency`: name of the copy of the weights; profiles with equal load options share a copy.
     """
 
     entry: ModelEntry

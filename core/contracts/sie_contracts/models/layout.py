@@ -22,7 +22,7 @@ HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a m
 # a model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
-_FIRST_MODELS = 64
+_FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come
 
 
 @dataclass(slots=True, eq=False)
@@ -314,9 +314,9 @@ class Layout:
             self._add(row, worker)
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
-        """Return the next host for a model, or None. Preferred are workers with room, then low planned use, then the
-        model already loaded, then few models; a hash decides between equal ones. Workers that refused the model come
-        last; with `only_free`, they and workers without room are left out.
+        """Return the next host for a model; None if no worker is left. Preferred are workers with room, then with low
+        planned use, then with the model loaded, then with few models; a hash decides between equal workers. Workers
+        that refused the model come last; with `only_free`, these and workers without room are left out.
         """
         if self._order is None:
             self._order = Order(self.workers.values())

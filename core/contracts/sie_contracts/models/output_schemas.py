@@ -68,8 +68,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
     """A property whose value is drawn from the text, or is a choice that is made for each object of a list separately.
-    `labels` and `values` are those of a choice. Numbers are at least `minimum` and above `above`, at most `maximum` and
-    below `below`.
+    `labels` and `values`: those of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at
+    most `maximum` and below `below`.
     """
 
     name: str

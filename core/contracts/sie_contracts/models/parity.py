@@ -1,4 +1,4 @@
-"""Bounds within which two computations of one model count as equal, by the precision of the model."""
+"""Lowest cosine at which vectors of two computations of a model count as equal, by the bits of its precision."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the one that it extends. Its own options replace all inherited ones."""
+        """Return a profile, completed from the profile that it extends. Its options replace all inherited options."""
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:

@@ -116,7 +116,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
-        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is truncated
+        pieces      the pieces of the template, tokenised one by one and joined; only the document's is truncated
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text
@@ -293,8 +293,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply to Describe: state of the process and its device. `utilization_percent`: use of the device by all
-    processes; None if it cannot be measured.
+    """Reply to Describe: state of the process and its device. `lanes`: number of batches that the device runs at once.
+    `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
     `threshold_percent`: memory use above which models are unloaded. `batches`: the last batches, newest last; None
     unless the adapter was started with the option to record them. `devices`: number of devices of this worker; each has

@@ -182,7 +182,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request.
+    context of the request. `revision`: of the weights. `config_revision`: of the model's entry (0: it is not checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of
@@ -238,8 +238,8 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
 
     `data` of tokenize: lists `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the text
     with its prompt, None for special tokens). `data` of decode: `text`. `tokens`: number of tokens that the model read,
-    after truncation, including special tokens. `sound_s`: seconds of the whole sound, even if only a part was read; 0
-    if there is no sound.
+    after truncation, including special tokens. `first_of_several`: a file had several images, and only the first was
+    read. `sound_s`: seconds of the whole sound, even if only a part was read; 0 if there is no sound.
     """
 
     outputs: dict[str, ArraySlice]
@@ -261,8 +261,8 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in milliseconds, from delivery until the result is sent. The stages follow each
-    other without gaps.
+    """Times of one chunk at the worker, in milliseconds. `worker_ms`: from delivery until the result is sent. The other
+    fields are stages without gaps; `fetch_ms`, in which a large input is read from the payload store, is the first.
     """
 
     load_ms: float = 0.0
@@ -283,11 +283,11 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     id: str = ""
-    items: int = 0
-    chunks: int = 0
+    items: int = 0  # number of inputs in the batch
+    chunks: int = 0  # number of work items in the batch
     tokens: int = 0
     attention: int = 0  # sum of the squared lengths of all rows
-    deliveries: int = 1
+    deliveries: int = 1  # number of deliveries of this chunk's message
     padding: int = 0
     swapped: bool = False
     engine: str = ""
@@ -362,7 +362,7 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     error: ErrorInfo
     workers: tuple[str, ...]
     deliveries: int
-    deaths: int
+    deaths: int  # number of adapters that one of its inputs killed
     at_s: float
 
 

@@ -30,8 +30,8 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid until DEMAND_LIFE_S
-    seconds after `at_s`, in the broker's time.
+    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid for a minute
+    (DEMAND_LIFE_S of the gateway) after `at_s`, by the broker's clock.
     """
 
     at_s: float
@@ -59,8 +59,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Workers that a reservation requests: for each machine profile (`gpus`) and in total (`minimum_worker_count`), and
-    only of `bundle` if it is set. The lease of the reservation lasts `ttl_seconds`.
+    """Numbers of workers that a reservation requests: for each machine profile (`gpus`) and in total
+    (`minimum_worker_count`), only of `bundle` if it is set. The lease of the reservation lasts `ttl_seconds`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     minimum_worker_count: int = 0
     ttl_seconds: int = 1200
     gpu_caps: dict[str, int] = {}
-    pinned_models: tuple[str, ...] = ()
+    pinned_models: tuple[str, ...] = ()  # models that its workers load before the first request
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -54,7 +54,7 @@ BUCKETS = frozenset(
         REMOTES_BUCKET,
     }
 )
-POISON_LIFETIME_S = 3600.0
+POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that killed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
@@ -78,9 +78,9 @@ _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096
-# Largest number of consumers of one stream with replicas: each is a Raft group, which sends heartbeats and writes files
-# even when it is idle.
+OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
+# The same for a stream with replicas: there each consumer is a Raft group, which sends heartbeats and writes files even
+# when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
 # assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10

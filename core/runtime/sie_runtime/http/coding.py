@@ -17,14 +17,14 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-# A shorter reply, in bytes, is not compressed: gzip would save fewer bytes than the Content-Encoding and Vary headers
-# add.
+# Replies of at most this number of bytes are not compressed: gzip would save fewer bytes than the headers
+# Content-Encoding and Vary add.
 GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
-LEVEL = 1
+LEVEL = 1  # compression level of gzip, from 1 (fast) to 9 (small)
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})

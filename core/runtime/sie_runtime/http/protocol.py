@@ -64,7 +64,7 @@ RATE_S = 15.0  # seconds over which the rate of a body is measured
 # Bytes of a chunked body that are parsed at a time. If a whole piece has no bytes of the body, it lies inside a chunk
 # header, and counts towards the limit on the head.
 SLICE_BYTES = 16 << 10
-WRITE_S = 60.0
+WRITE_S = 60.0  # seconds over which the rate is measured at which a client reads a response
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
 # discard the response
 LINGER_S = 5.0
@@ -198,11 +198,11 @@ class Protocol(HttpToolsProtocol):
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
-    _why = ""
+    _why = ""  # error message for the client, set by `_stop`
     # true while a new parser reads a copy of a head that is already handled, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
-    _is_asked = False
+    _is_asked = False  # whether `_probe` has sent its interim response
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None

@@ -177,7 +177,7 @@ def probes(
     not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
 ) -> App:
     """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
-    `/metrics`. `not_ready` returns why the process is not ready, or None.
+    `/metrics`. `not_ready` returns why the process is not ready; None if it is ready.
 
     `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
     """

@@ -5,8 +5,8 @@ The columns have the same names as in the API: `dense`, with `dense_scale` and `
 `sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
 an extraction. A row with an error has none of them.
 
-A row of the input is one line of the output. A row whose text has chunks is a line for each chunk, with the columns
-`chunk`, `start`, `end`, `text` and `row_tokens`, and of a document also `page` and `heading`.
+A row of the input is one line of the output. A row whose text is split into chunks is one line for each chunk, with the
+further columns `chunk`, `start`, `end`, `text` and `row_tokens`; if the row has a document, also `page` and `heading`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row, its usage.
-    `section`: where it begins in a document; None in a text.
+    """Chunk of a row's text. `chunk`: its number. `start`, `end`: positions in the text, in code points. `row_tokens`:
+    tokens of the whole row. `section`: page and heading where the chunk begins; None if the row has no document.
     """
 
     chunk: int

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-# Limit on the values of a list column in a row group if its values are compressed to less than a byte each. A row is
-# decoded as a whole, so one row of a small file could otherwise need any amount of memory.
+# Limit on the values of a list column in a row group if they are encoded in less than a byte each. A row is decoded as
+# a whole, so one row of a small file could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 

@@ -32,9 +32,9 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return a tag that only this version of the object has: its digest if known, otherwise the tag of the store. For a
-    folder on the disk, it is made of size and time: obstore's tag contains the inode, which changes if the folder is
-    copied.
+    """Return a tag that only this version of the object has: its digest if known, otherwise the store's ETag. Size and
+    time replace the ETag on a disk, where obstore's ETag contains the inode, which changes if the folder is copied; and
+    in a store without ETags.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"

@@ -25,7 +25,7 @@ class Section(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Starts of pages and of headings in code points, ascending, each with the number or the text that begins there."""
+    """Positions, in code points and ascending, at which pages and headings begin, with page numbers and texts."""
 
     pages: tuple[tuple[int, int], ...]
     headings: tuple[tuple[int, str], ...]

@@ -36,11 +36,11 @@ from sie_store.object_stores import within
 MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: memory holds all their names while these are sorted
 MAX_SPANS = 100_000  # largest number of spans of a job: each becomes a record, and memory holds all records
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
-MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
 MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
 MAX_COLUMNS_SHOWN = 50
-SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20  # largest sample of a JSON Lines object, see `_JsonSample`
 LISTED_AT_ONCE = 1000
 
 

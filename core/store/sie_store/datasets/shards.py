@@ -21,12 +21,12 @@ from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, whole_object, within
 
-PUT_S = 300.0
+PUT_S = 300.0  # time limit of one call of the store, in seconds
 OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
 
 
 class PartDamaged(StoreError):
-    """Error for an object with the name of a part but another format. The job can continue after a person moves it."""
+    """Error for an object that has the name of a part but is not one. The job can continue after a person moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:
@@ -115,7 +115,7 @@ async def existing(place: Place, name: str, format: OutputFormat) -> ShardRecord
 
 
 async def bytes_of(place: Place, name: str) -> bytes:
-    """Return the bytes of the part `name`. Raises ObjectMissing, StoreError."""
+    """Return the bytes of the object `name` in the folder. Raises ObjectMissing, StoreError."""
     key = place.folder + name
     await place.check(key)
     return await place.patience.call(lambda: whole_object(place.store, key), PUT_S)

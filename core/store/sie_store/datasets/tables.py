@@ -67,7 +67,7 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return id, tokens and error of each line; also chunk and row_tokens of chunks. Raises ValueError, OSError."""
+    """Return id, tokens and error of each line; with chunks, also chunk and row_tokens. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -125,7 +125,7 @@ def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
 
 
 def _lists(arrays: list[Array | None]) -> pa.Array:
-    """Return a column of lists from one array per row, each [n] or [n, width], or None."""
+    """Return a column of lists from one array per line, each [n] or [n, width]; None becomes null."""
     import pyarrow as pa
 
     flat = np.concatenate([array for array in arrays if array is not None])

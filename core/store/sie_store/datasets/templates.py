@@ -40,7 +40,7 @@ class ColumnFault(ValueError):
 
 @dataclass(frozen=True)
 class Template:
-    """Parsed template. `pieces`: (literal text, name of the column whose value follows, or None)."""
+    """Parsed template. `pieces`: (literal text, name of the column whose value follows; None if no value follows)."""
 
     pieces: tuple[tuple[str, str | None], ...]
 

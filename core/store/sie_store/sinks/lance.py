@@ -52,7 +52,7 @@ class LanceDatabase:
 
     async def run(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
         """Return the result of `work` with a connection. It is repeated if another attempt may help, unless `once`.
-        `seconds`: how long an attempt may take, beside the usual time. Raises StoreError.
+        `seconds`: how much longer than `stall_s` of the policy an attempt may take. Raises StoreError.
         """
         attempt = functools.partial(self._once, work, self._patience.stall_s + seconds)
         return await (attempt() if once else self._patience.repeated(attempt))
@@ -159,7 +159,7 @@ def _schema(dims: int) -> Any:
 
 
 def _check(schema: Any, collection: str, dims: int) -> None:
-    """Raise CollectionMismatch unless a table is as a sink creates it."""
+    """Raise CollectionMismatch unless a table has the columns and the primary key that a sink creates."""
     expected = _schema(dims)
     columns = {field.name: field.type for field in schema}
     for field in expected:

@@ -5,8 +5,8 @@
     vector_marker_1f0c9a2b    markers; 8 hexadecimal digits of the new model's fingerprint
 
 The marker of a row is a digest of its text and its vectors as they were when it was written. A row is pending for a
-side if it has no vector of this side, or another marker. So whatever a writer changes is noticed. A write compares the
-text with that of the stored row, and does nothing if they differ.
+side if it has no vector of this side, or another marker. So every change of a text or a vector is noticed. A write
+skips a row whose stored text has changed since the row was read.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_nam
 T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
-OPTIMIZE_ROWS = 50_000  # a written row is in no index until the table is optimized
-INDEX_S = 24 * 3600.0
-NO_PRUNING = datetime.timedelta(days=36_500)  # earlier versions belong to the application
+OPTIMIZE_ROWS = 50_000  # rows written between two optimizations of the table, which put written rows into its indexes
+INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
+NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
 
 
 @dataclass(frozen=True)
 class _LanceShape:
-    """Columns of the table. `columns`: fields of Arrow by name. `texts`: those that rows are compared by. `distance`:
-    that of the index of the vectors.
+    """Columns of the table. `columns`: Arrow fields by name. `texts`: columns from which the text of a row is made.
+    `distance`: distance function of the index on `vector`, otherwise `cosine`.
     """
 
     vector: str
@@ -76,7 +76,7 @@ class _LanceShape:
 
 @dataclass(frozen=True)
 class _LanceRow:
-    """Stored row. `texts`: values of the columns that it is compared by. `vectors`: as bytes."""
+    """Stored row. `texts`: values of the columns from which its text is made. `vectors`: as bytes."""
 
     id: Any
     texts: tuple[Any, ...]
@@ -186,7 +186,7 @@ class LanceLive:
         await self._optimize(1)
 
     async def _rows(self, version: int, offset: int) -> list[_LanceRow]:
-        """Read rows of a version of the table, whose order does not change."""
+        """Read up to SCAN_ROWS rows of one version of the table, in which the order of rows does not change."""
         shape = self._opened()
         names = dict.fromkeys([shape.id_column, *shape.texts, *map(shape.column, SIDES), shape.marker])
 
@@ -204,7 +204,7 @@ class LanceLive:
         ]
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
-        """Return the columns of a row that the template names, those of its payload too."""
+        """Return the values of a row's columns, and of the fields of its payload if the template names them."""
         shape = self._opened()
         values = dict(zip(shape.texts, row.texts, strict=True))
         if all(name in values for name in self._source.text.columns):
@@ -216,12 +216,12 @@ class LanceLive:
         return {**(payload if isinstance(payload, dict) else {}), **values}
 
     def _is_current(self, row: _LanceRow, side: Side) -> bool:
-        """Return whether a row has a vector of a side that stands for its text."""
+        """Return whether a row has a vector of this side that was computed from its text."""
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
-        """Return the marker of a row whose vectors of these sides stand for its text; with one side, the other vector
-        may be one of another text.
+        """Return the marker of a row whose vectors of these sides are vectors of its text. With one side, the vector of
+        the other side may be a vector of another text.
         """
         digest = hashlib.sha256(msgspec.json.encode(row.texts))
         for side in sides:
@@ -247,7 +247,7 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # a writer has changed these rows, so the vectors that are not in use stand for earlier texts
+            # a writer has changed these rows, so the vectors that are not in use are vectors of earlier texts
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
@@ -257,7 +257,7 @@ class LanceLive:
             await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
 
     async def _merge(self, data: Any) -> None:
-        """Write columns of rows, except rows with another text than in `data`."""
+        """Write the columns in `data`, except to rows whose stored text differs from that in `data`."""
         shape = self._opened()
         same = " AND ".join(
             f"(target.{name} = source.{name} OR (target.{name} IS NULL AND source.{name} IS NULL))"
@@ -265,7 +265,7 @@ class LanceLive:
         )
 
         async def merge(table: Any) -> None:
-            # not by an index of the ids: the library cannot write some columns by one
+            # without an index of the ids: with an index, the library cannot write only some of the columns
             builder = table.merge_insert(shape.id_column).use_index(False)
             # otherwise the library refuses a column in which all vectors are null
             await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
@@ -282,14 +282,14 @@ class LanceLive:
         if side == in_use:
             vectors[opposite(side)] = None
         elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
-            # the vector in use is one of its writer, maybe of the old model, so the way forward must not trust it
+            # a writer has written the vector in use, maybe by the old model, so the marker must not vouch for it
             sides = ("old",)
         changed = _LanceRow(row.id, row.texts, vectors, None)
         return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
 
     async def _optimize(self, rows: int) -> None:
-        """Bring the indexes up to date if so many rows were written since. If a writer is faster, a later call does it:
-        rows that are in no index are found all the same, only slower.
+        """Put written rows into the indexes if at least `rows` were written since the last call did so. An error is
+        ignored, because searches find rows that are in no index too, only slower.
         """
         if self._unindexed >= rows:
             self._unindexed = 0

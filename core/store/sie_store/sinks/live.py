@@ -1,11 +1,11 @@
-"""Interface of live collections: collections in use, beside whose vectors those of a new model are written. A side is
-one of the two models with its vectors (`Side`).
+"""Interface of live collections. A live collection is in use while vectors of a new model are written beside the old
+ones. A side is one of the two models with its vectors (`Side`).
 
     rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
                                  switch ──► searches and writers use the vectors of that side
 
 Each store keeps the progress itself, beside the vectors, so that a migration that was killed continues. A vector counts
-only while it stands for the present text of its row, whoever wrote the row.
+only if it was computed from the present text of its row, whoever wrote the row.
 
 The errors are those of sinks.
 """
@@ -36,7 +36,7 @@ def opposite(side: Side) -> Side:
 @dataclass(frozen=True)
 class LiveSource:
     """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
-    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: those of both models.
+    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: of the model of each side.
     """
 
     collection: str
@@ -54,7 +54,7 @@ class LiveSource:
 @dataclass(frozen=True)
 class LiveState:
     """State of a live collection. `dims`: width of the vectors in use, 0 if unknown. `in_use`: the side that searches
-    use. `is_begun`: there is a place for vectors of the opposite side. `output`: kind of the vectors.
+    use. `is_begun`: whether the column or collection for vectors of the opposite side exists.
     """
 
     rows: int
@@ -79,7 +79,7 @@ class LiveRow:
 
 @dataclass(frozen=True)
 class ScannedPage:
-    """Some rows of a scan. `rows`: those of the `scanned` rows that have no vector of their present text."""
+    """Some rows of a scan. `scanned`: number of rows read. `rows`: those without a vector of their present text."""
 
     scanned: int
     rows: Sequence[LiveRow]
@@ -94,7 +94,7 @@ class LiveCollection(Protocol):
         """Read the state, and check everything that can be checked before the first write."""
 
     async def begin(self, dims: int) -> None:
-        """Create the place for new vectors of `dims` numbers, or check the existing one."""
+        """Create the column or collection for new vectors of `dims` numbers, or check the existing one."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
         """Scan all rows for those without a vector of their present text. Other rows are brought up to date without a
@@ -113,7 +113,7 @@ class LiveCollection(Protocol):
         """Return the ids of the nearest rows by the vectors of one side, the nearest first."""
 
     async def build_indexes(self) -> None:
-        """Build the indexes of the new vectors that the old ones have."""
+        """Build for the new vectors the indexes that the old vectors have."""
 
     async def switch(self, side: Side) -> None:
         """Let searches and writers use the vectors of this side from now on. Those of the other side stay."""

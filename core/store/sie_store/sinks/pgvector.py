@@ -169,8 +169,8 @@ class PgvectorSink:
 async def copy_rows(
     connection: Any, extension: str, columns: Mapping[str, str], records: Sequence[tuple[Any, ...]]
 ) -> None:
-    """Copy records (id, values of columns) into the temporary table `sie_rows` of this transaction. `columns`: type of
-    each; values of the extension's types are encoded.
+    """Copy records (id, values of `columns`) into the temporary table `sie_rows` of this transaction. `columns`: SQL
+    types by name; values of VECTOR_TYPES are bytes in pgvector's binary form.
     """
     fields = ["id text"]
     for name, type in columns.items():
@@ -185,7 +185,7 @@ async def copy_rows(
 
 
 def _vector_columns(widths: Widths) -> dict[str, str]:
-    """Return the types of the columns of vectors by name."""
+    """Return the SQL types of the vector columns by column name."""
     return {name: f"{type}({widths[output]})" for output, name, type in COLUMNS if output in widths}
 
 

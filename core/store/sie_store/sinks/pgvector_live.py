@@ -5,7 +5,8 @@
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
 A row is pending if its marker differs from the digest of what it has now. So no clock, trigger or change log is needed,
-and a writer cannot bypass it. A write compares the text under the lock of the row, and skips rows that others lock.
+and no change of a writer is missed. A write compares the text of a row that it has locked. It skips rows that others
+lock.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # as jobs create them
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
 MAX_NAME = 63  # bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
-LOCK_S = 3  # seconds for which a change of the table waits for its lock, and lets later readers and writers wait
-INDEX_S = 24 * 3600.0
+LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait behind it
+INDEX_S = 24 * 3600.0  # time limit of one statement that builds or drops an index, in seconds
 _TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
 _OPERATORS = {
     "vector_l2_ops": "<->",
@@ -79,18 +80,18 @@ WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL A
 
 @dataclass(frozen=True)
 class _TableShape:
-    """Columns of the table. `kind`: type of the vectors: vector, halfvec or sparsevec. `columns`: type by name."""
+    """Columns of the table. `columns`: SQL types by column name."""
 
-    extension: str
-    vector: str
-    kind: str
+    extension: str  # schema of pgvector
+    vector: str  # name of the column of vectors in use
+    kind: str  # type of the vectors: vector, halfvec or sparsevec
     id_column: str
     id_type: str
     columns: dict[str, str]
     in_use: Side
-    comment: str
-    is_not_null: bool
-    operator: str  # of distances
+    comment: str  # of the marker column
+    is_not_null: bool  # whether the column `vector` is NOT NULL
+    operator: str  # SQL operator that computes a distance
 
     def column(self, side: Side) -> str:
         """Return the column with the vectors of a side (the old or the new model)."""
@@ -99,7 +100,7 @@ class _TableShape:
         return self.vector + (NEXT if side == "new" else BEFORE)
 
     def field(self, name: str) -> str:
-        """Return the expression for a column that the template names, or for a field of the column `payload`."""
+        """Return the SQL expression for a column that the template names, or for a field of the column `payload`."""
         return f"t.{quoted(name)}" if name in self.columns else f"t.{quoted(PAYLOAD)} -> {_literal(name)}"
 
     @property
@@ -131,7 +132,7 @@ class _TableShape:
 
 
 class _MarkerRecord(msgspec.Struct, frozen=True):
-    """Comment of the column of markers. `new`: fingerprint of the new model."""
+    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: `is_not_null` before `begin`."""
 
     new: str
     not_null: bool = False
@@ -156,7 +157,7 @@ class PgvectorLive:
                 f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
             )
         column = quoted(shape.vector)
-        # vectors of a column without a declared width show it, except sparse ones
+        # the column may declare no width, so the width of dense vectors is read from a row
         width = f"{quoted(shape.extension)}.vector_dims({column})" if shape.output == "dense" else "NULL::int"
         rows, dims = await self._database.transaction(
             lambda connection: connection.fetchrow(
@@ -346,7 +347,7 @@ class PgvectorLive:
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
-            # a writer has changed this row, so the vector that is not in use stands for an earlier text
+            # a writer has changed this row, so the vector that is not in use is a vector of an earlier text
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
@@ -360,7 +361,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
         await connection.execute(
-            # the marker says that the vector of the opposite side still stands for the row
+            # by this marker, a later scan for the opposite side adopts the vector that the row has there
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -397,7 +398,7 @@ class PgvectorLive:
         return [row["id"] for row in near]
 
     async def build_indexes(self) -> None:
-        """Build indexes without a lock of writers (CONCURRENTLY). An index that such a build has left invalid is
+        """Build indexes without blocking writers (CONCURRENTLY). An index that a failed build has left invalid is
         removed first.
         """
         shape = self._opened()
@@ -458,7 +459,7 @@ class PgvectorLive:
         return self._shape
 
     def _record(self) -> _MarkerRecord:
-        """Return the comment of the column of markers."""
+        """Return the decoded comment of the marker column."""
         try:
             return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
         except msgspec.DecodeError:
@@ -478,8 +479,9 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, shape: _TableShape, side: Side, vector: str) -> str:
-        """Return the expression for the marker of a row whose vector of a side is written. On the way back it is hashed
-        again if the new vector has no valid marker, so that the way forward does not adopt that vector.
+        """Return the SQL expression for the marker of a row whose vector of a side is written. If an old vector is
+        written while the new ones are in use, and the row's new vector has no valid marker, the digest is hashed twice:
+        so a later scan for the new side does not adopt that vector.
         """
         digest = self._digest(shape, side, vector)
         if side == shape.in_use or side == "new":
@@ -488,8 +490,8 @@ class PgvectorLive:
         return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
 
     def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
-        """Return the expression for the marker of a row with a current vector of this side: by default the vector that
-        it has.
+        """Return the SQL expression for the marker of a row whose vector of this side is current. `vector`: expression
+        for this vector, by default the stored one.
         """
         send = f"{quoted(shape.extension)}.{shape.kind}_send"
         return (
@@ -503,13 +505,13 @@ async def _indexes(connection: Any, table: str, *columns: str) -> list[list[Any]
 
 
 def _version(source: LiveSource, shape: _TableShape) -> str:
-    """Return the expression for the digest of the columns that the template names."""
+    """Return the SQL expression for the digest of the columns that the template names."""
     columns = ", ".join(map(shape.field, source.text.columns))
     return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"
 
 
 def _text(vector: Vector, dims: int) -> str:
-    """Return a vector in pgvector's form as text, in which sparse ones count from 1."""
+    """Return a vector in pgvector's text form, in which the indices of a sparse vector begin at 1."""
     if not isinstance(vector, SparseRow):
         return str(vector.tolist())
     pairs = zip((vector.indices + 1).tolist(), vector.values.tolist(), strict=True)
@@ -517,5 +519,4 @@ def _text(vector: Vector, dims: int) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a constant of SQL."""
     return "E'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"

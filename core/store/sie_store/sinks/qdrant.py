@@ -45,7 +45,7 @@ from sie_store.sinks.sink import (
 )
 
 DISTANCE = "Cosine"
-COMPARATOR = "max_sim"  # of multivectors
+COMPARATOR = "max_sim"  # how Qdrant compares multivectors
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
 # largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
@@ -88,7 +88,7 @@ class QdrantConnection:
         await self._client.aclose()
 
     async def check_version(self, needed: tuple[int, int], purpose: str) -> None:
-        """Raise SinkUnsuitable if the server is older than `needed`, with the purpose for which it is needed."""
+        """Raise SinkUnsuitable if the server is older than `needed`. The error names `purpose`, which needs it."""
         reply = await self._patience.repeated(functools.partial(self._once, "GET", "/", None, False))
         version = _VERSION.match(reply.version)
         if version is None:
@@ -196,10 +196,9 @@ class QdrantSink:
         await self._server.close()
 
     def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Yield request bodies with points."""
         points = (
             {
-                # first, because it refuses an id that has no UUID
+                # first, because `encoded` refuses an id from which no UUID can be computed
                 "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
                 "id": point_id(row_id),
                 "vector": self._vector(rows, number),
@@ -209,7 +208,7 @@ class QdrantSink:
         return point_bodies(points, self._body_bytes)
 
     def _vector(self, rows: SinkRows, number: int) -> Any:
-        """Return the vectors of a row as those of a point."""
+        """Return the vectors of a row in Qdrant's JSON for a point."""
         if set(self._widths) == {"dense"}:
             return json_vector(rows.vectors[number])
         outputs: dict[Output, Any] = {"dense": rows.vectors, "sparse": rows.sparse, "multivector": rows.multivectors}
@@ -288,8 +287,8 @@ def _settings(widths: Widths) -> dict[str, Any]:
 
 
 def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dense vectors and multivectors of a collection by name, empty for one without a name, and the sparse
-    ones. `settings`: of a collection, or the server's description of one.
+    """Return the settings of dense vectors and multivectors by name (empty for a vector without a name), and those of
+    sparse vectors. `settings`: what creates a collection, or the server's description of one.
     """
     try:
         params = settings["config"]["params"] if "config" in settings else settings
@@ -300,7 +299,7 @@ def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
-    """Raise CollectionMismatch unless a collection has the vectors of these settings, and no others."""
+    """Raise CollectionMismatch unless a collection has exactly the vectors in `settings`."""
     vectors, sparse = _vectors(collection_info)
     expected, expected_sparse = _vectors(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():

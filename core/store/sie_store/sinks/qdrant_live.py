@@ -34,7 +34,7 @@ from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, 
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
-CONDITIONS_SINCE = (1, 16)  # earlier versions ignore the condition of a write
+CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
 # settings of a collection that the new one gets too, by their name in its description
@@ -89,8 +89,8 @@ class _AliasListing(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _CollectionPair:
-    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `params`: its settings,
-    none for a sparse one. `more_vectors`: names of the rest.
+    """Collections of a migration. `vector`: name of the migrated vector, empty if it has no name. `params`: its
+    settings, empty if it is sparse. `more_vectors`: names of the other vectors.
     """
 
     names: Mapping[Side, str]
@@ -104,8 +104,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point that was written to the collection not in use after it was copied. `marker`: that of its copy, empty if
-    there is none.
+    """Point that was written to the collection not in use after it was copied. `marker`: marker of its copy, empty if
+    it has no copy.
     """
 
     point: _Point
@@ -157,14 +157,14 @@ class QdrantLive:
         return LiveState(counted.count, params.get("size", 0), in_use, is_begun, _output_of(params))
 
     def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-        """Return the name and the parameters of the vector to migrate, and the names of the other vectors. Sparse ones
-        have no size.
+        """Return the name and the parameters (empty for a sparse vector) of the vector to migrate, and the names of the
+        other vectors.
         """
         vectors = info.config.params.get("vectors") or {}
         named = {"": vectors} if "size" in vectors else dict(vectors)
         sizes = {name: params.get("size") for name, params in named.items() if isinstance(params, dict)}
         sparse = info.config.params.get("sparse_vectors") or {}
-        # of a collection with one dense vector, this one, whatever sparse ones it has
+        # if there is exactly one dense vector, it is the default, even if there are sparse vectors too
         default = named if len(named) == 1 else {**named, **sparse}
         vector = self._source.vector or (next(iter(default)) if len(default) == 1 else "")
         if vector not in sparse and not isinstance(sizes.get(vector), int):
@@ -267,7 +267,7 @@ class QdrantLive:
                 )
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Write to the markers of points that the opposite collection has their payloads too."""
+        """Write into the markers of points the digest of their payload, which the opposite collection now has too."""
         operations = [
             {
                 "set_payload": {
@@ -341,8 +341,8 @@ class QdrantLive:
         return {"id": point.id, "vector": content, "payload": payload}
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
-        """Write vectors and markers to the collection in use. A claim in the markers is read back with the points, and
-        is the condition of each write. A writer that replaces a point removes the claim, so its vector stays.
+        """Write vectors and markers to the collection in use. First a random claim is written to the markers; each
+        later write requires it. A writer that replaces a point removes the claim, so the writer's vector stays.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]
@@ -363,7 +363,7 @@ class QdrantLive:
             try:
                 await self._change(name, operations)
             except CollectionMissing:
-                # the point was deleted meanwhile, or the collection: then the scan refuses it
+                # the point was deleted meanwhile, or the whole collection: then the next scan raises an error
                 continue
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
@@ -404,7 +404,7 @@ class QdrantLive:
         body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
         if layout.is_begun:
-            # last, because the alias of the old collection, which ends with it, says that there is something to remove
+            # last: until then, a repeated clean-up finds the collection by its name or its alias, which ends with it
             await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
 
     async def close(self) -> None:
@@ -429,8 +429,8 @@ class QdrantLive:
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
-        """Raise CollectionMismatch if another command has switched the collection: what are copies for this one would
-        be in use.
+        """Raise CollectionMismatch if another command has switched the alias: then this command would write its copies
+        to the collection in use.
         """
         layout = self._opened()
         if (await self._aliases()).get(self._alias) != layout.names[layout.in_use]:
@@ -507,7 +507,7 @@ def _is_agreed(point: _Point) -> bool:
 
 
 def _with_marker(*markers: str, ids: Sequence[int | str] = ()) -> dict[str, Any]:
-    """Return the filter for points with one of some markers and ids; without markers or ids, all are meant."""
+    """Return the filter for points with one of `markers` and one of `ids`. An empty list matches every point."""
     conditions: list[dict[str, Any]] = [{"has_id": list(ids)}] if ids else []
     if markers:
         conditions.append({"key": MARKER, "match": {"any": list(markers)}})

@@ -30,7 +30,7 @@ from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
 Output = Literal["dense", "sparse", "multivector"]
-Widths = Mapping[Output, int]  # of the vectors of a collection; of sparse ones the largest index plus 1
+Widths = Mapping[Output, int]  # dimensions of a collection's vectors; of sparse ones the largest index plus 1
 # ten attempts, whose pauses together are about two minutes: time for a database to restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # field of a Qdrant payload with the id of the row
@@ -60,7 +60,7 @@ class RowsRefused(StoreError):
 
 @dataclass(frozen=True)
 class SparseRow:
-    """Sparse vector of a row. `indices`: places of its numbers that are not zero, in ascending order."""
+    """Sparse vector of a row. `indices`: dimensions in which it is not zero, in ascending order."""
 
     indices: NDArray[np.integer[Any]]
     values: NDArray[np.float32]

@@ -51,7 +51,7 @@ POLL_S = 0.2
 # a fetch by another process counts as failed after this many seconds without progress; the time-outs within a fetch are
 # shorter, so a fetch that still retries is not given up
 STALLED_S = 180.0
-REMOVAL_S = 60.0
+REMOVAL_S = 60.0  # seconds for which a process waits until another one has removed a snapshot
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
 
@@ -96,7 +96,7 @@ class LocalCache:
     """Snapshots below `folder`. Methods are safe for use by several threads and processes.
 
     `room`: called with a number of bytes before a fetch; frees this space on the disk, or raises FetchFailed.
-    `relieve`: function that removes snapshots until the disk is below its threshold; returns whether it is.
+    `relieve`: removes snapshots until the disk is below its threshold, and returns whether the disk is below it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,8 +112,8 @@ class LocalCache:
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
         """Return the folder of a snapshot if it has all files of the repository that `select` accepts; without
-        `select`, all files that its fetch selected. The files are read from its manifest, or from the listing of the
-        hub's own client. Returns None if a file is missing, or if there is neither manifest nor listing. Raises
+        `select`, all files in its manifest, or all that `common` accepts. The manifest, or else the listing of the
+        hub's own client, names the files. Returns None if a file is missing, or if neither exists. Raises
         ManifestError.
         """
         folder = self.place(repository, revision)

@@ -104,7 +104,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold. Returns whether it is below it at the end."""
+    """Evict snapshots while the disk is fuller than the threshold. Returns whether this was enough."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)

@@ -175,7 +175,7 @@ class Digests:
             self._blob.update(data)
 
     def add_file(self, path: Path, progress: FetchProgress) -> int:
-        """Add the bytes of a file. Returns their number. Raises OSError."""
+        """Add the bytes of a file. Returns the number of all bytes that were added so far. Raises OSError."""
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
                 self.add(piece)

@@ -21,7 +21,7 @@ FILES = (
     "colbert_linear.pt",
     "best.pt",
 )
-# pickled checkpoint of the one family without safetensors; only tensors are read from it, no code is run
+# pickled checkpoint of families whose models may lack safetensors; only tensors are read from it, no code is run
 PICKLED = "pytorch_model.bin"
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -352,7 +352,7 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution with config.json and safetensors; None if it has none."""
+    """Return the folder with config.json and safetensors in an installed distribution; None if there is none."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
