@@ -27,6 +27,7 @@ from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
+from sie_store.sinks import lance_live
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
@@ -146,6 +147,10 @@ async def migrator(application: Application) -> AsyncIterator[Migrator]:
     live = opened_live(application.url, "SIE_JOBS_SINKS", source(application), QUICK)
     yield Migrator(live, output=application.output)
     await live.close()
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def begun(application: Application, migrator: Migrator, count: int) -> None:
@@ -802,6 +807,23 @@ async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(l
     await migrator.live.clean_up()
     (index,) = await (await lance.table()).list_indices()
     assert index.columns == ["vector"]
+
+
+async def test_a_table_of_lancedb_is_written_again_only_a_few_times_in_a_scan(
+    lance: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lance_live, "OPTIMIZE_ROWS", 20)
+    widths: dict[Side, int] = {"old": 2048, "new": 24}
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK), widths)
+    await begun(lance, migrator, 400)
+    size = folder_bytes(lance.folder)
+    async for page in migrator.live.pending("new"):
+        for start in range(0, len(page.rows), 20):
+            rows = page.rows[start : start + 20]
+            await migrator.write("new", list(rows), [BODY.text(row.columns) for row in rows])
+    assert migrator.embedded == 400
+    copies = (folder_bytes(lance.folder) - size) / size
+    assert 1 < copies < 6, "the rows written, and four optimizations"
 
 
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:

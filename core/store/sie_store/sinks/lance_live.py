@@ -41,7 +41,9 @@ from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_nam
 T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
-OPTIMIZE_ROWS = 50_000  # rows written between two optimizations of the table, which put written rows into its indexes
+# Rows written between two optimizations of the table, which put written rows into its indexes: the larger of a number
+# and a share of its rows. An optimization may write the whole table again, and earlier versions stay on the disk.
+OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
 
@@ -92,11 +94,13 @@ class LanceLive:
         self._source = source
         self._shape: _LanceShape | None = None
         self._unindexed = 0
+        self._optimize_rows = OPTIMIZE_ROWS
 
     async def open(self) -> LiveState:
         checked_name(self._source.collection)
         shape, rows = await self._database.run(self._read)
         self._shape = shape
+        self._optimize_rows = max(OPTIMIZE_ROWS, int(rows * OPTIMIZE_SHARE))
         if shape.in_use == "new" and shape.marker != self._own_marker(shape.vector):
             raise CollectionMismatch(
                 f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
@@ -272,7 +276,7 @@ class LanceLive:
 
         await self._table(merge, data.nbytes / BYTES_PER_S)
         self._unindexed += data.num_rows
-        await self._optimize(OPTIMIZE_ROWS)
+        await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
         """Return a row with another vector of a side, and with its marker."""
