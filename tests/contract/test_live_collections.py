@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from databases import with_extension
 from lancedb.index import HnswSq
+from lancedb.table import AsyncTable
 from live_application import Application, Points, Rows, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
@@ -824,6 +825,31 @@ async def test_a_table_of_lancedb_is_written_again_only_a_few_times_in_a_scan(
     assert migrator.embedded == 400
     copies = (folder_bytes(lance.folder) - size) / size
     assert 1 < copies < 6, "the rows written, and four optimizations"
+
+
+@pytest.mark.parametrize("name", ["add_columns", "alter_columns", "drop_columns"])
+async def test_a_change_of_columns_of_lancedb_whose_answer_is_lost_is_done(
+    lance: Rows, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    change = getattr(AsyncTable, name)
+    lost = []
+
+    async def change_without_answer(table: AsyncTable, *arguments: Any) -> Any:
+        result = await change(table, *arguments)
+        if not lost:
+            lost.append(name)
+            raise ConnectionResetError
+        return result
+
+    monkeypatch.setattr(AsyncTable, name, change_without_answer)
+    await begun(lance, migrator, 20)
+    assert await migrator.scan("new") == 20
+    await migrator.live.switch("new")
+    assert (await migrator.live.open()).in_use == "new"
+    await migrator.live.clean_up()
+    assert await lance.is_clean()
+    assert lost == [name]
 
 
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:

@@ -164,7 +164,9 @@ class LanceLive:
                     "or drop it"
                 )
             fields = [pyarrow.field(column, type), pyarrow.field(marker, pyarrow.binary())]
-            await self._table(lambda table: table.add_columns(pyarrow.schema(fields)))
+            await self._change_columns(
+                {shape.vector, column, marker}, lambda table: table.add_columns(pyarrow.schema(fields))
+            )
             await self.open()
         elif shape.marker != marker:
             raise CollectionMismatch(
@@ -344,12 +346,13 @@ class LanceLive:
         if shape.in_use == side:
             return
         away = shape.vector + (BEFORE if side == "new" else NEXT)
-        await self._table(
+        await self._change_columns(
+            {shape.vector, away, shape.marker},
             lambda table: table.alter_columns(
                 # rows that are written from now on have no vector of the side that is not in use
                 {"path": shape.vector, "rename": away, "nullable": True},
                 {"path": shape.column(side), "rename": shape.vector},
-            )
+            ),
         )
         await self.open()
 
@@ -358,7 +361,7 @@ class LanceLive:
         if not shape.is_begun:
             return
         away = shape.column(opposite(shape.in_use))
-        await self._table(lambda table: table.drop_columns([away, shape.marker]))
+        await self._change_columns({shape.vector}, lambda table: table.drop_columns([away, shape.marker]))
         await self.open()
 
     async def close(self) -> None:
@@ -372,19 +375,48 @@ class LanceLive:
         """Return the result of `work` with the newest version of the table. Raises CollectionMismatch if another
         command has changed the columns of vectors.
         """
-        shape = self._opened()
-        own = {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
 
         async def checked(connection: Any) -> T:
             table = await opened_table(connection, self._source.collection)
-            names = {field.name for field in await table.schema()}
-            if names & own != shape.columns.keys() & own:
-                raise CollectionMismatch(
-                    f"another command has switched {self._source.collection} meanwhile: run one at a time"
-                )
+            self._check_columns(await self._own_columns(table))
             return await work(table)
 
         return await self._database.run(checked, seconds, once=once)
+
+    async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
+        """Change the columns of vectors, so that these are `after`. Raises CollectionMismatch if another command has
+        changed them.
+        """
+        is_repeat = False
+
+        async def changed(connection: Any) -> None:
+            nonlocal is_repeat
+            table = await opened_table(connection, self._source.collection)
+            names = await self._own_columns(table)
+            # an attempt whose answer was lost may have changed them
+            if is_repeat and names == after:
+                return
+            is_repeat = True
+            self._check_columns(names)
+            await change(table)
+
+        await self._database.run(changed)
+
+    async def _own_columns(self, table: Any) -> set[str]:
+        """Return the names of the columns of vectors and of the marker that a table has."""
+        return {field.name for field in await table.schema()} & self._migrated()
+
+    def _migrated(self) -> set[str]:
+        """Return the names of all columns that a migration of this table uses."""
+        shape = self._opened()
+        return {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
+
+    def _check_columns(self, names: set[str]) -> None:
+        """Raise CollectionMismatch if these columns of the table are not those of its last reading."""
+        if names != self._opened().columns.keys() & self._migrated():
+            raise CollectionMismatch(
+                f"another command has switched {self._source.collection} meanwhile: run one at a time"
+            )
 
 
 def _is_vector(field: Any) -> bool:
