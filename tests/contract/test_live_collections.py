@@ -17,6 +17,7 @@ from typing import Any
 
 import asyncpg
 import numpy as np
+import pyarrow
 import pytest
 import pytest_asyncio
 from databases import with_extension
@@ -740,6 +741,10 @@ def lance(tmp_path: Path) -> Rows:
         ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
         ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
         ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
+        *(
+            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times up to microseconds")
+            for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
+        ),
         ({"body": "string", "vector": 3}, {}, "no such column id. --id names one"),
         ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "no such column number"),
         ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
@@ -850,6 +855,17 @@ async def test_a_change_of_columns_of_lancedb_whose_answer_is_lost_is_done(
     await migrator.live.clean_up()
     assert await lance.is_clean()
     assert lost == [name]
+
+
+async def test_a_time_of_lancedb_beyond_those_of_python_is_refused_without_its_value(lance: Rows) -> None:
+    times = pyarrow.array([0, 1 << 60], pyarrow.timestamp("us"))
+    await lance.create_of({"id": "int64", "body": "timestamp[us]", "vector": 16})
+    await (await lance.table()).add(pyarrow.table({"id": [1, 2], "body": times}))
+    live = opened_live(lance.url, "SINK", source(lance), QUICK)
+    await live.open()
+    await live.begin(24)
+    with pytest.raises(CollectionMismatch, match=r"column body of .* has a time that Python cannot represent$"):
+        await anext(live.pending("new"))
 
 
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ class LanceLive:
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
         if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
             raise CollectionMismatch(
-                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, which --text needs"
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times up to "
+                "microseconds, which --text needs"
             )
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
@@ -202,12 +203,25 @@ class LanceLive:
 
         data = await self._table(read)
         ids, markers = data[shape.id_column].to_pylist(), data[shape.marker].to_pylist()
-        texts = zip(*(data[name].to_pylist() for name in shape.texts), strict=True) if shape.texts else [()] * len(ids)
+        texts = (
+            zip(*(self._values(data, name) for name in shape.texts), strict=True) if shape.texts else [()] * len(ids)
+        )
         old, new = (_vector_bytes(data[shape.column(side)].combine_chunks()) for side in SIDES)
         return [
             _LanceRow(row_id, text, {"old": old_bytes, "new": new_bytes}, marker)
             for row_id, text, old_bytes, new_bytes, marker in zip(ids, texts, old, new, markers, strict=True)
         ]
+
+    def _values(self, data: Any, name: str) -> list[Any]:
+        """Return the values of a column. Raises CollectionMismatch for a time that Python cannot represent."""
+        try:
+            values: list[Any] = data[name].to_pylist()
+        except (ValueError, OverflowError):
+            raise CollectionMismatch(
+                f"the column {name} of {self._source.collection}, which --text names, has a time that "
+                "Python cannot represent"
+            ) from None
+        return values
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
         """Return the values of a row's columns, and of the fields of its payload if the template names them."""
@@ -444,7 +458,8 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        or pyarrow.types.is_temporal(type)
+        # Python has no times with nanoseconds, and a write compares the value with the stored one
+        or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 
 
