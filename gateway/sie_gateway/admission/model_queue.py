@@ -680,7 +680,7 @@ class ModelQueue:
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
         for peer in self._others.values():
             if now_s - peer.at_s < OTHER_S:
-                # a gateway without a result yet gets a rate in proportion to its work in the queue
+                # a gateway whose rate is not known yet gets one in proportion to its work in the queue
                 other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
                 of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate

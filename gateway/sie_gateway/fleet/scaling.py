@@ -105,8 +105,8 @@ class Scaling:
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations are taken from the default pool, so their number is added to the lane of the default
-        # pool, which scales the deployment
+        # A reservation takes its workers from the default pool. The autoscaler reads the lane of the default pool, so
+        # that lane counts the workers of reservations too.
         is_default = lane.pool == topology.pool_name("default")
         mine = {
             lane_key

@@ -493,9 +493,11 @@ class Hosting(ModelStates):
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
-        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work, because its items were accepted before, and the other model waits for their
-        end. Raises ModelLoadFailed, AdapterGone.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: go on
+        even if the model is closed to new work. It is closed while another model waits for its memory. That model can
+        be loaded only when the work that was accepted here is done, so this work must not wait.
+
+        Raises ModelLoadFailed, AdapterGone.
         """
         count = items or (lambda: 1)
         hosted.waiting_counts.append(count)

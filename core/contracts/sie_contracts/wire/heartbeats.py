@@ -158,8 +158,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A turn: the promise to a client whose request was refused that it may send a request of `cost` tokens in `due_s`
-    seconds. `client` is a digest.
+    """Promise to a client whose request was refused: when it tries again, `due_s` seconds after the heartbeat, space
+    for `cost` tokens is reserved. `client`: digest of the client's address, key and request.
     """
 
     client: bytes
