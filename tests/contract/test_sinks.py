@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import httpx
 import lancedb
+import msgspec
 import numpy as np
 import pyarrow
 import pytest
@@ -31,7 +33,7 @@ from zygote import end_with_parent
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.opening import opened
 from sie_store.sinks.pgvector import PgvectorSink
-from sie_store.sinks.qdrant import QdrantSink
+from sie_store.sinks.qdrant import QdrantSink, json_vector, point_id
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
@@ -659,6 +661,34 @@ async def test_a_server_without_pgvector_is_named_as_such() -> None:
             await opened(server.root_url, "SINK", QUICK).prepare("vectors", {"dense": DIMS}, {})
     finally:
         server.remove()
+
+
+async def test_a_long_multivector_is_stored_and_one_that_qdrant_cannot_take_is_named(
+    qdrant: QdrantServer, collection: str
+) -> None:
+    sink = opened(qdrant.url, "SINK", QUICK)
+    await sink.prepare(collection, {"multivector": 1024}, {})
+    tokens = np.random.default_rng(0).standard_normal((2600, 1024), dtype=np.float32)
+    tokens /= np.linalg.norm(tokens, axis=1, keepdims=True)
+    fits, too_long = (
+        SinkRows([str(count)], np.empty((1, 0), np.float32), [{}], (), [tokens[:count]]) for count in (1700, 2600)
+    )
+    await sink.upsert(fits)
+    assert sink.refusals(fits) == {}
+    assert list(sink.refusals(too_long)) == [0]
+    with pytest.raises(RowsRefused, match=point_id("2600")):
+        await sink.upsert(too_long)
+    await sink.close()
+    address = f"http://127.0.0.1:{qdrant.port}/collections/{collection}/points/count"
+    counted = await asyncio.to_thread(httpx.post, address, json={"exact": True})
+    assert counted.json()["result"]["count"] == 1
+
+
+def test_numbers_are_sent_to_qdrant_with_the_digits_of_a_float32() -> None:
+    numbers = np.array([0.1, -1e-38, 16777216, 1 / 3], np.float32)
+    sent = msgspec.json.encode(json_vector(numbers))
+    assert len(sent) < 50
+    assert np.array_equal(np.array(msgspec.json.decode(sent), np.float32), numbers)
 
 
 async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, collection: str) -> None:

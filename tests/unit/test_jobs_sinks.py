@@ -29,11 +29,14 @@ OUTPUT = {"sink": "main", "collection": "c"}
 
 
 class Database:
-    """A database in memory. `errors`: what its next calls of `upsert` raise."""
+    """A database in memory. `errors`: what its next calls of `upsert` raise. `refused`: ids of rows that it cannot
+    store.
+    """
 
     def __init__(self) -> None:
         self.prepared: list[tuple[str, Widths]] = []
         self.errors: list[Exception] = []
+        self.refused: set[str] = set()
         self.upserts = 0
         self.rows: dict[str, Mapping[str, Any]] = {}
 
@@ -45,6 +48,9 @@ class Database:
         if self.errors:
             raise self.errors.pop(0)
         self.rows |= dict(zip(rows.ids, rows.payloads, strict=True))
+
+    def refusals(self, rows: SinkRows) -> dict[int, str]:
+        return {number: "too long" for number, row_id in enumerate(rows.ids) if row_id in self.refused}
 
     async def close(self) -> None:
         """There is nothing to release."""
@@ -95,6 +101,11 @@ class Place:
         """Rows of its only part."""
         data = (await self._client.get(f"/v1/jobs/{job}/part?name=part-00000.parquet")).content
         return int(parquet.read_table(io.BytesIO(data)).num_rows)
+
+    async def errors(self, job: str) -> dict[str, str]:
+        """The code of each failed row."""
+        rows = (await self._client.get(f"/v1/jobs/{job}/rows?failed=true")).json()["rows"]
+        return {row["id"]: row["error"]["code"] for row in rows}
 
     def asked(self) -> int:
         """Inputs that the adapter ran."""
@@ -158,6 +169,15 @@ async def test_what_only_people_can_change_at_a_database_pauses_the_job(
     told = await place.until(job, "paused", "waits")
     assert told["error"] == {"code": "SINK_REFUSED", "message": f"main: {error}", "param": "output.sink"}
     assert (database.upserts, place.asked()) == (upserts, 5)
+
+
+async def test_a_row_that_the_database_cannot_store_fails_alone(place: Place, database: Database) -> None:
+    database.refused = {"r3", "r4"}
+    job = (await place.submit(20, output=OUTPUT))["id"]
+    told = await place.until(job, "completed", "paused")
+    assert (told["state"], told["counts"]["done"], told["counts"]["failed"]) == ("completed", 20, 2)
+    assert database.rows.keys() == {f"r{number}" for number in range(20)} - {"r3", "r4"}
+    assert await place.errors(job) == {"r3": "SINK_REFUSED", "r4": "SINK_REFUSED"}
 
 
 async def test_a_collection_that_was_removed_is_made_again(place: Place, database: Database) -> None:
@@ -245,7 +265,7 @@ def test_each_output_of_a_row_is_written_with_its_width(outputs: list[Output]) -
     }
     arrays = {name: array for output in outputs for name, array in vectors[output].items()}
     answers = [RowAnswer(arrays=arrays), RowAnswer(error=ErrorInfo("INTERNAL", "")), RowAnswer(arrays=arrays)]
-    rows = native._for_sink([InputRow(str(number)) for number in range(3)], answers)
+    rows, _ = native._for_sink(Database(), [InputRow(str(number)) for number in range(3)], answers)
     assert rows is not None
     assert native._widths(rows, widths) == {name: widths[name] for name in outputs}
     written = rows.latest(native._widths(rows, widths))

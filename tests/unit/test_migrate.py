@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from sie_client import SIEClient
 from sie_client.jobs import JobInfo
 from sie_store.datasets.templates import Template
 from sie_store.sinks.live import LiveRow, LiveState, ScannedPage, Side
+from sie_store.sinks.sink import Output
 
 # ---- what is left
 
@@ -355,12 +356,18 @@ def test_wrong_options_are_told(arguments: list[str], why: str) -> None:
 
 
 class RefusingEncoder:
-    """A model that takes no empty text."""
+    """A model that takes no empty text. `counts`: how many texts each call had."""
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self.counts: list[int] = []
 
     async def encode(self, model: str, texts: list[str], **_: Any) -> list[dict[str, Any]]:
-        vector = np.ones(2, np.float32)
+        self.counts.append(len(texts))
+        vector = np.ones((1, 2) if self.output == "multivector" else 2, np.float32)
         return [
-            {"dense": vector, "fingerprint": model} if text else {"error": {"code": "INVALID_INPUT"}} for text in texts
+            {self.output: vector, "fingerprint": model} if text else {"error": {"code": "INVALID_INPUT"}}
+            for text in texts
         ]
 
 
@@ -382,17 +389,18 @@ class RecordedWrites:
         return ["a", "b"]
 
 
-def live_steps(texts: list[str | None], *, accepts: bool = False) -> tuple[Any, RecordedWrites, MigrationReport]:
+def live_steps(
+    texts: list[str | None], *, accepts: bool = False, output: Output = "dense", queries: Sequence[str] = ("good", "")
+) -> tuple[Any, RecordedWrites, MigrationReport]:
     template = Template.parsed("{body}", "--text")
-    queries = ["good", ""]
     plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, queries, accepts, "flip")
     models: dict[Side, LiveModel] = {
-        "old": LiveModel("old", {"dense": 2}, "old"),
-        "new": LiveModel("new", {"dense": 2}, "new"),
+        "old": LiveModel("old", {output: 2}, "old"),
+        "new": LiveModel("new", {output: 2}, "new"),
     }
     store, report = RecordedWrites(texts), MigrationReport(lambda _: None, live.LIVE_STEPS)
-    state = LiveState(len(texts), 2, "old", True)
-    encoder: Any = RefusingEncoder()
+    state = LiveState(len(texts), 2, "old", True, output)
+    encoder: Any = RefusingEncoder(output)
     collection: Any = store
     return live._LiveSteps(encoder, collection, state, models, plan, report, lambda _: None), store, report
 
@@ -407,6 +415,17 @@ def test_refused_and_missing_texts_lose_their_vector_are_reported_by_id_and_stop
         asyncio.run(steps.catch_up(side, is_last=True))
     accepting, _, _ = live_steps(["a", "", None, "b"], accepts=True)
     asyncio.run(accepting.catch_up(side, is_last=True))
+
+
+@pytest.mark.parametrize(("output", "counts"), [("dense", [70]), ("multivector", [32, 32, 6])])
+def test_few_multivectors_are_in_memory_at_a_time(output: Output, counts: list[int]) -> None:
+    texts = [f"text {number}" for number in range(70)]
+    steps, store, _ = live_steps([*texts], output=output, queries=texts)
+    asyncio.run(steps._scan("new"))
+    assert steps._encoder.counts == counts
+    assert len(store.vectors) == 70
+    asyncio.run(steps.compare())
+    assert steps._encoder.counts == counts * 3
 
 
 def test_reported_ids_of_rows_without_a_vector_are_bounded_and_printable() -> None:

@@ -38,13 +38,15 @@ from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector, opposite
 from sie_store.sinks.opening import opened_live
-from sie_store.sinks.sink import PATIENCE, SparseRow
+from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
 IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the URL may be wrong
-EMBED_ROWS = 1_000  # rows that are encoded and written at a time; as many are lost if the command is killed
+# rows that are encoded and written at a time; as many are lost if the command is killed. 32 multivectors of 512 tokens
+# with 1,024 numbers are 64 MiB
+EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
 SEARCHES = 8  # concurrent searches of the comparison
 FEW_ROWS, FEW_SHARE = 100, 0.001  # vectors are up to date if a scan embeds at most the larger of the two
@@ -446,7 +448,6 @@ class _LiveSteps:
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
         """Return the nearest rows of each query, without the query's own row; None if the model refuses the query."""
-        results = await self._encoded(side, texts, is_query=bool(self._plan.queries))
         bound = asyncio.Semaphore(SEARCHES)
 
         async def search(vector: Any, own: str) -> list[str] | None:
@@ -456,21 +457,27 @@ class _LiveSteps:
                 near = await self._live.nearest(side, vector, NEIGHBOURS + 1)
             return [row_id for row_id in near if row_id != own][:NEIGHBOURS]
 
-        vectors = [self._vector(result) for result in results]
-        searches = (search(vector, own) for vector, own in zip(vectors, ids, strict=True))
-        return await asyncio.gather(*searches)
+        near: list[list[str] | None] = []
+        group = EMBED_ROWS[self._state.output]
+        for first in range(0, len(texts), group):
+            results = await self._encoded(side, texts[first : first + group], is_query=bool(self._plan.queries))
+            vectors = [self._vector(result) for result in results]
+            searches = (search(vector, own) for vector, own in zip(vectors, ids[first : first + group], strict=True))
+            near += await asyncio.gather(*searches)
+        return near
 
     async def _scan(self, side: Side) -> Scan:
         """Embed all rows that have no vector of their present text."""
         scan, progress = Scan(), ScanProgress(self._state.rows, self._echo)
+        group = EMBED_ROWS[self._state.output]
         waiting: list[tuple[LiveRow, str]] = []
         async for page in self._live.pending(side):
             texts, faults = self._texts(page.rows)
             await self._leave_out(side, faults, scan)
             waiting += texts
-            while len(waiting) >= EMBED_ROWS:
-                await self._embed(side, waiting[:EMBED_ROWS], scan)
-                del waiting[:EMBED_ROWS]
+            while len(waiting) >= group:
+                await self._embed(side, waiting[:group], scan)
+                del waiting[:group]
                 progress.show(scan)
             scan.scanned += page.scanned
             progress.show(scan)

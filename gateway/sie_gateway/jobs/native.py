@@ -241,12 +241,16 @@ class NativeJob:
         if self._documents is not None:
             rows = await self._documents.parsed(rows)
         answers, reused = await self._answers(number, rows)
+        unsent = None
+        if self._places.sink is not None:
+            unsent, reasons = await asyncio.to_thread(_for_sink, self._places.sink, rows, answers)
+            for place, reason in reasons.items():
+                answers[place] = RowAnswer(ErrorInfo("SINK_REFUSED", reason, param="output.sink"))
+            self._progress.rows(number, 0, len(reasons))
         about = About(self._job.id, number, self._job.model, self._fingerprint(), reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
-        return AnsweredShard(
-            data, None if self._places.sink is None else await asyncio.to_thread(_for_sink, rows, answers)
-        )
+        return AnsweredShard(data, unsent)
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
         """Return the answer to each row, and how many answers were copied from an equal row or from the cache."""
@@ -422,11 +426,30 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
     )
 
 
-def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the rows for the database, which are those without an error; None if every row has an error."""
-    lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
+def _for_sink(
+    sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
+) -> tuple[SinkRows | None, dict[int, str]]:
+    """Return the rows for the database, and the reasons for which it cannot store others, by their place in `rows`.
+    Rows with an error are in neither; None if no row is left.
+    """
+    places: list[int] = []
+    lines: list[OutputLine] = []
+    for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        if answer.error is None:
+            row_lines = lines_of([row], [answer])
+            lines += row_lines
+            places += [place] * len(row_lines)
     if not lines:
-        return None
+        return None, {}
+    unsent = _sink_rows(lines)
+    reasons = {places[number]: reason for number, reason in sink.refusals(unsent).items()}
+    if not reasons:
+        return unsent, {}
+    lines = [line for line, place in zip(lines, places, strict=True) if place not in reasons]
+    return (_sink_rows(lines) if lines else None), reasons
+
+
+def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
     arrays = [line.answer.arrays for line in lines]
     dense = [row["dense"] for row in arrays] if "dense" in arrays[0] else [np.empty(0)] * len(arrays)
     return SinkRows(

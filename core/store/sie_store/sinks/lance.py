@@ -119,6 +119,10 @@ class LanceSink:
 
         await self._database.run(written, data.nbytes / BYTES_PER_S)
 
+    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
+        """Return nothing: there are no multivectors, and no other row is too large."""
+        return {}
+
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         checked_name(collection)
 

@@ -146,6 +146,10 @@ class PgvectorSink:
             size = sum(map(len, itertools.chain.from_iterable(records)))
             await self._database.transaction(functools.partial(self._written, records=records), size)
 
+    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
+        """Return nothing: there are no multivectors, and no other row is too large."""
+        return {}
+
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
         rows = await self._database.transaction(search)

@@ -191,6 +191,12 @@ class PgvectorLive:
                 f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec. Name one "
                 f"with --vector: {', '.join(vectors) or 'it has none'}"
             )
+        if kind[1] == "sparsevec" and not kind[2]:
+            raise CollectionMismatch(
+                f"the column {vector} of {source.collection} is a sparsevec that declares no width, so no vector could "
+                f"be written to it after the switch: ALTER TABLE {self._table} ALTER COLUMN {quoted(vector)} TYPE "
+                "sparsevec(n), where n is the size of the model's vocabulary"
+            )
         has_payload = columns.get(PAYLOAD) == "jsonb"
         missing = [name for name in source.text.columns if name not in columns and not has_payload]
         if missing:

@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
@@ -51,7 +52,11 @@ MAX_DIMS = 65_536
 # largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.+-]{0,32}", re.ASCII)
-BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
+BODY_BYTES = 8 << 20  # largest number of bytes of a request body with several points
+# largest number of bytes of a point, which is alone in its body: Qdrant's default limit of a body is 32 MiB, and 1 MiB
+# of it is for the condition of a write
+POINT_BYTES = 31 << 20
+NUMBER_BYTES = 17  # largest number of bytes of a float32 in JSON, with its comma
 
 
 def point_id(row_id: str) -> str:
@@ -170,7 +175,8 @@ class QdrantSink:
 
     async def upsert(self, rows: SinkRows) -> None:
         assert self._collection, "prepare comes first"
-        bodies = self._bodies(rows.latest(self._widths))
+        latest = rows.latest(self._widths)
+        bodies = point_bodies((self._point(latest, number) for number in range(len(latest.ids))), self._body_bytes)
         path = f"/collections/{self._collection}/points?wait=true"
         # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
@@ -195,17 +201,23 @@ class QdrantSink:
     async def close(self) -> None:
         await self._server.close()
 
-    def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        points = (
-            {
-                # first, because `encoded` refuses an id from which no UUID can be computed
-                "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
-                "id": point_id(row_id),
-                "vector": self._vector(rows, number),
-            }
-            for number, (row_id, payload) in enumerate(zip(rows.ids, rows.payloads, strict=True))
-        )
-        return point_bodies(points, self._body_bytes)
+    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
+        refused = {}
+        for number, multivector in enumerate(rows.multivectors):
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller one is not encoded twice
+                size = len(_encoded_vector(multivector))
+                if size > POINT_BYTES:
+                    refused[number] = _oversize("the multivector", size)
+        return refused
+
+    def _point(self, rows: SinkRows, number: int) -> dict[str, Any]:
+        row_id = rows.ids[number]
+        return {
+            # first, because `encoded` refuses an id from which no UUID can be computed
+            "payload": msgspec.Raw(encoded({**rows.payloads[number], ROW_ID: row_id}, number)),
+            "id": point_id(row_id),
+            "vector": self._vector(rows, number),
+        }
 
     def _vector(self, rows: SinkRows, number: int) -> Any:
         """Return the vectors of a row in Qdrant's JSON for a point."""
@@ -218,15 +230,29 @@ class QdrantSink:
 def json_vector(vector: NDArray[np.float32] | SparseRow) -> Any:
     """Return a vector as Qdrant reads it."""
     if isinstance(vector, SparseRow):
-        return {"indices": vector.indices.tolist(), "values": vector.values.tolist()}
-    return vector.tolist()
+        return {"indices": vector.indices.tolist(), "values": msgspec.Raw(_encoded_vector(vector.values))}
+    return msgspec.Raw(_encoded_vector(vector))
+
+
+def _encoded_vector(numbers: NDArray[np.float32]) -> bytes:
+    """Return numbers in JSON, each with the fewest digits that a float32 needs: half of those of a float64."""
+    return orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _oversize(name: str, size: int) -> str:
+    return f"{name} has {size} bytes as JSON, where a request to Qdrant takes at most {POINT_BYTES}: shorten the text"
 
 
 def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
-    """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body."""
+    """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body. Raises
+    RowsRefused for one of more than POINT_BYTES.
+    """
     batch: list[bytes] = []
     size = 0
-    for point in map(msgspec.json.encode, points):
+    for fields in points:
+        point = msgspec.json.encode(fields)
+        if len(point) > POINT_BYTES:
+            raise RowsRefused(_oversize(f"the point {fields['id']}", len(point)))
         if batch and size + len(point) > body_bytes:
             yield b'{"points":[' + b",".join(batch) + b"]}"
             batch, size = [], 0

@@ -144,6 +144,11 @@ class Sink(Protocol):
     async def upsert(self, rows: SinkRows) -> None:
         """Write rows so that they survive a restart of the database. A stored row with the same id is replaced."""
 
+    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
+        """Return the reasons for which the database can never store rows, by the number of the row. A job counts these
+        rows as failed; `upsert` would refuse all rows.
+        """
+
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
 
