@@ -211,9 +211,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Run a graph of the model from now on in place of torch, if the graph's states equal those of the unchanged
-        transformers model, and free the weights of torch. Raises ModelLoadFailed if the states differ and the entry
-        demands the engine.
+        """Replace torch by a graph of the model, and free torch's weights, if the graph's states equal those of the
+        unchanged transformers model. Raises ModelLoadFailed if the states differ and the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)

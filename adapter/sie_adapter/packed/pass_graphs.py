@@ -123,7 +123,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs of a device. `lock` is held for a capture, and for a replay until its copy is made."""
+    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and from a replay to the output's copy."""
 
     lock: threading.Lock
 

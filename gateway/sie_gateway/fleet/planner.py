@@ -166,9 +166,7 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the heartbeats of the silent workers that are hosts in the table, except hosts of a model whose work
-        waits longer than `adopt_after_s`.
-        """
+        """Return the silent workers that are hosts, except hosts of a model whose work waits over `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)

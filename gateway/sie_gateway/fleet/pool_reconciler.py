@@ -122,7 +122,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has ended even if this gateway's clock is ahead by its largest error."""
+        """End reservations whose lease has certainly ended: the clock's largest error is subtracted from the time."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s

@@ -237,8 +237,8 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created. If the removal fails, the reservation ends with its
-        lease. `removes`: the stream may exist after all, and must be removed as well.
+        """Remove a reservation whose stream could not be created, or let it end with its lease if that fails too.
+        `removes`: the stream may exist after all, and must be removed as well.
         """
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):

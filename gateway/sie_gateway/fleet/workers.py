@@ -75,9 +75,7 @@ class _Connect(connect):
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: the last frame; None if it is older than `stale_s` seconds, or if the
-    connection has ended.
-    """
+    """Status websocket of one worker. `frame`: the last frame; None if older than `stale_s` or without a connection."""
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic

@@ -172,9 +172,7 @@ class Loading:
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the state of the item's model on the device that should run the item; None if this worker's catalogue
-        has another revision of the model.
-        """
+        """Return the model's state on the device that runs the item; None if the catalogue has another revision."""
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
