@@ -147,7 +147,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return the pattern of positions where a cut does not change the ids, with empty matches; None without one."""
+        """Return the pattern of positions where a cut keeps the ids, with empty matches; None if none is known."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
