@@ -55,7 +55,7 @@ class AdapterServer:
         self._connections: set[socket.socket] = set()
 
     def serve(self, wake: socket.socket) -> None:
-        """Accept connections until `wake` becomes readable, which is a signal to end or a drain."""
+        """Accept connections until `wake` becomes readable, which happens at a signal to end and at a drain."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)

@@ -170,9 +170,15 @@ class WorkerHealth:
         )
 
     async def listen(self) -> None:
-        """Subscribe to the subject at which gateways check whether this worker is connected. Raises BrokerError."""
+        """Subscribe to the subject at which gateways check whether this worker is connected, and send a heartbeat after
+        each reconnect. Raises BrokerError.
+        """
         await self._bus.subscribe(topology.assigned_subject(self._id), self._on_asked)
+        self._bus.on_reconnect(self._on_reconnect)
         self._listens = True
+
+    async def _on_reconnect(self) -> None:
+        self.changed()
 
     async def _on_asked(self, message: CoreMessage) -> None:
         """Do nothing: a gateway only checks that there is a subscriber."""

@@ -17,17 +17,19 @@ from typing import Any
 
 import asyncpg
 import numpy as np
+import pyarrow
 import pytest
 import pytest_asyncio
 from databases import with_extension
 from lancedb.index import HnswSq
+from lancedb.table import AsyncTable
 from live_application import Application, Points, Rows, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
-from sie_store.sinks import qdrant_live
+from sie_store.sinks import lance_live, qdrant_live
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
@@ -147,6 +149,10 @@ async def migrator(application: Application) -> AsyncIterator[Migrator]:
     live = opened_live(application.url, "SIE_JOBS_SINKS", source(application), QUICK)
     yield Migrator(live, output=application.output)
     await live.close()
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def begun(application: Application, migrator: Migrator, count: int) -> None:
@@ -763,6 +769,10 @@ def lance(tmp_path: Path) -> Rows:
         ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
         ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
         ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
+        *(
+            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times up to microseconds")
+            for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
+        ),
         ({"body": "string", "vector": 3}, {}, "no such column id. --id names one"),
         ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "no such column number"),
         ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
@@ -831,6 +841,59 @@ async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(l
     await migrator.live.clean_up()
     (index,) = await (await lance.table()).list_indices()
     assert index.columns == ["vector"]
+
+
+async def test_a_table_of_lancedb_is_written_again_only_a_few_times_in_a_scan(
+    lance: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lance_live, "OPTIMIZE_ROWS", 20)
+    widths: dict[Side, int] = {"old": 2048, "new": 24}
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK), widths)
+    await begun(lance, migrator, 400)
+    size = folder_bytes(lance.folder)
+    async for page in migrator.live.pending("new"):
+        for start in range(0, len(page.rows), 20):
+            rows = page.rows[start : start + 20]
+            await migrator.write("new", list(rows), [BODY.text(row.columns) for row in rows])
+    assert migrator.embedded == 400
+    copies = (folder_bytes(lance.folder) - size) / size
+    assert 1 < copies < 6, "the rows written, and four optimizations"
+
+
+@pytest.mark.parametrize("name", ["add_columns", "alter_columns", "drop_columns"])
+async def test_a_change_of_columns_of_lancedb_whose_answer_is_lost_is_done(
+    lance: Rows, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    change = getattr(AsyncTable, name)
+    lost = []
+
+    async def change_without_answer(table: AsyncTable, *arguments: Any) -> Any:
+        result = await change(table, *arguments)
+        if not lost:
+            lost.append(name)
+            raise ConnectionResetError
+        return result
+
+    monkeypatch.setattr(AsyncTable, name, change_without_answer)
+    await begun(lance, migrator, 20)
+    assert await migrator.scan("new") == 20
+    await migrator.live.switch("new")
+    assert (await migrator.live.open()).in_use == "new"
+    await migrator.live.clean_up()
+    assert await lance.is_clean()
+    assert lost == [name]
+
+
+async def test_a_time_of_lancedb_beyond_those_of_python_is_refused_without_its_value(lance: Rows) -> None:
+    times = pyarrow.array([0, 1 << 60], pyarrow.timestamp("us"))
+    await lance.create_of({"id": "int64", "body": "timestamp[us]", "vector": 16})
+    await (await lance.table()).add(pyarrow.table({"id": [1, 2], "body": times}))
+    live = opened_live(lance.url, "SINK", source(lance), QUICK)
+    await live.open()
+    await live.begin(24)
+    with pytest.raises(CollectionMismatch, match=r"column body of .* has a time that Python cannot represent$"):
+        await anext(live.pending("new"))
 
 
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:

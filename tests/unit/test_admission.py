@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
+from sie_broker.nats.connection import PING_S
 from sie_contracts.errors import NotProvisioned, QueueFull
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
@@ -30,7 +31,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission, Peers, mean_cost
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
-from sie_gateway.fleet.lanes import LOST_S, Fleet
+from sie_gateway.fleet.lanes import LOST_S, MAX_LANES, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
 from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
@@ -508,6 +509,43 @@ def test_work_at_a_worker_is_waited_for_until_no_worker_of_the_lane_is_left() ->
     now_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
     with pytest.raises(NotProvisioned):
         cold.check(LANE, "toy/one", was_hosted=True)
+
+
+def test_work_at_a_worker_that_was_moved_is_waited_for_until_it_reports_no_work() -> None:
+    now_s = 0.0
+    fleet = Fleet(MemoryServer().connect("x"), settings_of(), lambda: now_s)
+    silent_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
+    fleet.note(beat())
+    reserved = Lane("team", LANE.machine_profile, LANE.bundle)
+    for _ in range(9):  # the batch that it had before takes longer than any heartbeat may be late
+        now_s += silent_s // 3
+        fleet.note(replace(beat(), pool="team", queue_depth=1))
+        assert fleet.is_lane_alive(LANE)
+        assert fleet.is_lane_alive(reserved)
+    for seconds, is_alive in ((0, True), (silent_s - 1, True), (1, False)):  # its results may be on their way
+        now_s += seconds
+        fleet.note(replace(beat(), pool="team"))
+        assert fleet.is_lane_alive(LANE) is is_alive
+        assert fleet.is_lane_alive(reserved)
+
+
+def test_a_worker_that_never_stops_working_counts_for_a_limited_number_of_lanes() -> None:
+    fleet = Fleet(MemoryServer().connect("x"), settings_of(), lambda: 0.0)
+    for number in range(MAX_LANES + 1):
+        fleet.note(replace(beat(), pool=f"team-{number}", queue_depth=1))
+    lanes = [Lane(f"team-{number}", LANE.machine_profile, LANE.bundle) for number in range(MAX_LANES + 1)]
+    alive = [fleet.is_lane_alive(lane) for lane in lanes]
+    assert alive == [False, *[True] * MAX_LANES]
+
+
+@pytest.mark.parametrize("beats", [{}, {"SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1500"}])
+def test_work_at_a_worker_whose_server_of_the_broker_froze_is_waited_for(beats: dict[str, str]) -> None:
+    """The server freezes just before a heartbeat. The worker notices it after three pings, and connects to another."""
+    now_s, settings = 0.0, settings_of(**beats)
+    fleet = Fleet(MemoryServer().connect("x"), settings, lambda: now_s)
+    fleet.note(beat())
+    now_s = settings.health_publish_interval_ms / 1000 + 3 * PING_S + 2.0
+    assert fleet.is_lane_alive(LANE)
 
 
 def test_work_at_a_worker_is_waited_for_while_the_broker_is_away() -> None:

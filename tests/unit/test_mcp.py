@@ -6,6 +6,8 @@ import asyncio
 import base64
 import gc
 import logging
+import ssl
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from sie_cli.mcp.config import DefaultModels, McpConfig, SearchCollection
 from sie_cli.mcp.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
 from sie_cli.mcp.sentences import sentence_of
 from sie_cli.mcp.tools import ToolRefused
-from sie_client import AuthenticationError, SIEConnectionError
+from sie_client import AuthenticationError, SIEAsyncClient, SIEConnectionError
 from sie_client import errors as client_errors
 from sie_contracts.settings import SettingError
 from sie_runtime import keys as records
@@ -646,6 +648,29 @@ async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
     assert first._driver._http.is_closed
     await pool.close()
     assert other._driver._http.is_closed
+
+
+async def test_certificates_of_an_https_gateway_are_read_once_for_a_key_and_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, read = [], ssl.create_default_context
+
+    def reading(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        readers.append(threading.get_ident())
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", reading)
+    pool = clients.GatewayClients("https://gateway.example", 1.0)
+
+    async def client_of(api_key: str) -> SIEAsyncClient:
+        async with pool.of_key(api_key) as client:
+            return client
+
+    first, second = await asyncio.gather(client_of("a"), client_of("a"))
+    assert first is second
+    assert len(readers) == 1
+    assert threading.get_ident() not in readers
+    await pool.close()
 
 
 def test_every_error_of_the_client_is_a_sentence() -> None:

@@ -637,6 +637,28 @@ def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
     assert (error.reason, error.param) == ("unknown_option", "params.output_schema")
 
 
+@pytest.mark.parametrize("none", [{}, {"relation_labels": None}, {"relation_labels": []}])
+def test_a_threshold_of_relations_without_their_labels_is_a_warning(none: dict[str, Any]) -> None:
+    body = {"labels": ["x"], "params": {**none, "relation_threshold": 0.9}}
+    warning = "params.relation_threshold: ignored, no such option of org/relations here; it needs relation_labels"
+    assert options(body, "org/relations", operation="extract").warnings == (warning,)
+    error = refused(body, "org/relations", operation="extract", strict=True)
+    assert (error.reason, error.param) == ("unknown_option", "params.relation_threshold")
+
+
+def test_a_threshold_of_relations_is_no_warning_if_it_is_unset_or_the_profile_has_labels() -> None:
+    body = {"labels": ["x"], "params": {"relation_labels": None, "relation_threshold": None}}
+    assert options(body, "org/relations", operation="extract", strict=True).warnings == ()
+    own = entry(
+        "org/own",
+        family="gliner-relations",
+        outputs={"entities": 0, "relations": 0},
+        run={"parameters": {"relation_labels": ["knows"]}},
+    )
+    body = {"labels": ["x"], "relation_threshold": 0.9}
+    assert run_options(Catalogue({own.id: own}).resolve(own.id), body, "extract", strict=True)[1].warnings == ()
+
+
 @pytest.mark.parametrize("operation", ["encode", "extract"])
 def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
     """With their JSON types, and without a warning: it checks its own."""

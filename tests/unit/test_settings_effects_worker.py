@@ -402,6 +402,15 @@ async def test_heartbeats_come_at_the_interval(cluster: InProcess) -> None:
     assert sum(beat.worker == "w1" for beat in cluster.beats) <= 2
 
 
+async def test_a_heartbeat_follows_a_reconnect_at_once(cluster: InProcess) -> None:
+    await cluster.gateway()
+    sidecar = await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="100000", SIE_HEARTBEAT_TIMEOUT_MS="200000")
+    sidecar.broker.disconnect()
+    cluster.beats.clear()
+    sidecar.broker.reconnect()
+    await until(lambda: cluster.last_beat("w0", ready=True), "a heartbeat")
+
+
 async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export(
     cluster: InProcess,
 ) -> None:

@@ -113,6 +113,7 @@ class Graph:
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
+        torch.set_num_threads(1)  # the graph has threads of its own, and the operations of torch after it are small
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)

@@ -7,8 +7,8 @@
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
 * A failure does not count for ever, since another process may have used the memory then: for every WAIT_S without a new
 result, the limit rises by the factor RAISE.
-* If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer and
-fewer attempts. If it fits, its size is the new limit, and the wait begins again.
+* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
+and fewer attempts. If the pass fits, its size is the new limit, and the wait is the first wait again.
 * A failure that killed the process also cost its models and its other batches. So a pass of half its tokens counts as
 failed, and the wait begins at KILLED_WAIT_S.
 """
@@ -89,8 +89,8 @@ class DeviceLimits:
     """Limits for the tokens of a pass on this device, for at most MAX_KEYS models, stored in the file at `path`.
     Thread-safe. No method raises.
 
-    The file is read at the first use, because a waiting process may have begun long before it serves. `clock` is wall
-    time, which stays valid after a restart.
+    The file is read at the first use and not at the start: a standby process may start long before its first use, and
+    the file may change meanwhile. `clock` is wall time, which stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -220,7 +220,7 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
-# tokens below which a pass is not blamed when a process ends during it without a known reason
+# a process may end for an unknown reason during a pass; a pass of fewer tokens than this is not taken as the reason
 DOUBTED_TOKENS = 1024
 # head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
 # the key

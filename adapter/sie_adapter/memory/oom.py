@@ -1,5 +1,5 @@
-"""Steps when device memory runs out, and their counters, which the sidecar exports, because this process has no port
-for metrics.
+"""Steps when device memory runs out, and counters of the steps. The sidecar exports the counters, because this process
+has no port for metrics.
 
   work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """

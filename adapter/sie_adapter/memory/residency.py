@@ -204,7 +204,7 @@ class ResidentModels:
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
-        models that were unloaded for it, even if this method raises. Raises ModelLoadFailed: class OOM and reason
+        models that were evicted for the load, even if this method raises. Raises ModelLoadFailed: class OOM and reason
         no_room if the model does not fit beside the models that must not be evicted.
         """
         permission = permission or self.permission()
@@ -242,8 +242,8 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if it
-        is not loaded, or has another fingerprint, since its entry was changed.
+        """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if the
+        model is not loaded, or if its fingerprint is another one because its catalogue entry has changed.
         """
         with self._lock:
             resident = self._residents.get(model)
@@ -286,8 +286,8 @@ class ResidentModels:
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only a load whose size is known: any other still fetches its files, so it uses no memory yet and may take
-            # minutes
+            # only a load whose size is known: any other load still fetches its files, which may take minutes and uses
+            # no device memory
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
             # wait for the end of the load; requests that need the model handle its result
@@ -317,8 +317,8 @@ class ResidentModels:
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
-        for the copy of a mapped file. If other loads ran meanwhile, the load is first tried again alone. Otherwise
-        loads could evict each other's models for ever.
+        for the copy of a mapped file. If other loads ran meanwhile, the first remedy is to load again while no other
+        load runs: if each load evicted models at once, loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)

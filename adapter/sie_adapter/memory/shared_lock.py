@@ -14,7 +14,7 @@ class Share:
 
 
 class SharedLock:
-    """Lock with many shared holders or one exclusive holder, which has priority over later ones while it waits."""
+    """Lock with many shared holders or one exclusive holder. While a thread waits to hold it alone, no share begins."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -6,7 +6,7 @@
 The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads have no common state. A compiled
 graph has one opaque op per layer. The registered mask function builds no mask: it passes the model's request to the
 attention function, which in a trial pass (`sie_trial`) compares the requested mask with the pattern that it computes. A
-mask that is not causal, bidirectional or a window of these does not run packed.
+model whose mask is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ def packed_attention(
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.called()
-    # the operator is used only while compiling: torch's dispatch of one written in Python costs host time in every
-    # layer
+    # the operator is used only while compiling: torch's dispatch of a Python operator costs host time in every layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(
         query[0].transpose(0, 1),

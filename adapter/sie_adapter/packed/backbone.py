@@ -62,7 +62,7 @@ class StateRunner(Protocol):
         """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """Free the engine; do not call this during a pass. Without references to it, the garbage collector frees it."""
+        """Free the engine; do not call this during a pass. The garbage collector frees an engine without references."""
 
 
 class Backbone:
@@ -211,8 +211,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Replace torch from now on by a graph of the model, if its states equal those of the unchanged transformers
-        model, and free the weights of torch. Raises ModelLoadFailed if they differ and the entry demands the engine.
+        """Replace torch by a graph of the model, and free torch's weights, if the graph's states equal those of the
+        unchanged transformers model. Raises ModelLoadFailed if the states differ and the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)

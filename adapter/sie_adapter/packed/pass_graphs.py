@@ -123,7 +123,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and a replay until its output is copied."""
+    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and from a replay to the output's copy."""
 
     lock: threading.Lock
 
@@ -245,7 +245,7 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """`model`: its name in the log. `kernel`: that of attention. `filler`, `first`: id and position of padding."""
+        """`model`: name in the log. `kernel`: kernel of attention. `filler`, `first`: id and position of padding."""
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None

@@ -35,8 +35,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device, read at the next use:
-    reading it at once would make the host wait for the encoder. `use`: the number of its last use.
+    """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
+    device. It is read at the next use: now, the host would wait for the encoder. `use`: the number of the last use.
     """
 
     output: Output

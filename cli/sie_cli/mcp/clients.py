@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -28,12 +29,16 @@ class GatewayClients:
         self._gateway_url = gateway_url
         self._timeout_s = timeout_s
         self._clients: OrderedDict[str | None, _OpenClient] = OrderedDict()
+        self._opening = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
         """Return the client that sends this key, and no other one."""
         if api_key not in self._clients:
-            self._clients[api_key] = _OpenClient(self._opened(api_key))
+            async with self._opening:  # of several first calls with one key, one opens the client
+                if api_key not in self._clients:
+                    # in a thread, because a client of an https gateway reads all certificates
+                    self._clients[api_key] = _OpenClient(await asyncio.to_thread(self._opened, api_key))
         entry = self._clients[api_key]
         self._clients.move_to_end(api_key)
         entry.uses += 1

@@ -70,8 +70,8 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
 
 
 class RecordBucket:
-    """Bucket with a name, which is opened at its first use. After a failed operation, the next one opens it again,
-    which creates it if the broker has lost it.
+    """Bucket with a name, which is opened at its first use. After a failed operation, the next operation opens the
+    bucket again, and creates it if the broker has lost it.
     """
 
     def __init__(
@@ -294,8 +294,8 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases. Each job has a lease, so the markers of released leases are removed after
-    RELEASED_AGE_S seconds. No process watches this bucket, so no process needs them longer.
+    """Return the bucket of all leases. Each job has a lease. The marker of a released lease is removed after
+    RELEASED_AGE_S seconds: no process watches this bucket, so none needs the marker longer.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 

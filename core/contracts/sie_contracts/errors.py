@@ -274,7 +274,9 @@ class QueueFull(SIEError):
 
 
 class QueueUnavailable(SIEError):
-    """The broker or the store of large inputs cannot be reached, or is full (reason `store_full`)."""
+    """The broker or the store of large inputs does not answer or does not accept the work, or this store is full
+    (reason `store_full`). A full queue is QueueFull.
+    """
 
     code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
 

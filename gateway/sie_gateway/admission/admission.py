@@ -138,7 +138,7 @@ class Peers:
 
     async def announce(self, erasure: AnswerErasure) -> None:
         """Announce which cached answers the other gateways must erase. A gateway that misses the announcement detects
-        this by the number of erasures in later ones. Raises BrokerError.
+        this by the number of erasures in later announcements. Raises BrokerError.
         """
         self._erasures += 1
         beat = msgspec.structs.replace(self.beat(), erasure=erasure)
@@ -255,8 +255,8 @@ _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """Return the name by which this process knows an API key: a digest, so that no token is stored. `authorization` is
-    the header of a request whose bearer token was accepted.
+    """Return the name by which this process knows an API key: a digest of the token, so that the token is not stored.
+    `authorization` is the header of a request whose bearer token was accepted.
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
     return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
@@ -396,7 +396,7 @@ class Admission:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
         `squares` is the sum of the squared token counts of its sequences, by which the time of attention grows.
-        `client` returns a digest by which the same request of the same client is recognised at its next attempt; it is
+        `client` returns a digest of the client and its request, by which the next attempt is recognised. The digest is
         empty if the client cannot be identified.
         """
         now_s = self._clock()
@@ -520,8 +520,8 @@ class Admission:
         squares: Sequence[int] = (),
     ) -> Permits:
         """Let a request enter and return its permits. `costs`: estimated tokens of each chunk. Chunks that may enter
-        the queue now get a permit at once, the other chunks later. `request`: the id in the results. `squares`: for
-        each chunk, the sum of the squared token counts of its rows.
+        the queue now get a permit at once, the other chunks later. `request`: id of the request, which its results
+        contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if more than MAX_WAITING_BYTES of inputs would wait in this gateway.
         """

@@ -28,8 +28,8 @@ _MAX_IDLE = 4096
 @dataclass(frozen=True)
 class Grant:
     """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
-    `name` identifies it in metrics. The token cannot be derived from either. `caches`: its answers may be cached.
-    `remote`: its inputs may be sent to remote servers.
+    `name` identifies it in metrics. The token cannot be derived from `key` or `name`. `caches`: the answers may be
+    cached. `remote`: the inputs may be sent to remote servers.
     """
 
     key: str = ""

@@ -4,8 +4,8 @@ decides whether a further request would be answered in time. This module does no
 Rules of `judge`, in this order:
 
 1. If no work of this model is in the queue, or no worker has loaded it, the request is admitted.
-2. `drain` predicts the wait. The prediction is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT), where
-n is the number of samples: without samples no request is refused.
+2. A `Throughput` (`drain`) predicts the wait. It is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT),
+where n is the number of samples: without samples no request is refused.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
 4. A refused client gets a turn (`turns`): the time at which it may try again. The queue reserves space for its work. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
@@ -680,7 +680,7 @@ class ModelQueue:
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
         for peer in self._others.values():
             if now_s - peer.at_s < OTHER_S:
-                # a gateway without a result yet gets a rate in proportion to its work in the queue
+                # a gateway whose rate is not known yet gets one in proportion to its work in the queue
                 other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
                 of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate
@@ -764,7 +764,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if it is larger than earlier ones, with the tokens up to their end
+        # requests that run now only if the running batch is larger than earlier ones; and the tokens in the queue up
+        # to the last chunk of each
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -833,7 +834,7 @@ class ModelQueue:
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
     """Return how much work of refused clients may return within one second, measured as the seconds that the queue
-    needs for it. It is a part of the time that a request has left after a running batch.
+    needs for it: a share of the time that a request has left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

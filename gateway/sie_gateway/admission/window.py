@@ -67,7 +67,7 @@ def bound(
     twice the fixed time a: (p + 1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1)
     times (p S + a / b), where a / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
     smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
-    reduced, because the time of batches that it limits depends on the messages and not on their tokens.
+    reduced: a batch that has reached it takes a time that depends on its number of messages, not on their tokens.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`: work for a model

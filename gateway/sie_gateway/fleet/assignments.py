@@ -40,8 +40,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Return what a reservation with these workers lacks: a map of missing GPUs by machine profile, and the number of
-    workers that are missing to its minimum.
+    """Return what a reservation with these workers lacks: the number of GPUs by machine profile, and the number of
+    workers below `minimum_worker_count`.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -65,8 +65,8 @@ def assign(
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
     A reservation keeps its workers while they match its spec. If it lacks workers, it gets new ones only when all
-    missing ones are free. So no reservation has workers that it cannot use yet, and two reservations never wait for
-    each other with a part of the free workers each. The oldest reservation is served first. One worker of each bundle
+    missing ones are free. So no reservation has workers that it cannot use yet, and no two reservations each take a
+    part of the free workers and wait for the rest. The oldest reservation is served first. One worker of each bundle
     stays unreserved, unless the reservation may use the last one (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
@@ -128,7 +128,7 @@ def _addition(
 def _without_last(
     free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> list[str]:
-    """Return `free` without the last worker of each bundle that would have no unreserved worker left."""
+    """Return `free`. If it has all unreserved workers of a bundle, the last worker of this bundle is left out."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):

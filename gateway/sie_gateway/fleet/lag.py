@@ -23,7 +23,7 @@ from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
 MAX_LANES = 16  # largest number of lanes of a pool in the report: the lanes with the most work
-MAX_SUBJECTS = 24  # largest number of subjects of models of a pool in the report: those with the most work
+MAX_SUBJECTS = 24  # largest number of NATS subjects of a pool whose models are reported: those with the most work
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]

@@ -32,7 +32,10 @@ STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
-LOST_S = 5.0  # seconds by which the loss of the connection to a frozen broker is noticed later than missing heartbeats
+# Seconds by which the heartbeats of a live worker may be late if its server of the broker freezes, or that of the
+# gateway: up to 15 s until the connection is lost (three pings), and the time of the new connection.
+LOST_S = 20.0
+MAX_LANES = 16  # limit for the lanes whose work one worker may have, if it never stops working while it is moved
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -127,6 +130,8 @@ class Fleet:
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
         # worker -> model -> time when the worker first reported that it loads the model
         self._loading_s: dict[str, dict[str, float]] = {}
+        # worker -> lane -> time of the last heartbeat at which the worker may have had work of this lane
+        self._working_s: dict[str, dict[Lane, float]] = {}
         # (time of the last computation, ids of the models on disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
@@ -158,8 +163,14 @@ class Fleet:
         loading = {
             status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"
         }
+        working = {
+            lane: now_s if heartbeat.queue_depth else seen_s
+            for lane, seen_s in self._working_s.get(worker, {}).items()
+            if lane != heartbeat.lane and (heartbeat.queue_depth or seen_s > now_s - self._timeout_s - LOST_S)
+        }
         self._discard(worker)
         self._seen[worker] = (now_s, heartbeat)
+        self._working_s[worker] = dict([*working.items(), (heartbeat.lane, now_s)][-MAX_LANES:])
         if loading:
             self._loading_s[worker] = loading
         for status in heartbeat.models:
@@ -176,6 +187,7 @@ class Fleet:
             return
         self._leave(worker)
         self._loading_s.pop(worker, None)
+        self._working_s.pop(worker, None)
         for status in entry[1].models:
             statuses = self._statuses.get(status.model)
             if statuses is not None:
@@ -229,16 +241,17 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return whether a worker of this lane may still have work: its next heartbeat, ready or not, is less than
-        LOST_S seconds overdue. After a loss of the connection to the broker, the result is True for the same time.
+        """Return whether a live worker may have work of this lane: its next heartbeat, ready or not, is less than
+        LOST_S seconds overdue. A worker that was moved to another pool finishes what it has, so it also counts for its
+        earlier lanes until it reports no work, and for the same time after that. After a loss of the connection to the
+        broker, the result is True for the same time.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
         if not self._bus.connected:
             self._disconnected_s = now_s
         return self._disconnected_s > since_s or any(
-            seen_s > since_s and Lane(beat.pool, beat.machine_profile, beat.bundle) == lane
-            for seen_s, beat in self._seen.values()
+            lanes.get(lane, -math.inf) > since_s for lanes in self._working_s.values()
         )
 
     def listens(self, worker: str) -> bool:

@@ -139,7 +139,7 @@ class Placer:
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a host for a model without work. If the model has no live host, it is placed at once."""
+        """Request a host for a model that has no work yet. If the model has no live host, it is placed at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -234,8 +234,8 @@ class Ages:
     """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
     oldest messages.
 
-    An age is read only if the subject had work in two consecutive steps: work that is served at once needs no age. In
-    each step, at most MAX_ASKED ages are read: those that were read longest ago.
+    The age is read only if the model's NATS subject had work in two consecutive steps: work that is served at once
+    needs no age. In each step, at most MAX_ASKED ages are read: those that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -104,7 +104,7 @@ class Planner:
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which at least one worker is not busy with the load of a model
-        # models that all workers which are not loading already host, so no further worker could take them
+        # models that are on every worker that is not busy with a load, so no further worker could take them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
         # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens
@@ -166,7 +166,7 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent workers whose hosted models have no work that waits longer than `adopt_after_s`."""
+        """Return the silent workers that are hosts, except hosts of a model whose work waits over `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)

@@ -111,7 +111,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway is the leader. Without reservations, it does not try. Raises BrokerError."""
+        """Return whether this gateway leads. Without reservations, it does not try to lead. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -122,7 +122,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has ended, with the clock's error subtracted, so that none ends too early."""
+        """End reservations whose lease has certainly ended: the clock's largest error is subtracted from the time."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
@@ -175,9 +175,9 @@ class PoolReconciler:
     def _candidates(self) -> dict[str, AssignableWorker]:
         """Return the workers that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats arrive, unless it was unready for UNREADY_S. After
-        the start of this gateway, it also keeps its reservation for the time-out of heartbeats, because its first
-        heartbeat may not have arrived.
+        A reserved worker keeps its reservation while its heartbeats arrive, unless it was unready for UNREADY_S. In the
+        first `heartbeat_timeout_ms` after the start of this gateway, a reserved worker keeps its reservation even
+        without a heartbeat.
         """
         now_s = asyncio.get_running_loop().time()
         if self._first_s is None:

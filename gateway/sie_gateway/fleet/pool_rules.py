@@ -1,7 +1,7 @@
 """Pure functions that change the record of all reservations, and that build the Pool objects of the API.
 
-A change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it. Times are
-seconds of the broker's clock.
+A function that changes the record takes the present record and returns a new one, so that compare-and-set can call it
+again after a conflict. Times are seconds of the broker's clock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     """Return the record with a reservation of this spec: a new reservation, or an existing one with a new lease and
     this spec.
 
-    Raises PoolConflict for a reservation of another key, QueueUnavailable while an earlier reservation of this name is
-    being removed, PoolOperationForbidden above the limit of reservations, of all keys or of this key.
+    Raises PoolConflict if another key has a reservation of this name, QueueUnavailable while an earlier reservation of
+    this name is being removed, PoolOperationForbidden if all keys together, or this key, have too many reservations.
     """
     name = spec.name
     present = record.pools.get(name)
@@ -58,8 +58,8 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    # only an administrator may take the last worker; a key without the scope admin that changes the spec loses the
-    # permission
+    # only a key with the scope admin may reserve the last worker of a bundle (`takes_last`); if another key changes the
+    # spec, the permission ends
     takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
     return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
 
@@ -77,9 +77,7 @@ def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record. If the lease of the reservation ended at or before `over_s`, the reservation is removed from
-    the record.
-    """
+    """Return the record, without the reservation if its lease ended at or before `over_s`."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 

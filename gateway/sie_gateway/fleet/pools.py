@@ -5,8 +5,8 @@ create and delete with `/v1/pools`.
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
 
-A reservation has a separate stream. It ends at the same time for all gateways, by the broker's clock. Requests that
-wait for it fail with POOL_NOT_FOUND, then its stream is removed. After that, its name may be used again.
+A reservation has a separate stream. The reservation ends at the same time for all gateways, by the broker's clock. Its
+open requests fail with POOL_NOT_FOUND, then its stream is removed. After that, its name may be used again.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class PoolDirectory:
     # ---- changes by clients
 
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
-        """Create a reservation and its stream. If the owner has a reservation of this name already, it gets this spec
-        and a new lease.
+        """Create a reservation and its stream. If this key already has a reservation of this name, that reservation
+        gets this spec and a new lease.
 
         Raises PoolConflict if another pool, or a reservation of another key, has the name; PoolOperationForbidden over
         a limit, QueueUnavailable, BrokerError.
@@ -237,7 +237,9 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created. If that fails, it ends with its lease."""
+        """Remove a reservation whose stream could not be created, or let it end with its lease if that fails too.
+        `removes`: the stream may exist after all, and must be removed as well.
+        """
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
@@ -251,7 +253,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, BrokerError, and PoolOperationForbidden if it is no reservation."""
+        """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden if the pool is no reservation."""
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
@@ -262,7 +264,7 @@ class PoolDirectory:
     # ---- views of pools
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound; NotReady without a record."""
+        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady."""
         self.record.require_read()
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 

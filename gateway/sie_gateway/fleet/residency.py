@@ -92,7 +92,7 @@ class Residencies:
         """Request that a worker of the lane loads this model; it may have to be started. Raises QueueUnavailable."""
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            # each worker that has the model gets the message, because it may be about to unload the model
+            # each worker that has the model gets the message, because the worker may be about to unload it
             for beat in having:
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
@@ -112,7 +112,7 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the workers in `where` unload this model when it has no work. Raises QueueUnavailable."""
+        """Request that the workers in `where` unload this model when no work needs it. Raises QueueUnavailable."""
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]

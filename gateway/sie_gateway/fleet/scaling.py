@@ -38,8 +38,8 @@ def wanted_replicas(
 
     The workers must run the arriving tokens and complete the backlog within DRAIN_S. The number is at least one if work
     waits, or if a request has recorded demand. The reserved workers are added. While the rate is unknown, a lane with
-    work keeps its ready workers. A need of less than 0.01 worker is rounded down, so that a lane can become empty while
-    traffic ends slowly.
+    work keeps its ready workers. A fraction below 0.01 worker is rounded down: the mean of the arriving tokens decays
+    slowly after the last request, and must not keep a worker.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -70,12 +70,12 @@ class Scaling:
         self._peers = peers
         self._demand = demand
         self._pools = pools
-        # functions that return the workers that a lane needs for other work, such as jobs with deadlines
+        # functions that return the number of workers that a lane needs for other work, such as jobs with deadlines
         self.further: list[Callable[[Lane], int]] = []
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
-        """Return the lane `pool.machine_profile.bundle`. The lane must be able to get work, and the credential must be
-        allowed to see it. Raises NotFound.
+        """Return the lane `pool.machine_profile.bundle`. Raises NotFound if the pool, the machine profile or the bundle
+        is unknown, or if the credential may not see the pool.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {
@@ -105,8 +105,8 @@ class Scaling:
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations are taken from the default pool, so their number is added to the lane of the default
-        # pool, which scales the deployment
+        # A reservation takes its workers from the default pool. The autoscaler reads the lane of the default pool, so
+        # that lane counts the workers of reservations too.
         is_default = lane.pool == topology.pool_name("default")
         mine = {
             lane_key

@@ -75,7 +75,7 @@ class _Connect(connect):
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: its last frame; None after `stale_s` without a frame or connection."""
+    """Status websocket of one worker. `frame`: the last frame; None if older than `stale_s` or without a connection."""
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
@@ -149,7 +149,7 @@ def _socket_url(url: str) -> str:
 
 
 class WorkerSockets:
-    """Status websockets of a gateway. Raises SettingError if it reads workers from Kubernetes outside of a pod."""
+    """Status websockets of a gateway. Raises SettingError if SIE_GATEWAY_KUBERNETES is set outside of a pod."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -257,7 +257,7 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints at the start and after each change, until cancelled. Errors keep the last list."""
+        """List the endpoints at the start and after each change, until cancelled. An error keeps the last list."""
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))

@@ -36,7 +36,7 @@ def _by_priority(counts: dict[str, int]) -> dict[str, int]:
 
 
 class Backlog:
-    """Numbers of messages of all pools. One task calls `run`; callers of `fresh` share its reads."""
+    """Numbers of messages of all pools. One task calls `run`. Concurrent calls of `fresh` share one read of a pool."""
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
@@ -72,8 +72,8 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject, or None if it has none. A subject may have wildcards. Raises
-        BrokerError.
+        """Return the oldest message of each subject; None for a subject without messages. A subject may have wildcards.
+        Raises BrokerError.
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)

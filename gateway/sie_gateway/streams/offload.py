@@ -31,8 +31,8 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds that a payload is stored. Raises SettingError if SIE_PAYLOAD_TTL_S is not longer than a
-    message that names the payload can exist (`max_age_s`).
+    """Return the seconds that a payload is stored. `max_age_s`: longest life of a message that names the payload.
+    Raises SettingError if SIE_PAYLOAD_TTL_S is not longer.
     """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:

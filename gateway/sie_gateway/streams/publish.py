@@ -12,7 +12,7 @@ deleted when they are not used:
     one gateway, every minute ──► consumers unused for an hour are deleted ──► those of subjects with messages are
                                                                                created again
 
-A consumer can be deleted while a publish still relies on it. No message is lost, because it stays in the stream. The
+A consumer can be deleted while a publish still relies on it. Its messages are not lost: they stay in the stream. The
 consumer is created again by the check after the deletion, by the gateway that published (after the notice of the
 deletion), or by the check every 10 s.
 """
@@ -100,9 +100,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all that were unused for `idle_s`. If the consumers of single models are then
-    still more than 15/16 of `limit`, also the longest unused of them, if unused for CROWDED_IDLE_S, until 15/16 are
-    left. So there is room for further models.
+    """Return the consumers to delete: all that were unused for `idle_s`. If the consumers of single models that are
+    left are more than 15/16 of `limit`, the excess is deleted too, the longest unused first, but no consumer that was
+    used within CROWDED_IDLE_S. So there is room for further models.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -116,7 +116,7 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 class StreamConsumers:
     """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` models have their
-    own consumer. Several gateways together may exceed the limit, because each counts by itself.
+    own consumer. Gateways together may exceed the limit, because each one may add consumers before it hears of others.
     """
 
     def __init__(
@@ -412,8 +412,8 @@ class WorkQueue:
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
         """`on_lost` is called when a stream was lost with its work, `on_publish` with work items before they are
-        published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
-        `is_reservation(pool)`: it is a reservation. Raises SettingError.
+        published. `offload` stores inputs that are too large for a message. `serves(pool)` returns whether the pool
+        exists, `is_reservation(pool)` whether it is a reservation. Raises SettingError.
         """
         self._broker = broker
         self._settings = settings
@@ -453,9 +453,9 @@ class WorkQueue:
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create the pool's stream, or check the existing one; call `on_lost` if it is new because the stream was lost.
-        Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has ended,
-        BrokerError.
+        """Create the pool's stream, or check the existing one. Call `on_lost` if the stream is not the one that this
+        gateway knew. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
+        ended, BrokerError.
         """
         name = topology.stream_name(pool)
         try:
@@ -687,8 +687,8 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages whose request has ended, waiting or leased, but none of an earlier stream that was lost. If
-        the broker fails, the age limit of the stream removes them later.
+        """Remove the waiting and leased messages of an ended request, except positions in an earlier stream that was
+        lost. If the broker fails, the age limit of the stream removes the messages later.
 
         With `request`, the workers are told to cancel it afterwards. If the cancellation came first, a worker would
         drop its messages of the request and then pull the other ones.

@@ -13,9 +13,9 @@ sent next.
     put ──► waiting ──► next: a batch (`batch.next_batch`) ──► run ──► end
        └──► writing ──► next: one work item ──► run ──► end
 
-Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`) and
-use no lane (place for a running batch), because the adapter runs all of them together. They are not counted in the
-credit, which is the number of other deliveries that the broker may send.
+Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`). They
+use no lane (a lane runs one batch at a time), because the adapter runs all of them together. They do not count in the
+credit: the number of deliveries of other work that the broker may send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -149,7 +149,7 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item: at the end, or with `back` (its batch did not run) by its time of arrival."""
+        """Queue a tokenised work item at the end; with `back`, as its batch did not run, by its time of arrival."""
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
         line = self._line(entry)
@@ -166,7 +166,7 @@ class DeviceQueue:
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if the consumer delivers text-generating work, and WRITTEN_READY items of any consumer wait."""
+        """Return True if this consumer delivers work that generates text, and WRITTEN_READY items of such work wait."""
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
@@ -215,7 +215,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
-            # after its deadline no request waits for it: the adapter then stops it and frees its memory
+            # after the deadline no request waits for the text: the adapter then stops and frees the memory
             asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
             )
@@ -286,7 +286,7 @@ class DeviceQueues:
         self.all: list[DeviceQueue] = []  # the index is the number of the device
 
     def queue_of(self, flight: InFlight) -> DeviceQueue:
-        """Return the queue of the device to which this work item was assigned. It must have been assigned to one."""
+        """Return the queue of the device to which this work item was assigned. An item without a device is an error."""
         assert flight.hosted is not None
         return self.all[flight.hosted.device]
 
@@ -300,7 +300,7 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the sums of `DeviceQueue.capacity` over connected devices; if none is connected, the first one's."""
+        """Return the sums of `DeviceQueue.capacity` over connected devices; without one, that of the first device."""
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
@@ -311,8 +311,8 @@ class DeviceQueues:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the sum of tokens per second over the devices; 0 while no device has finished a batch. For a device
-        that has not finished one, the mean of the others is added.
+        """Return the sum of tokens per second over the devices; 0 while no device has finished a batch. A device that
+        has not finished a batch counts with the mean of the others.
         """
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
@@ -410,8 +410,8 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch of `device`. `quantum` gets the time of each answer. It decides from these times for how
-        long deliveries are gathered before they are tokenised.
+        """Create the dispatch of `device`. `quantum` gets the seconds from delivery to answer of each work item, and
+        decides by them for how long deliveries are gathered before they are tokenised.
         """
         self._device = device
         self._queues = queues
@@ -452,8 +452,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        was evicted, start a task that loads it and runs the batch; with `in_turn` (this task is the caller), return
-        False instead, so that the caller loads the LoRA again.
+        was evicted, start `_run_in_turn`, which loads it and runs the batch. With `in_turn`, the caller is
+        `_run_in_turn`: return False instead, so that it loads the LoRA again.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:

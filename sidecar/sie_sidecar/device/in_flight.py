@@ -6,8 +6,8 @@ clock.
         └── model evicted, or adapter gone ◄──────────┘   └── isolated: it runs alone, because a batch with it
                                                               crashed an adapter
 
-A work item may become settled from every stage: answered, cancelled, refused or late. If it is cancelled while it runs,
-it is still answered. Only an answer that is generated token by token is stopped by the adapter.
+A work item may become settled from every stage: answered, cancelled, refused or late. A work item that is cancelled
+while it runs is still run and answered, unless it generates text token by token: then the adapter stops it.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -71,7 +71,7 @@ class InFlight:
     # estimated end of the time limit; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
-    # catalogue entry of its model when the item was assigned to a device (`hosted`); it never runs with a later entry
+    # catalogue entry of the model when the item was assigned to a device (`hosted`); no later entry may run the item
     entry: ModelEntry | None = None
     # fingerprint of the model that runs it, set when its batch is sent
     fingerprint: str = ""
@@ -79,7 +79,7 @@ class InFlight:
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
-    refused: SIEError | None = None  # error for which it could not be prepared; it then has no rows
+    refused: SIEError | None = None  # error if the item could not be prepared; the item then has no rows
     # by index of the input: error for which this input must not run
     unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
@@ -91,14 +91,14 @@ class InFlight:
     stage: Stage = "preparing"
     settled: bool = False  # true as soon as its result is sent, or as no request waits for it any more
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
-    given_up: SIEError | None = None  # error for which it was given up; it is then written to the dead letters
+    given_up: SIEError | None = None  # error if the worker gave the item up; the item is written to the dead letters
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
     counted: int = 0  # number of its tokens that are counted now as waiting for a device
     span: Span | None = None  # its span in a trace; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Move this work item to a stage. `batch_entry`: its place in a device's queue, only for the stage `waiting`. A
+        """Move this work item to a stage. `batch_entry`: its entry in a device's queue, only for the stage `waiting`. A
         settled work item stays settled.
         """
         self.batch_entry = batch_entry
@@ -221,7 +221,7 @@ def _moved(outcome: Outcome, by: int) -> Outcome:
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """Return a copy with only one of the inputs. It shares the lease, so it must not be settled itself."""
+    """Return a copy with only one of the inputs. The copy has the lease of the original, so it must not be settled."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
     return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
@@ -306,7 +306,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device that hosts its model. The model is not evicted there before `let_model_go`."""
+        """Assign a work item to a device for its model. The model is not evicted there before `let_model_go`."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
@@ -355,7 +355,7 @@ class Inventory:
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:
-        """Set the number of tokens of a work item that wait for a device. 0: it was sent or has ended."""
+        """Set the number of tokens of a work item that wait for a device. 0: the item was sent or has ended."""
         if cost < flight.counted:
             self._on_less()
         self._add(flight, cost - flight.counted)

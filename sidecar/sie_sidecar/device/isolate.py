@@ -3,8 +3,8 @@ nothing else is at the device. If the adapter dies again, the input that ran is 
 answering starts no search.
 
     batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
-                                                     └──► the adapter dies again: the second death, after that of the
-                                                          batch. The input is poison, and is refused without a run
+                                                     └──► the adapter dies again: this is the input's second death, so
+                                                          the input is poison, and is refused from now on
 
 While an input runs alone, other work waits. When such inputs have used the device for SLICE_S, one waiting batch runs
 before the next input.
@@ -122,7 +122,7 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome. This is an error if it crashed two adapters, is late, or was
+        """Run an input alone and return its outcome: an error if the input crashed two adapters, is late, or was
         refused.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
@@ -150,7 +150,7 @@ class Isolate:
             except ModelLoading:  # the model was evicted after `ensure`: load it again
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # other LoRAs have replaced it after `ensure`: load it again
+            except LoraLoading:  # other LoRAs have replaced the LoRA after `ensure`: load it again
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:

@@ -1,5 +1,5 @@
 """Connections to the adapters of a worker; each device has one adapter. To each adapter there are connections for
-batches and loads, and one control connection for short requests. Pings on it show whether the adapter answers.
+batches and loads, and one control connection for short requests and for pings, which show whether it answers.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -27,8 +27,7 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 class AdapterGone(Exception):
     """Raised if the adapter closed the connection or accepts none. Work that was sent may have run, but is not
-    answered. `died` False: this process closed the connection because the adapter did not answer, so the work is not to
-    blame.
+    answered. `died` False: this process closed the connection, so it is not known that the adapter died of the work.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -301,7 +300,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            # the request was interrupted: on this connection, its late answer would be read as that to the next request
+            # the request was interrupted: its late answer would be taken for the answer to the next request
             connection.close()
             self._given_up = True
             self._lost.set()
@@ -412,8 +411,8 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if any adapter answered a ping recently. One adapter is enough, because the work of the other
-        devices moves to its device.
+        """Return True if any adapter answered a ping recently. One adapter is enough, because the device of this
+        adapter takes over the work of the others.
         """
         return any(link.is_fresh() for link in self._all)
 

@@ -1,9 +1,9 @@
 """Inputs that crash adapters: records for all workers, which outlive restarts. An input is identified by a digest of
 its content; its text is not stored.
 
-    an adapter dies ──► the inputs that were running are suspects: each runs alone ──► answered: its mark is removed
-                                                           └──► an adapter dies again with it, the second death:
-                                                                it is poison, and is refused before it runs
+    an adapter dies ──► the inputs that were running are marked, and each runs alone ──► answered: its mark is removed
+                                                           └──► an adapter dies again, the input's second death:
+                                                                the input is poison, and is refused from now on
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
 broker, a worker uses the marks in its memory. If the bucket is lost, a worker keeps its marks in memory. A mark is
@@ -125,8 +125,8 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record one death for contents that ran together. A content that already has a mark gets no further death: a
-        death among others does not prove that it is the cause.
+        """Record one death for contents that ran together. A content that already has a mark gets no further death,
+        because another content of the batch may be the cause.
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 

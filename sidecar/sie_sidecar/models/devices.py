@@ -53,8 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # if the load failed permanently on a device, choose it, which returns the stored error: on the other devices
-        # the load would probably fail too
+        # if the load failed permanently on a device, choose this device, and the work gets the stored error: on the
+        # other devices the load would probably fail too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:
@@ -70,7 +70,7 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models get a copy on a second device: their devices cannot keep up, and another one is idle."""
+    """Decides which models get a copy on a second device: those whose devices cannot keep up while another is idle."""
 
     def __init__(self) -> None:
         # residency (a model in one copy of its weights) -> checks in a row with waiting work and a free device

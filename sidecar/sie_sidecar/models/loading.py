@@ -35,13 +35,13 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of LoRAs remembered as failed or loaded: it is limited, because clients send their names
+# largest number of LoRAs remembered as failed or loaded; without a limit, clients could fill the memory with new names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model in one copy of its weights), name of the LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models. `ModelState.loras` lists the loaded ones; the adapter may have dropped some."""
+    """Loads LoRAs into loaded models. `ModelState.loras` lists them; the adapter may have dropped some since then."""
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
         self._links = links
@@ -52,7 +52,7 @@ class LoraLoads:
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
         """Return the lock that a batch holds while it loads its LoRA and runs, so that no other LoRA of the model is
-        loaded in between. Without it, LoRAs that do not all fit into the adapter could replace each other for ever.
+        loaded in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
@@ -76,7 +76,7 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles one by one. Failures are logged; requests for them get the error."""
+        """Load the LoRAs of the model's profiles one by one. Failures are logged; later requests get the error."""
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
@@ -172,7 +172,7 @@ class Loading:
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the state of the item's model on the device to run it; None if the catalogue has another revision."""
+        """Return the model's state on the device that runs the item; None if the catalogue has another revision."""
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
@@ -208,8 +208,8 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # `obtain` chooses the device. It is called only here, when the earlier loads have begun, so that it counts
-        # their memory
+        # `obtain` chooses the device by its free memory; it is called in this task, after the earlier loads have begun,
+        # so that their memory counts
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
@@ -221,8 +221,8 @@ class Loading:
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Load the model and the LoRA of these work items if needed. Return early if all were settled meanwhile. Raises
-        SIEError.
+        """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
+        Raises SIEError.
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
         input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
@@ -260,7 +260,7 @@ class Loading:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
-            except ModelLoading:  # it was evicted before its LoRA was loaded
+            except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
                 if hosted.state == "loaded":  # else the model was evicted meanwhile: both are loaded again
@@ -276,8 +276,8 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow that the model of a waiting work item is evicted. Return a function that forbids it again; the caller
-        calls it before the item runs.
+        """Allow the eviction of the model of a waiting work item. Return a function that forbids the eviction again,
+        which the caller must call before the item runs.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])

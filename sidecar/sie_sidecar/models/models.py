@@ -7,7 +7,7 @@ memory, and idle models are unloaded.
                     └──error──► failed ──after a pause──► loading
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
-memory. Each request to the adapter lists the models that may be dropped for it, and each reply lists the dropped ones.
+memory. Each request to the adapter lists the models that the adapter may drop, and each reply lists the dropped ones.
 So an eviction happens during a load, during a batch, or by a request that is sent every second while memory is short.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
@@ -61,8 +61,8 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
-# seconds; a loaded model with work is protected from being closed to new work for at most this time. A request for
-# another model waits at most SIE_LOAD_HOLD_S, in which the protection must end and the other model must be loaded
+# longest time in seconds after its load in which a model with work is not closed to new work. It is short, because a
+# request for another model waits at most SIE_LOAD_HOLD_S for the end of this time and for its own load
 MAX_TURN_S = 5.0
 
 
@@ -97,8 +97,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions, one for each caller whose work items wait while the model may be evicted: each returns the number
-        # of these work items
+        # functions, one for each caller whose work items wait and allow the eviction of the model: each returns the
+        # number of these work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -132,7 +132,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of work items here that wait and allow that the model is evicted meanwhile."""
+        """Return the number of work items here that wait and allow the eviction of the model meanwhile."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -232,7 +232,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Clear the lists of loaded LoRAs. The adapter is asked for each again, which is fast if it has the LoRA."""
+        """Clear the lists of loaded LoRAs. Each is requested again, which is fast if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -250,8 +250,8 @@ class ModelStates:
         device: int = 0,
     ) -> None:
         """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before another model,
-        which has work, is closed to new work to make room. `assigned()`: models of which this worker is a host, None if
-        unknown. `fetching()`: progress of downloads by id of the entry.
+        which has work, is closed to new work to make room. `assigned()`: models that the placement table assigns to
+        this worker, None if unknown. `fetching()`: progress of downloads by id of the catalogue entry.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -293,7 +293,7 @@ class ModelStates:
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that only models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # while a model is being loaded, its bytes are not reported for it yet, and would look like use by others
+        # the adapter does not report the bytes of a model that is being loaded, so they would count as use by others
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -346,9 +346,9 @@ class ModelStates:
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models idle for `idle_s` seconds in the order of eviction: those placed on other workers, then
-        those placed here. Each group begins with its least recently used model. The rest of the group is sorted by
-        size, the largest first, so that few evictions are needed.
+        """Return the models idle for `idle_s` seconds in the order of eviction: those that the placement table does not
+        assign to this worker, then the others. Each group begins with its least recently used model. The rest of the
+        group is sorted by size, the largest first, so that few evictions are needed.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -444,8 +444,8 @@ class Hosting(ModelStates):
         device: int = 0,
     ) -> None:
         """Create the object without models. A load that needs memory waits until other models have no work; after
-        `swap_after_s`, one is closed to new work. `assigned()`: models of which this worker is a host, None if unknown.
-        `on_role` is called when a model is unloaded, closed to new work, or opened again.
+        `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
+        worker, None if unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
         """
         super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
         self.swaps = 0
@@ -493,9 +493,11 @@ class Hosting(ModelStates):
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
-        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work, because its items were accepted before, and the other model waits for their
-        end. Raises ModelLoadFailed, AdapterGone.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: go on
+        even if the model is closed to new work. A model is closed while another one waits for its memory, and the other
+        one is loaded only when all work that this model had accepted is done. So that work must not wait.
+
+        Raises ModelLoadFailed, AdapterGone.
         """
         count = items or (lambda: 1)
         hosted.waiting_counts.append(count)
@@ -561,12 +563,12 @@ class Hosting(ModelStates):
 
     @staticmethod
     def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
-        """Return True if a caller still waits for this entry; a load nobody needs could evict a model in use."""
+        """Return True if a caller still waits for this catalogue entry: an unneeded load could evict a used model."""
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model. Return its report, or None if it did not fit beside models that had work or
-        were being loaded. Raises AdapterGone, ModelLoadFailed.
+        """Let the adapter load a model. Return the adapter's report, or None if the model did not fit beside models
+        that had work or were being loaded. Raises AdapterGone, ModelLoadFailed.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -606,8 +608,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # loads of this process whose models the earlier process has already loaded: they end at once. Afterwards these
-        # models have work or can be evicted
+        # loads of this process end at once if the earlier process had already loaded the model; after that, the model
+        # has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True

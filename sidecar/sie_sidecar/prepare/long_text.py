@@ -147,7 +147,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return the pattern of positions where a text may be cut, with empty matches; None if cuts are not safe."""
+        """Return the pattern of positions where a cut does not change the ids, with empty matches; None without one."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -244,7 +244,7 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece from the end. A piece may be shorter than `size`, to begin at a safe cut."""
+    """Yield start and end of each piece from the end. A piece begins at a match of `places`, or at the text's start."""
     end = len(text)
     while end:
         low, above, match = max(0, end - size), end, None
@@ -331,7 +331,7 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if it is BPE that never merges across a space: no vocabulary entry has a space behind text."""
+    """Return True if this is a BPE tokenizer in whose vocabulary no entry has a space behind another character."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")
     is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"

@@ -37,7 +37,7 @@ CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's cata
 
 
 class Prepare:
-    """Prepares groups of work items of one model. Those that cannot run are answered, or returned to the queue."""
+    """Prepares groups of work items of one model. Items that cannot run are answered, or returned to the queue."""
 
     def __init__(
         self,

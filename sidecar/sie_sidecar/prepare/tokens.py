@@ -175,7 +175,9 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the head of a long text if it has more than `room` tokens, else all of it. Cut at a safe place."""
+        """Return the beginning of a long text if this beginning already has more than `room` tokens, else the whole
+        text. It ends where the cut does not change the ids.
+        """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
         head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)

@@ -92,6 +92,7 @@ _USED: dict[str, frozenset[str]] = {
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels"},
 }
+_NEEDS = {"relation_threshold": "relation_labels"}  # parameters that have no effect without another one
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
 # all parameters that at least one model reads
@@ -149,14 +150,16 @@ class _Parameters:
     def only(self, names: Collection[str]) -> _Parameters:
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
-    def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. The suggestion
-        is a similar parameter, or empty.
+        is a similar parameter, or empty. `lacking`: parameters without an effect -> the parameter that they need.
         """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
-                if name not in options:
+                if name in options and name in lacking:
+                    yield prefix + name, f"; it needs {lacking[name]}"
+                elif name not in options:
                     shown = str(name)[:64]
                     if name in ITEM_FIELDS:
                         suggestion = "; it is a field of an item"
@@ -227,7 +230,8 @@ def run_options(
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
+    lacking = {} if own is None else _lacking(request, run)
+    unused = list(itertools.islice(request.unused(used, lacking), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
         raise InvalidInput.at(path, f"no such option of {entry.id} here{suggestion}", reason="unknown_option")
@@ -238,6 +242,11 @@ def run_options(
             "input_type or prompt_name (null: no prompt)",
         )
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def _lacking(request: _Parameters, run: RunOptions) -> dict[str, str]:
+    """Return the parameters of the request that have no effect without another parameter, each with that parameter."""
+    return {name: needed for name, needed in _NEEDS.items() if request.is_set(name) and not run.parameters.get(needed)}
 
 
 def _merged(

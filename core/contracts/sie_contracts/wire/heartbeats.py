@@ -25,8 +25,8 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Precision in which a loaded model computes (`served`). `requested`: precision of its entry or profile, otherwise
-    the worker's default. `reason`: why the two differ; empty if they are equal.
+    """Precision in which a loaded model computes (`served`). `requested`: precision that the model's entry or profile
+    sets, otherwise the worker's default. `reason`: why `served` differs from `requested`; empty if they are equal.
     """
 
     served: str
@@ -99,7 +99,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
     Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
     is busy (0: not measured yet). `held_cost`: tokens of the work that the worker has. `credit_cost` and
-    `credit_items`: largest numbers of tokens and of messages that it takes at a time (0: not announced). `batch_cost`:
+    `credit_items`: most tokens and messages that the worker holds at a time (0: not announced). `batch_cost`:
     largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
@@ -158,8 +158,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A turn: the promise to a client whose request was refused that it may send a request of `cost` tokens in `due_s`
-    seconds. `client` is a digest.
+    """Promise to a client whose request was refused: when it tries again, `due_s` seconds after the heartbeat, space
+    for `cost` tokens is reserved. `client`: digest of the client's address, key and request.
     """
 
     client: bytes

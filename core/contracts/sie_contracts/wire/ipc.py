@@ -116,7 +116,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
-        pieces      the pieces of the template, tokenised one by one and joined; only the document's is truncated
+        pieces      the pieces of the template, tokenised one by one and joined; only the document is truncated
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text
@@ -270,8 +270,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """A loaded model, with the values that it has on this device. `idle_s`: seconds since its last use. `memory_bytes`:
     bytes of its weights. `peak_bytes`: largest measured memory of its activations.
 
-    `requested_precision`: precision in its entry, otherwise the default. `precision_reason`: why `precision` differs
-    from it; empty if they are equal. `crossover_tokens`: length of a text at which attention takes as long as
+    `requested_precision`: precision in the model's entry, otherwise the default. `precision_reason`: why `precision` is
+    another one; empty if they are equal. `crossover_tokens`: length of a text at which attention takes as long as
     everything else (see `costs`); 0 if the time is proportional to the tokens, or if it is unknown. `engine`: engine
     that computes its hidden states; `engine_reason`: why this engine was chosen.
     """

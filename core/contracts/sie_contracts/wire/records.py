@@ -59,8 +59,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Numbers of workers that a reservation requests: for each machine profile (`gpus`) and in total
-    (`minimum_worker_count`), only of `bundle` if it is set. The lease of the reservation lasts `ttl_seconds`.
+    """Request of a reservation: number of GPUs by machine profile (`gpus`), and lowest number of workers in total
+    (`minimum_worker_count`). If `bundle` is set, only its workers count. The lease lasts `ttl_seconds`.
     """
 
     name: str

@@ -158,7 +158,7 @@ def _prefix(machine_profile: str, bundle: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """Every worker serves one lane."""
+    """Pool, machine profile and bundle of work. Every worker serves one lane."""
 
     pool: str
     machine_profile: str

@@ -41,7 +41,9 @@ from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_nam
 T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
-OPTIMIZE_ROWS = 50_000  # rows written between two optimizations of the table, which put written rows into its indexes
+# Rows written between two optimizations of the table, which put written rows into its indexes: the larger of a number
+# and a share of its rows. An optimization may write the whole table again, and earlier versions stay on the disk.
+OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
 
@@ -92,11 +94,13 @@ class LanceLive:
         self._source = source
         self._shape: _LanceShape | None = None
         self._unindexed = 0
+        self._optimize_rows = OPTIMIZE_ROWS
 
     async def open(self) -> LiveState:
         checked_name(self._source.collection)
         shape, rows = await self._database.run(self._read)
         self._shape = shape
+        self._optimize_rows = max(OPTIMIZE_ROWS, int(rows * OPTIMIZE_SHARE))
         if shape.in_use == "new" and shape.marker != self._own_marker(shape.vector):
             raise CollectionMismatch(
                 f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
@@ -124,7 +128,8 @@ class LanceLive:
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
         if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
             raise CollectionMismatch(
-                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, which --text needs"
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times up to "
+                "microseconds, which --text needs"
             )
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
@@ -160,7 +165,9 @@ class LanceLive:
                     "or drop it"
                 )
             fields = [pyarrow.field(column, type), pyarrow.field(marker, pyarrow.binary())]
-            await self._table(lambda table: table.add_columns(pyarrow.schema(fields)))
+            await self._change_columns(
+                {shape.vector, column, marker}, lambda table: table.add_columns(pyarrow.schema(fields))
+            )
             await self.open()
         elif shape.marker != marker:
             raise CollectionMismatch(
@@ -196,12 +203,25 @@ class LanceLive:
 
         data = await self._table(read)
         ids, markers = data[shape.id_column].to_pylist(), data[shape.marker].to_pylist()
-        texts = zip(*(data[name].to_pylist() for name in shape.texts), strict=True) if shape.texts else [()] * len(ids)
+        texts = (
+            zip(*(self._values(data, name) for name in shape.texts), strict=True) if shape.texts else [()] * len(ids)
+        )
         old, new = (_vector_bytes(data[shape.column(side)].combine_chunks()) for side in SIDES)
         return [
             _LanceRow(row_id, text, {"old": old_bytes, "new": new_bytes}, marker)
             for row_id, text, old_bytes, new_bytes, marker in zip(ids, texts, old, new, markers, strict=True)
         ]
+
+    def _values(self, data: Any, name: str) -> list[Any]:
+        """Return the values of a column. Raises CollectionMismatch for a time that Python cannot represent."""
+        try:
+            values: list[Any] = data[name].to_pylist()
+        except (ValueError, OverflowError):
+            raise CollectionMismatch(
+                f"the column {name} of {self._source.collection}, which --text names, has a time that "
+                "Python cannot represent"
+            ) from None
+        return values
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
         """Return the values of a row's columns, and of the fields of its payload if the template names them."""
@@ -272,7 +292,7 @@ class LanceLive:
 
         await self._table(merge, data.nbytes / BYTES_PER_S)
         self._unindexed += data.num_rows
-        await self._optimize(OPTIMIZE_ROWS)
+        await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
         """Return a row with another vector of a side, and with its marker."""
@@ -340,12 +360,13 @@ class LanceLive:
         if shape.in_use == side:
             return
         away = shape.vector + (BEFORE if side == "new" else NEXT)
-        await self._table(
+        await self._change_columns(
+            {shape.vector, away, shape.marker},
             lambda table: table.alter_columns(
                 # rows that are written from now on have no vector of the side that is not in use
                 {"path": shape.vector, "rename": away, "nullable": True},
                 {"path": shape.column(side), "rename": shape.vector},
-            )
+            ),
         )
         await self.open()
 
@@ -354,7 +375,7 @@ class LanceLive:
         if not shape.is_begun:
             return
         away = shape.column(opposite(shape.in_use))
-        await self._table(lambda table: table.drop_columns([away, shape.marker]))
+        await self._change_columns({shape.vector}, lambda table: table.drop_columns([away, shape.marker]))
         await self.open()
 
     async def close(self) -> None:
@@ -368,19 +389,48 @@ class LanceLive:
         """Return the result of `work` with the newest version of the table. Raises CollectionMismatch if another
         command has changed the columns of vectors.
         """
-        shape = self._opened()
-        own = {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
 
         async def checked(connection: Any) -> T:
             table = await opened_table(connection, self._source.collection)
-            names = {field.name for field in await table.schema()}
-            if names & own != shape.columns.keys() & own:
-                raise CollectionMismatch(
-                    f"another command has switched {self._source.collection} meanwhile: run one at a time"
-                )
+            self._check_columns(await self._own_columns(table))
             return await work(table)
 
         return await self._database.run(checked, seconds, once=once)
+
+    async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
+        """Change the columns of vectors, so that these are `after`. Raises CollectionMismatch if another command has
+        changed them.
+        """
+        is_repeat = False
+
+        async def changed(connection: Any) -> None:
+            nonlocal is_repeat
+            table = await opened_table(connection, self._source.collection)
+            names = await self._own_columns(table)
+            # an attempt whose answer was lost may have changed them
+            if is_repeat and names == after:
+                return
+            is_repeat = True
+            self._check_columns(names)
+            await change(table)
+
+        await self._database.run(changed)
+
+    async def _own_columns(self, table: Any) -> set[str]:
+        """Return the names of the columns of vectors and of the marker that a table has."""
+        return {field.name for field in await table.schema()} & self._migrated()
+
+    def _migrated(self) -> set[str]:
+        """Return the names of all columns that a migration of this table uses."""
+        shape = self._opened()
+        return {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
+
+    def _check_columns(self, names: set[str]) -> None:
+        """Raise CollectionMismatch if these columns of the table are not those of its last reading."""
+        if names != self._opened().columns.keys() & self._migrated():
+            raise CollectionMismatch(
+                f"another command has switched {self._source.collection} meanwhile: run one at a time"
+            )
 
 
 def _is_vector(field: Any) -> bool:
@@ -408,7 +458,8 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        or pyarrow.types.is_temporal(type)
+        # Python has no times with nanoseconds, and a write compares the value with the stored one
+        or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 
 
