@@ -167,8 +167,14 @@ class Points:
         else:
             client.create_collection(self.first, vector)
         client.create_payload_index(self.first, "price", models.PayloadSchemaType.INTEGER)
+        self.name()
+
+    def name(self) -> None:
+        """Create the alias."""
+        from qdrant_client import models
+
         alias = models.CreateAlias(collection_name=self.first, alias_name=self.collection)
-        client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
+        self.client().update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
 
     async def create(self, dims: int) -> None:
         await asyncio.to_thread(self._create, dims)

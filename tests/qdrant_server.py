@@ -328,7 +328,7 @@ def _retrieve(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
 
     asked = models.PointRequest.model_validate_json(body)
-    return _records(shard.retrieve(list(asked.ids), bool(asked.with_payload), bool(asked.with_vector)))
+    return _records(shard.retrieve(list(asked.ids), bool(asked.with_payload), asked.with_vector or False))
 
 
 def _update(shard: Any, *operations: Any) -> Any:

@@ -29,7 +29,7 @@ from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
-from sie_store.sinks import lance_live
+from sie_store.sinks import lance_live, qdrant_live
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
@@ -716,6 +716,33 @@ async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Poi
     assert await points.stored_rows() == before
     for migrator in (first, second):
         await migrator.live.close()
+
+
+async def test_vectors_of_other_names_are_copied_though_a_page_of_them_is_larger_than_a_reply(
+    points: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qdrant_live, "ANSWER_BYTES", 100_000)
+    count = 40
+    tokens = np.random.default_rng(0).standard_normal((count, 2, 256), dtype=np.float32)  # some 240 KB as JSON
+    payloads = [{"body": f"text {number}"} for number in range(count)]
+    sink = opened(points.url, "SINK", QUICK)
+    await sink.prepare(points.first, {"dense": 16, "multivector": 256}, {})
+    ids = [str(number) for number in range(count)]
+    await sink.upsert(SinkRows(ids, np.ones((count, 16), np.float32), payloads, (), list(tokens)))
+    await sink.close()
+    await asyncio.to_thread(points.name)
+    migrator = Migrator(opened_live(points.url, "SINK", source(points, vector="dense"), QUICK))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    assert await migrator.scan("new") == count
+    await migrator.live.close()
+    client = points.client()
+    old, new = [
+        client.scroll(name, limit=count, with_vectors=["multivector"])[0]
+        for name in (points.first, f"{points.collection}--{PRINTS['new'][:8]}")
+    ]
+    assert len(new) == count
+    assert [point.vector for point in new] == [point.vector for point in old]
 
 
 async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) -> None:

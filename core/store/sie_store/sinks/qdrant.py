@@ -263,14 +263,14 @@ def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYT
 
 
 async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
-    """Return the body of a response, not decompressed: the request did not allow compression. Raises SinkUnsuitable for
+    """Return the body of a response, not decompressed: the request did not allow compression. Raises AnswerTooLarge for
     a body of more than `answer_bytes`.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece
         if len(data) > answer_bytes:
-            raise SinkUnsuitable(f"the server answers with more than {answer_bytes} bytes, which Qdrant does not")
+            raise AnswerTooLarge(f"the server answers with more than {answer_bytes} bytes, which Qdrant does not")
     return bytes(data)
 
 
@@ -279,6 +279,10 @@ def _reply(body: bytes) -> _QdrantReply:
         return msgspec.json.decode(body, type=_QdrantReply)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+
+
+class AnswerTooLarge(SinkUnsuitable):
+    """Error for a reply of more bytes than Qdrant's replies have."""
 
 
 class _Exists(StoreError):

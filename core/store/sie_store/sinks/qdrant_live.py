@@ -29,14 +29,15 @@ from urllib.parse import quote
 import msgspec
 
 from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
-from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, json_vector, point_bodies
+from sie_store.sinks.qdrant import MAX_DIMS, AnswerTooLarge, QdrantConnection, json_vector, point_bodies
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256
-ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
+COPIED_POINTS = 64  # points whose vectors of other names are read at a time; halved if the reply is too large
+ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points; the largest point is half of it
 # settings of a collection that the new one gets too, by their name in its description
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
 _CONFIGS = {
@@ -121,6 +122,7 @@ class QdrantLive:
         self._alias = source.collection
         self._before = f"{source.collection}--before"
         self._layout: _CollectionPair | None = None
+        self._copied_points = COPIED_POINTS
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
@@ -207,9 +209,7 @@ class QdrantLive:
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
         layout = self._opened()
         source, copies = layout.names[layout.in_use], layout.names[side]
-        async for points in self._scroll(
-            source, with_vector=list(layout.more_vectors) if side != layout.in_use else False
-        ):
+        async for points in self._scroll(source):
             if side == layout.in_use:
                 stored = {point.id: point for point in points}
             else:
@@ -243,7 +243,7 @@ class QdrantLive:
         """Yield the points that were written to the collection not in use after they were copied, unless the copy is
         newer. Delete the copies of points that were deleted there.
         """
-        async for points in self._scroll(away, with_vector=list(self._opened().more_vectors)):
+        async for points in self._scroll(away):
             changed = [point for point in points if not _is_agreed(point)]
             present = await self._points(source, [point.id for point in changed]) if changed else {}
             rows, settled = [], []
@@ -321,17 +321,44 @@ class QdrantLive:
         points that may be replaced.
         """
         await self._check_in_use()
-        bodies = point_bodies(self._copy(point, side, vector) for point, vector in points)
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
-        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
-        while body := await asyncio.to_thread(next, bodies, b""):
-            content = body.removesuffix(b"}") + condition
-            await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
+        first = 0
+        while first < len(points):
+            # vectors of other names are read now and not by the scan, because those of all pending points are too large
+            stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
+            copied = points[first : first + len(stored)]
+            bodies = point_bodies(
+                self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
+            )
+            # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
+            while body := await asyncio.to_thread(next, bodies, b""):
+                content = body.removesuffix(b"}") + condition
+                await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
+            first += len(stored)
 
-    def _copy(self, point: _Point, side: Side, vector: Vector | None) -> dict[str, Any]:
+    async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
+        """Return the vectors of other names of the first points of `ids`, as many as a reply has room for."""
+        layout = self._opened()
+        if not layout.more_vectors:
+            return [{}] * len(ids)
+        while True:
+            batch = ids[: self._copied_points]
+            try:
+                points = await self._points(
+                    layout.names[side], batch, with_payload=False, with_vector=layout.more_vectors
+                )
+            except AnswerTooLarge:
+                if len(batch) == 1:
+                    raise
+                self._copied_points = len(batch) // 2
+                continue
+            vectors = [points[point_id].vector if point_id in points else None for point_id in batch]
+            return [vector if isinstance(vector, dict) else {} for vector in vectors]
+
+    def _copy(self, point: _Point, side: Side, vector: Vector | None, more_vectors: dict[str, Any]) -> dict[str, Any]:
         """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
         name = self._opened().vector
-        content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
+        content: Any = more_vectors
         payload = _plain(point)
         if vector is not None:
             written = json_vector(vector)
@@ -439,18 +466,11 @@ class QdrantLive:
     async def _change_aliases(self, actions: Iterable[Mapping[str, Any]]) -> None:
         await self._server.send("POST", "/collections/aliases", msgspec.json.encode({"actions": list(actions)}))
 
-    async def _scroll(
-        self, collection: str, *, with_payload: bool = True, with_vector: Any = False
-    ) -> AsyncIterator[tuple[_Point, ...]]:
+    async def _scroll(self, collection: str, *, with_payload: bool = True) -> AsyncIterator[tuple[_Point, ...]]:
         """Yield all points, ordered by id."""
         offset: int | str | None = None
         while True:
-            body = {
-                "limit": SCAN_POINTS,
-                "offset": offset,
-                "with_payload": with_payload,
-                "with_vector": with_vector or False,
-            }
+            body = {"limit": SCAN_POINTS, "offset": offset, "with_payload": with_payload, "with_vector": False}
             page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
             if page.points:
                 yield page.points
@@ -459,10 +479,15 @@ class QdrantLive:
                 return
 
     async def _points(
-        self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
+        self,
+        collection: str,
+        ids: Sequence[int | str],
+        *,
+        with_payload: bool = True,
+        with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
         """Read points by id. Missing ones are left out."""
-        body = {"ids": list(ids), "with_payload": with_payload, "with_vector": False}
+        body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
 
