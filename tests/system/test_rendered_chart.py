@@ -410,7 +410,11 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         running.check_probes()
         running.check_connections()
 
-        assert not [line for line in running.log("nats") if "Violation" in line]
+        violations = [line for line in running.log("nats") if "Violation" in line]
+        if any("the config service, does not answer" in line for line in running.log("gateway")):
+            # before the config service is there, a gateway tries to create its streams itself, and is refused
+            violations = [line for line in violations if "$JS.API.STREAM.CREATE.KV_" not in line]
+        assert not violations
         for user, subject in (("gateway", "sie.health.w"), ("config", "sie.work.x"), ("worker", "sie.config.models.x")):
             publish(node.url("sie-nats", 4222), user, subject)
             until(
