@@ -20,7 +20,7 @@ from sie_store.sinks.lance import LanceSink
 from sie_store.sinks.live import LiveSource
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector import PgvectorSink
-from sie_store.sinks.qdrant import QdrantSink
+from sie_store.sinks.qdrant import AnswerTooLarge, QdrantSink
 from sie_store.sinks.sink import CollectionMismatch, RowsRefused, SinkRows, SinkUnsuitable
 
 SECRET = "s3cr3t"
@@ -189,7 +189,7 @@ async def test_a_qdrant_that_ignores_the_condition_of_a_write_is_not_migrated(ve
 async def test_an_answer_of_qdrant_has_a_bound(encoding: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + encoding + b"\r\n"
     error, sent = await refused(head, b"100000\r\n" + bytes(1 << 20) + b"\r\n", "qdrant://127.0.0.1:{}")
-    assert type(error) is SinkUnsuitable
+    assert type(error) is AnswerTooLarge
     assert sent < 64 << 20
 
 
