@@ -1,4 +1,4 @@
-"""Where texts are tokenised: on the event loop or in a thread. One run, in turn, medians.
+"""Time of tokenising texts on the event loop and in a thread. One run, in turn, medians.
 
 1. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
 2. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a

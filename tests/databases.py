@@ -70,15 +70,15 @@ class Postgres:
         await self._fetch(f'DROP TABLE "{collection}"')
 
     async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        stored: dict[str, dict[str, Any]] = {}
         for row in await self._fetch(
             f"SELECT id, to_jsonb(t) ->> 'embedding' AS dense, sparse::text FROM \"{collection}\" t"
         ):
             weights = row["sparse"].partition("}")[0].strip("{")
             # its text counts from 1
             sparse = {int(place) - 1: float(value) for place, value in (pair.split(":") for pair in weights.split(","))}
-            found[row["id"]] = {"sparse": sparse, **({"dense": json.loads(row["dense"])} if row["dense"] else {})}
-        return found
+            stored[row["id"]] = {"sparse": sparse, **({"dense": json.loads(row["dense"])} if row["dense"] else {})}
+        return stored
 
     async def kill(self) -> None:
         self.server.kill()
@@ -135,13 +135,13 @@ class Qdrant:
         client = self._client()
         points, _ = client.scroll(collection, limit=1000, with_vectors=True)
         client.close()
-        found: dict[str, dict[str, Any]] = {}
+        stored: dict[str, dict[str, Any]] = {}
         for point in points:
             vectors = dict(point.vector)
             if "sparse" in vectors:
                 vectors["sparse"] = dict(zip(vectors["sparse"].indices, vectors["sparse"].values, strict=True))
-            found[point.payload["_id"]] = vectors
-        return found
+            stored[point.payload["_id"]] = vectors
+        return stored
 
     async def kill(self) -> None:
         self.server.kill()
@@ -166,9 +166,9 @@ class Lance:
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
         table = await (await self._connect()).open_table(collection)
-        found = await table.query().to_list()
-        assert len({row["id"] for row in found}) == len(found)
-        return {row["id"]: (row["vector"], json.loads(row["payload"])) for row in found}
+        records = await table.query().to_list()
+        assert len({row["id"] for row in records}) == len(records)
+        return {row["id"]: (row["vector"], json.loads(row["payload"])) for row in records}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
         table = await (await self._connect()).open_table(collection)

@@ -539,20 +539,20 @@ async def test_each_output_is_written_once_beside_the_others(
 ) -> None:
     database = SERVED[name](request.getfixturevalue(name))
     sink = opened(database.url, "SINK", QUICK)
-    given = more_rows(widths)
+    rows_of_two = more_rows(widths)
     for _ in range(2):
         await sink.prepare(collection, widths, {})
-        await sink.upsert(given)
+        await sink.upsert(rows_of_two)
     stored = await database.more_vectors(collection)
-    assert stored.keys() == set(given.ids)
-    for number, row_id in enumerate(given.ids):
+    assert stored.keys() == set(rows_of_two.ids)
+    for number, row_id in enumerate(rows_of_two.ids):
         assert stored[row_id].keys() == widths.keys()
         if "sparse" in widths:
             assert stored[row_id]["sparse"] == {number: 2.0, 90: 0.5}
         if "multivector" in widths:
-            assert stored[row_id]["multivector"] == given.multivectors[number].tolist()
+            assert stored[row_id]["multivector"] == rows_of_two.multivectors[number].tolist()
     if "dense" in widths:
-        assert [hit.id for hit in await sink.search(collection, given.vectors[1], 1)] == [given.ids[1]]
+        assert [hit.id for hit in await sink.search(collection, rows_of_two.vectors[1], 1)] == [rows_of_two.ids[1]]
     else:
         with pytest.raises(CollectionMismatch):
             await sink.search(collection, rows(0, 1).vectors[0], 1)

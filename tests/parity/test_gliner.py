@@ -134,9 +134,9 @@ def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict
     with pytest.raises(IndexError):
         oracles[kind].inference(texts, list(LABELS), threshold=0.0)
     with torch.inference_mode():
-        words, wanted = [text.split() for text in texts], options(kind, threshold=0.0)
-        request = models[kind]._request(wanted, list(LABELS))
-        rows = models[kind]._read(words, models[kind]._collated(words, wanted), request)
+        words, any_score = [text.split() for text in texts], options(kind, threshold=0.0)
+        request = models[kind]._request(any_score, list(LABELS))
+        rows = models[kind]._read(words, models[kind]._collated(words, any_score), request)
     alone = [oracles[kind].inference([text], list(LABELS), threshold=0.0)[0] for text in texts]
     for row, text, expected in zip(rows, texts, alone, strict=True):
         assert isinstance(row, WindowResult)

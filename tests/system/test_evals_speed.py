@@ -56,8 +56,8 @@ def answered(stack: Stack) -> float:
 
 
 def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Path) -> None:
-    found = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
-    (row,) = found["rows"]
+    result = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
+    (row,) = result["rows"]
     assert row["errors"] == {}
     assert row["scores"]["items_per_s"] == pytest.approx(1000 / BATCH_MS, rel=0.03)
     assert row["scores"]["p50_ms"] >= BATCH_MS
@@ -143,8 +143,8 @@ def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
 ) -> None:
     plan = Plan((MODEL,), workers=(Device(batch_ms=10.0),))
     with Stack(tmp_path_factory.mktemp("dying"), plan) as dying:
-        asked = argv(dying, tmp_path, texts, "--seconds", "6", "--warm-up", "0.5", "--sweep", "clients=2,4")
-        process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        arguments = argv(dying, tmp_path, texts, "--seconds", "6", "--warm-up", "0.5", "--sweep", "clients=2,4")
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         until(lambda: answered(dying) > 5 * WITHIN, 60, "the window", dying.log)
         dying.gateways[0].kill()
         out, err = process.communicate(timeout=90)

@@ -1,4 +1,4 @@
-"""What a worker holds when it ends, by force or as asked: who answers, and when, with real processes and signals."""
+"""Work of a worker that ends, by SIGKILL or by a drain: who answers it, and when, with real processes and signals."""
 
 from __future__ import annotations
 
