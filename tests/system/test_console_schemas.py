@@ -214,6 +214,8 @@ def test_a_schema_is_filled_by_the_keyboard_alone(page: Page) -> None:
     pressed(page, "Enter", 13)
     page.wait("document.querySelector('#schema').value", lambda text: "people" in text)
     assert page.evaluate("document.activeElement.id") == "schema-sample"
+    # the page answers its example when it opens; until then the button cannot be reached
+    page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
     tabbed_to("run")
     pressed(page, "Enter", 13)
     rows = page.wait(VALUES, bool, timeout_s=60)
