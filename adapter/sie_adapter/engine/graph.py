@@ -37,7 +37,7 @@ GROUP_TOKENS = 1024
 # fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
 PASS_TOKENS = 64
 # pairs of tokens (length, step): a text of up to this length is padded to a multiple of the step
-_STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
+_STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
