@@ -25,6 +25,7 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Ok
 
 LORAS_KEPT = 2
+ModelInput = tuple[str, str, bytes]  # model, LoRA, token ids
 RESTART_S = 0.1  # of a spare
 
 
@@ -48,7 +49,7 @@ class Faults:
 
 class Adapter:
     """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch
-    that comes, `on_alone` of the rows of each that ended with one work item in it.
+    that comes, `on_alone` of the inputs of each that ended with one work item in it.
     """
 
     def __init__(
@@ -64,15 +65,15 @@ class Adapter:
         seed: int,
         log: Callable[[str, str], None],
         on_batch: Callable[[Adapter, ipc.RunBatch], None],
-        on_alone: Callable[[set[bytes]], None],
+        on_alone: Callable[[set[ModelInput]], None],
     ) -> None:
         self.path, self.name = path, name
         self.lanes, self.room, self.costs, self.faults = lanes, room, costs, faults
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
         self.running: dict[str, tuple[ipc.RunBatch, asyncio.StreamWriter]] = {}
-        # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
-        self.suspects: set[bytes] = set()
+        # inputs that ran when the process died, and not alone since, here or elsewhere
+        self.suspects: set[ModelInput] = set()
         self.deaths = 0
         self.frozen = False
         self.fails_next = False  # the load that is under way
@@ -119,7 +120,7 @@ class Adapter:
         self._log("adapter dies", f"{self.name} with {len(self.running)} batches, {len(self.loaded)} models")
         for batch, writer in self.running.values():
             if not writer.is_closing():  # else the sidecar gave it up before
-                self.suspects.update(rows_of(batch))
+                self.suspects.update(inputs_of(batch))
         self.deaths += 1
         self.thaw()
         self._listening.cut()
@@ -264,7 +265,7 @@ class Adapter:
                 await asyncio.Event().wait()  # the process ends here
             self.running.pop(batch.batch, None)
             if len(batch.groups) == 1:
-                self._on_alone(set(rows_of(batch)))
+                self._on_alone(inputs_of(batch))
         await self._send(writer, _computed(batch))
 
 
@@ -276,6 +277,11 @@ def rows_of(batch: ipc.RunBatch) -> list[bytes]:
     """The token ids of each row."""
     ends = np.cumsum(np.frombuffer(batch.lengths, "<i4")) * 4
     return [batch.ids[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+
+
+def inputs_of(batch: ipc.RunBatch) -> set[ModelInput]:
+    """The inputs of a batch. The same text with another LoRA is another input, as `contents.content_keys` has it."""
+    return {(batch.model, batch.lora, row) for row in rows_of(batch)}
 
 
 def _computed(batch: ipc.RunBatch) -> ipc.BatchDone:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 from fake_adapter import vector_of
-from simulation.adapter import Adapter, rows_of
+from simulation.adapter import Adapter, ModelInput, inputs_of
 from simulation.virtual import SCOPE
 
 import sie_sidecar.batching.batch
@@ -93,10 +93,10 @@ class Checks:
 
     # batches
 
-    def on_alone(self, rows: set[bytes]) -> None:
+    def on_alone(self, inputs: set[ModelInput]) -> None:
         """They did not end the adapter that ran them."""
         for adapter in self._world.adapters:
-            adapter.suspects -= rows
+            adapter.suspects -= inputs
 
     def on_batch(self, adapter: Adapter, batch: ipc.RunBatch) -> None:
         """As the adapter receives it."""
@@ -112,7 +112,7 @@ class Checks:
         if len(batch.groups) > 1:
             if tokens > settings.max_batch_cost:
                 world.violate(f"batch {batch.batch} has {tokens} tokens, the budget is {settings.max_batch_cost}")
-            if adapter.suspects.intersection(rows_of(batch)):
+            if adapter.suspects & inputs_of(batch):
                 world.violate(f"batch {batch.batch} has an input that was in a batch that ended an adapter, and others")
         if len(batch.groups) > settings.batcher_max_batch_requests:
             world.violate(
