@@ -22,7 +22,7 @@ class CommandRefused(click.ClickException):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Convert errors of a model (SIEError) and of a file (OSError) to CommandRefused."""
+    """Raise CommandRefused, with a message of one line, for an SIEError and for an OSError of a file."""
     try:
         yield
     except SIEError as error:

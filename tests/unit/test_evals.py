@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
 
 from sie_cli.evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
 from sie_cli.evals.evaluation import EvalSpec
@@ -23,11 +24,13 @@ from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
 from sie_cli.evals.quality import Measurement
-from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
+from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, SentenceTransformers, ServerSource
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.refusal import CommandRefused
+from sie_runtime.feed import packaged_catalogue
+from sie_store.weights.sources import package_folder
 
 
 class Table:
@@ -564,3 +567,12 @@ async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) ->
             with pytest.raises(LoadFailure) as caught:
                 await send(LoadRequest(["a"]))
             assert caught.value.code == "NOT_UNDERSTOOD"
+
+
+def test_the_library_computes_in_float32_from_weights_of_16_bits(tmp_path: Path) -> None:
+    weights = packaged_catalogue().entries["sentence-transformers/all-MiniLM-L6-v2"].weights
+    model = SentenceTransformer(str(package_folder(weights.package)), device="cpu").bfloat16()
+    model.save(str(tmp_path))
+    texts = ["a river in the mountains", "two people met"]
+    vectors = SentenceTransformers(str(tmp_path), scores_pairs=False).vectors(texts, DENSE, is_query=False)
+    assert np.abs(np.array(vectors) - model.float().encode(texts)).max() < 1e-6

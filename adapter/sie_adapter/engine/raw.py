@@ -34,14 +34,13 @@ class VerbModel(Protocol):
 
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
-    `extract(texts, options)` returns for each text the map that the client gets. Any result may be a typed error
-    instead.
+    `extract(texts, options)` returns for each text the map that the client gets. `options` of `extract` has an entry
+    for each text; those of the others apply to all texts. Instead of any result, a model may return an SIEError.
 
-    A model that accepts files declares so in its attribute `rows`; `extract` then has a third argument: for each text a
-    list of images (`Shown`), a list of sounds (`Heard`), or a document or None.
-
-    A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device thread and
-    returns a Preparation. `extract` then gets it as an argument too.
+    `extract` gets up to two more arguments, in this order:
+    1. If the model has `prepare(texts, options)`, which tokenises off the device thread: the Preparation it returned.
+    2. If the attribute `rows` declares files: for each text a list of images (`Shown`), a list of sounds (`Heard`), or
+       a document or None.
     """
 
 

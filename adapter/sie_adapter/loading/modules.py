@@ -336,7 +336,9 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse layers that sentence-transformers would not apply to the vector, or that it could not compute."""
+    """Refuse modules that this adapter does not run after a HierarchicalTokenPooling, and modules that
+    sentence-transformers itself cannot compute or that change no vector.
+    """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
     ):

@@ -176,7 +176,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer adds before, between and after the texts of a single text and of a pair."""
+    """Return the ids that the tokenizer adds around a single text, and those around and between two texts."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number

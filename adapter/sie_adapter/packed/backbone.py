@@ -124,8 +124,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run the model with its own attention on padded batches from now on, because the packed path computes wrong
-        states. Do not call this during a pass.
+        """Run the model with its own attention on padded batches from now on. Used if no kernel passes the trial of the
+        packed path. Do not call this during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)

@@ -230,7 +230,9 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that is sentence-transformers in this process, with the weights of the catalogue, in float32."""
+    """Source that is sentence-transformers in this process, on the CPU in float32, with the weights that the catalogue
+    names for the model.
+    """
 
     is_here = True
     main = DENSE
@@ -244,7 +246,8 @@ class SentenceTransformers:
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
-            self._model = kind(where, device="cpu")
+            # the library computes in the dtype of the checkpoint, which may have 16 bits
+            self._model = kind(where, device="cpu").float()
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CommandRefused(f"-s st: sentence-transformers does not load {where}: {reason}") from error
