@@ -179,7 +179,7 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """End the subscription. Messages that have already arrived are handled before this method returns."""
+        """End the subscription. Messages that have already arrived are handled, for at most 5 s."""
 
 
 class Pulls(Protocol):
@@ -198,7 +198,7 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this returns."""
+        """Withdraw all pull requests. Deliveries that the broker has already sent are handled, for at most 5 s."""
 
 
 class KeyValue(Protocol):
@@ -238,7 +238,9 @@ class KeyValue(Protocol):
 
 
 class Connection(Protocol):
-    """Connection to the broker. An operation waits at most `timeout_s` seconds and then raises BrokerUnavailable."""
+    """Connection to the broker. An operation waits at most `timeout_s` seconds, or `limits.API_TIMEOUT_S` if it has no
+    such argument, and then raises BrokerUnavailable.
+    """
 
     name: str
     max_payload: int
