@@ -54,7 +54,7 @@ def serve(
     # the socket raises these exceptions when the parent has ended
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
-        while True:  # without names for a file and its answer: neither stays in memory until the next
+        while True:  # no variable names a job or its answer, so that neither stays in memory until the next job
             _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
 
 
