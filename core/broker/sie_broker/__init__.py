@@ -46,7 +46,7 @@ class PayloadTooBig(BrokerError):
 
 
 class NotPermitted(BrokerUnavailable):
-    """This user may not publish to a subject. Permissions may change at run time."""
+    """This user may not publish to a subject. Another attempt may help, because permissions may change at run time."""
 
 
 class NoResponder(BrokerError):
@@ -332,10 +332,8 @@ class Administration(Queue, Protocol):
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. The owner of streams creates it, or updates it from an older
-        topology version. Any other process only compares the settings. Raises TopologyMismatch.
-
-        A lower limit per subject is refused while a subject has more messages than half of the new limit, since the
-        update could drop messages.
+        topology version. Any other process only compares the settings. Raises TopologyMismatch, and BrokerError while
+        a subject has more messages than half of a new, lower limit: the update could drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:

@@ -174,7 +174,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a reader (a consumer) from revision `first` on. Return its name, and how many messages it must read."""
+        """Create a reader (a consumer) from revision `first` on. Return its name and the number of messages to read."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
