@@ -47,7 +47,7 @@ class ParsedDocument:
 def read(body: bytes, content_type: str) -> ParsedDocument:
     """Decode JSON if `content_type` is JSON, else YAML. Raises ValidationFailed.
 
-    A YAML document with a repeated key or a YAML alias is refused: a few lines with aliases can expand to gigabytes.
+    Refuse a YAML document with a repeated key or with an alias: a few lines with aliases can expand to gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:

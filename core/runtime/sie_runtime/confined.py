@@ -2,8 +2,8 @@
 
     limits ──► imports ──► Hello ──► job ──► answer or Unusable ──► job ... the parent has ended ──► end
 
-The parent starts it without its own environment variables, so the process has no secrets. It ends when the parent ends:
-on Linux the kernel kills it, and on every system its socket is then closed.
+The parent passes none of its own environment variables, so the process has no secrets. The process ends when the parent
+ends: on Linux the kernel kills it, and on every system its socket is then closed.
 """
 
 from __future__ import annotations
