@@ -101,7 +101,7 @@ class InvalidInputError(RequestError, code="INVALID_INPUT"):
 
 
 class AuthenticationError(RequestError, code="UNAUTHENTICATED"):
-    """The token is missing or wrong."""
+    """The token is missing, unknown, expired or revoked."""
 
 
 class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):

@@ -34,7 +34,7 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """The connection was lost, or an answer was late. It is unknown whether the operation was executed."""
+    """The connection was missing or lost, or an answer was late. The operation may have been executed."""
 
 
 class StreamFull(BrokerError):
@@ -229,7 +229,7 @@ class KeyValue(Protocol):
         """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has an entry of this or a later revision: entries expire, or are lost by damage."""
+        """Return whether the leader still has an entry of this or a later revision. Entries can expire or be lost."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
