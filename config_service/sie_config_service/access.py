@@ -65,8 +65,9 @@ class ConfigGate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """Return the key with this token; None for an unknown token. Raises PermissionDenied for a key without the
-        scope, Unauthenticated for a key that is revoked or has expired, NotReady while the keys have not been read.
+        """Return the key with this token; None for an unknown token, or if `is_known`: the token is the read token.
+        Raises PermissionDenied for a key without the scope, Unauthenticated for a key that is revoked or has expired,
+        NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

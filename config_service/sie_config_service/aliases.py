@@ -1,11 +1,12 @@
-"""Guard of aliases and models: no write may make a valid alias invalid.
+"""Guard of aliases and models: no write over the API may make a valid alias invalid.
 
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket, with the targets of each alias. Every write of an alias, every write of a model that
-an alias names, and every removal of a model also writes the index by compare-and-set in the same batch. So two replicas
-cannot at the same time add an alias of a model and remove this model.
+The index is one key of the bucket, with the targets of each alias. A write over the API of an alias, of a model that an
+alias names, and each removal of a model also writes the index by compare-and-set in the same batch. So two replicas
+cannot at the same time add an alias of a model and remove this model. A changed model of a folder is written even if
+that makes an alias invalid.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a write that `guard` permits. `index`: write of the index in the same batch; None if the decision
-    did not depend on the index. `reply_fields`: additional fields of the reply.
+    """Additions to a write that `guard` permits. `index`: write of the index in the same batch; None if the batch
+    leaves the index as it is. `reply_fields`: additional fields of the reply.
     """
 
     index: Write | None = None
@@ -83,8 +84,8 @@ async def guard(
     the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: a function that
     parses the whole catalogue. It is slow, so it is called only to suggest names in an error.
 
-    With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias, and
-    ContentConflict, which names the aliases that need the model.
+    With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias or an id
+    that is in use, and ContentConflict, which names the aliases that need the model.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
@@ -133,7 +134,7 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """Return a catalogue of only these models, by name without revision and profile: to parse all would be slow."""
+    """Return a catalogue of only the models in these names: parsing all models would be slow."""
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
     return Catalogue.from_documents(

@@ -1,4 +1,6 @@
-"""HTTP application of the config service: every request passes access control, then the handler of its route."""
+"""HTTP application of the config service. A request for a route passes access control, then the route's handler. Probes
+and /metrics need no token.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def create_app(service: ConfigService) -> App:
                 await (await route.handler(service, request))(scope, receive, tagged)
         except ClientDisconnect:  # the client disconnected before it had sent the whole body
             status = CLIENT_GONE
-        except Exception as error:  # noqa: BLE001 outermost handler; FastAPI raises answered errors too
+        except Exception as error:  # noqa: BLE001 outermost handler; FastAPI raises an error again after its reply
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
@@ -109,7 +111,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """Return the reply to an exception. Any other than SIEError is logged and answered with INTERNAL_ERROR."""
+    """Return the reply to an exception. An unexpected one is logged and answered with INTERNAL_ERROR."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})

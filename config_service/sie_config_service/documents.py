@@ -22,7 +22,7 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and has no such limit
+# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
 MAX_EVENTS = 50_000
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -47,7 +47,7 @@ class ParsedDocument:
 def read(body: bytes, content_type: str) -> ParsedDocument:
     """Decode JSON if `content_type` is JSON, else YAML. Raises ValidationFailed.
 
-    A YAML document with a repeated key or a YAML alias is refused: a few lines with aliases can expand to gigabytes.
+    Refuse a YAML document with a repeated key or with an alias: a few lines with aliases can expand to gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
@@ -123,8 +123,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Parse and return the entry `raw`. It comes from `document`: the whole value, a part, or the value merged into a
-    stored entry. `document` itself is read only for the line numbers of errors. Raises ValidationFailed.
+    """Parse and return the entry `raw`. `document`, from which `raw` was made, is read only for the line numbers of
+    errors. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""

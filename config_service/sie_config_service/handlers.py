@@ -32,7 +32,6 @@ MAX_KEY_CHARS = 255
 
 
 async def models(service: ConfigService, _request: Request) -> Response:
-    """List all models of the catalogue."""
     live = (await service.require().snapshot()).live
     return json_response(
         {
@@ -109,12 +108,10 @@ async def model(service: ConfigService, request: Request) -> Response:
 
 
 async def bundles(service: ConfigService, _request: Request) -> Response:
-    """List all bundles of the catalogue."""
     return json_response(configs.bundle_list(await service.require().bundles()))
 
 
 async def bundle(service: ConfigService, request: Request) -> Response:
-    """Return the configuration of one bundle."""
     bundle = request.path_params["id"]
     return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
 
@@ -153,7 +150,6 @@ async def rollback(service: ConfigService, request: Request) -> Response:
 
 
 async def put(service: ConfigService, request: Request) -> Response:
-    """Replace the configuration of a model."""
     model = request.path_params["id"]
     parameters, body = await _read(request)
     edits = await service.edits()
@@ -169,7 +165,6 @@ async def patch(service: ConfigService, request: Request) -> Response:
 
 
 async def delete(service: ConfigService, request: Request) -> Response:
-    """Remove a model from the catalogue."""
     model = request.path_params["id"]
     return await _write(service, request, "delete", model, (await service.edits()).delete(model), b"")
 

@@ -53,7 +53,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    author: str = ""  # name of the token that wrote it; empty for a seeded revision or one of an older version
+    author: str = ""  # name of the token that wrote it; empty if seeding or an older version of SIE wrote it
     note: str = ""  # why the config service wrote this revision by itself; empty if a user wrote it
 
 

@@ -182,8 +182,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the model families of other installed distributions to the packaged bundle. Use this only if workers run in
-    the same Python environment, as with `sie serve`, and so can import them.
+    """Add the model families of other installed distributions to the packaged bundle: with `sie serve`, the workers run
+    in the same Python environment and can import these families.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

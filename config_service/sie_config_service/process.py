@@ -142,7 +142,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Create the streams and buckets that other processes request, until `stop`. It has a connection of its own."""
+    """Create the streams and buckets that other processes request, until `stop`, as the broker's user `streams`."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:

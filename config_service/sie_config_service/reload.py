@@ -71,8 +71,8 @@ class _Watched:
 @dataclass
 class Reload:
     """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: knows which
-    processes have a change; None if there are none. `check`: raises ValidationFailed for an entry that no worker could
-    load; None to check nothing.
+    processes have a change; None to report nothing about them. `check`: raises ValidationFailed for an entry that no
+    worker could load; None to check nothing.
     """
 
     store: CatalogueStore

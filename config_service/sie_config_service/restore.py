@@ -39,7 +39,7 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models that had been loaded, but whose newest revision failed permanently and is loaded nowhere."""
+    """Return the models that were loaded, but of which a later revision failed permanently and is loaded nowhere."""
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}

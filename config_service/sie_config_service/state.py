@@ -23,7 +23,7 @@ WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker is n
 
 
 class ConfigService:
-    """State that all routes share. `store` is None until the catalogue is seeded, and after the broker has lost it."""
+    """State of the service. `store` is None until the catalogue is seeded, and after the broker has lost it."""
 
     def __init__(self, settings: Settings) -> None:
         self.trouble = ""  # why the last attempt to seed the catalogue failed

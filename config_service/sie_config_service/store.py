@@ -406,9 +406,9 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send a delta (a message about one change) for each change and each affected bundle. If `before` is unknown,
-        the deltas make readers request the whole catalogue. Return the number of deltas sent, and the number that
-        should have been sent.
+        """Send a delta for each change and each affected bundle. Without `before`, the snapshot before the changes, the
+        deltas make readers request the whole catalogue. Return the number of deltas sent, and the number that should
+        have been sent.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -543,7 +543,7 @@ def digest_of(*parts: bytes) -> str:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store, and create its buckets if they do not exist."""
+    """Open the catalogue's store, and create its bucket if it does not exist. Raises BrokerError."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

@@ -44,7 +44,7 @@ from sie_contracts.models.trust import Trust
 MAX_IDS = 50_000  # maximum number of models and aliases in the bucket, including removed ones, whose history is kept
 MAX_ENTRY_BYTES = 256 << 10  # maximum size of an entry in bytes; the bucket keeps up to 100 revisions of each
 WRITE_S = 10.0  # maximum duration of a write in seconds, including the wait for earlier writes of this replica
-# operations for which the model need not exist; any other operation on a missing model is a 404
+# operations that can create a model; for these, If-Match is also compared if there is no model
 _FROM_NOTHING = ("create", "rollback")
 _logger = logging.getLogger("sie.config")
 
@@ -88,7 +88,7 @@ class CatalogueWriter:
     """Writer of one replica. It runs one write at a time. Compare-and-set decides between replicas."""
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-        """Store the arguments. `check` raises ValidationFailed for an entry that no worker could load."""
+        """`check` raises ValidationFailed for an entry that no worker could load."""
         self._store = store
         self._check = check
         self._lock = asyncio.Lock()
@@ -210,7 +210,7 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Factory of edits: functions that compute a model's new document from its stored document.
 
-    Every new document has passed `checked`, has a bundle that serves it, and uses only allowed code and paths.
+    Each document of a request has passed `checked`, has a bundle that serves it, and uses only allowed code and paths.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:

@@ -129,9 +129,9 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run it. Unless `is_permanent`, it is
-    sent again, because inference changes nothing on the server. `address`: the server's address. `is_nobody`: a port
-    of this machine refused the connection, and no server has answered there before.
+    """Failure of a request without a response. The server may nevertheless have run the request. Unless `is_permanent`,
+    the request is sent again, because inference changes nothing on the server. `address`: the server's address.
+    `is_nobody`: a port of this machine refused the connection, and no server has answered there before.
     """
 
     cause: Exception

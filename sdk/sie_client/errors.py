@@ -101,11 +101,11 @@ class InvalidInputError(RequestError, code="INVALID_INPUT"):
 
 
 class AuthenticationError(RequestError, code="UNAUTHENTICATED"):
-    """The token is missing or wrong."""
+    """The token is missing, unknown, expired or revoked."""
 
 
 class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):
-    """The token is valid but lacks the scope that the path requires."""
+    """The token is valid but lacks the scope that the path requires, or the server does not allow the operation."""
 
 
 class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FORBIDDEN"):
@@ -137,15 +137,19 @@ class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
 
 
 class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
-    """A pool of this name exists with another specification."""
+    """The name belongs to a pool that is not a reservation, or to a reservation of another key."""
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
-    """Another client changed the configuration meanwhile. `details` has `revision` and `diff`."""
+    """The object is in another state than the request needs: for example, another client has changed it. For a model,
+    `details` has `revision` and `diff`.
+    """
 
 
 class PayloadTooLargeError(RequestError, code="PAYLOAD_TOO_LARGE"):
-    """The body, or one item, is larger than the server accepts. `details` has `limit`."""
+    """The body, one item or the reply is too large, or the call needs more tokens than the key may use in a minute.
+    `details` has `limit`.
+    """
 
 
 class UnsupportedMediaTypeError(RequestError, code="UNSUPPORTED_MEDIA_TYPE"):
@@ -161,7 +165,9 @@ class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """The quota of the API key was used up, and did not recover within the time that the client waits."""
+    """A limit of the API key (tokens per minute, or stored jobs and files) was reached for as long as the client
+    waited.
+    """
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
@@ -217,11 +223,11 @@ class QueueFullError(ServerError, code="QUEUE_FULL"):
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
-    """The server could not reach its broker during the time that the client waits."""
+    """The server could not use its broker or its payload store for as long as the client waited."""
 
 
 class NotReadyError(ServerError, code="NOT_READY"):
-    """The server had just started and had not read its catalogue yet."""
+    """The server had not read its catalogue or its keys yet, or lacks a service that the request needs."""
 
 
 class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):

@@ -68,9 +68,10 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """Convert an exception of a request. It is permanent, because a retry is useless, if the URL or a header cannot be
-    sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody`: a port of this machine
-    refuses the connection, and has not answered before (`has_answered`). A server that has answered may be restarting.
+    """Convert an exception of a request. The failure is permanent, because a retry is useless, if the URL or a header
+    cannot be sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody`: a port of this
+    machine refuses the connection, and has not answered before (`has_answered`): a server that has answered may be
+    restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)

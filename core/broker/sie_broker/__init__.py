@@ -34,7 +34,7 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """The connection was lost, or an answer was late. It is unknown whether the operation was executed."""
+    """The connection was missing or lost, or an answer was late. The operation may have been executed."""
 
 
 class StreamFull(BrokerError):
@@ -46,7 +46,7 @@ class PayloadTooBig(BrokerError):
 
 
 class NotPermitted(BrokerUnavailable):
-    """This user may not publish to a subject. Permissions may change at run time."""
+    """This user may not publish to a subject. Another attempt may help, because permissions may change at run time."""
 
 
 class NoResponder(BrokerError):
@@ -179,7 +179,7 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """End the subscription. Messages that have already arrived are handled before this method returns."""
+        """End the subscription. Messages that have already arrived are handled, for at most 5 s."""
 
 
 class Pulls(Protocol):
@@ -198,7 +198,7 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this returns."""
+        """Withdraw all pull requests. Deliveries that the broker has already sent are handled, for at most 5 s."""
 
 
 class KeyValue(Protocol):
@@ -229,7 +229,7 @@ class KeyValue(Protocol):
         """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has an entry of this or a later revision: entries expire, or are lost by damage."""
+        """Return whether the leader still has an entry of this or a later revision. Entries can expire or be lost."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
@@ -238,7 +238,9 @@ class KeyValue(Protocol):
 
 
 class Connection(Protocol):
-    """Connection to the broker. An operation waits at most `timeout_s` seconds and then raises BrokerUnavailable."""
+    """Connection to the broker. An operation waits at most `timeout_s` seconds, or `limits.API_TIMEOUT_S` if it has no
+    such argument, and then raises BrokerUnavailable.
+    """
 
     name: str
     max_payload: int
@@ -330,10 +332,8 @@ class Administration(Queue, Protocol):
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. The owner of streams creates it, or updates it from an older
-        topology version. Any other process only compares the settings. Raises TopologyMismatch.
-
-        A lower limit per subject is refused while a subject has more messages than half of the new limit, since the
-        update could drop messages.
+        topology version. Any other process only compares the settings. Raises TopologyMismatch, and BrokerError while
+        a subject has more messages than half of a new, lower limit: the update could drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:

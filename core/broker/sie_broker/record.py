@@ -294,8 +294,9 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases. Each job has a lease. The marker of a released lease is removed after
-    RELEASED_AGE_S seconds: no process watches this bucket, so none needs the marker longer.
+    """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all.
+
+    The marker of a released lease is removed after RELEASED_AGE_S seconds, because no process watches this bucket.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 

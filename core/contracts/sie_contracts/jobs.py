@@ -63,8 +63,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     offsets in a text format, or numbers of row groups in Parquet. For images, `source` is the folder, and the rows are
     the images after the name `after`.
 
-    `tag`: entity tag of the object when the job was planned. If it has changed when the rows are read, they are
-    refused. `header`: first row of a CSV object, with the names of its columns.
+    `tag`: entity tag of the object when the job was planned; if the object has another tag later, reading the rows
+    fails. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str

@@ -1,8 +1,8 @@
 """Error messages for a body that is not JSON: the fault and its position. No part of the body, which is a client's
 input, is repeated.
 
-The JSON decoder reports the position of most faults. For a body that ends early or has one half of a surrogate pair, it
-does not: this module then finds it.
+The JSON decoder reports the position of most faults. This module finds the position if a body ends early, or has one
+half of a surrogate pair.
 """
 
 from __future__ import annotations

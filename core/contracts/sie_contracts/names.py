@@ -18,7 +18,7 @@ ALL_COMPARED = 150
 # pieces first, up to this number.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # number of letters from which on not every piece of a name is used
+_LONG = 20  # of a name with at least this number of letters, not every piece is used
 _LONGEST = 256  # number of letters of a name that are compared
 _LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
 
@@ -92,7 +92,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: those with the most rare pieces (three letters) in common with it."""
+        """Return the ids to compare with a name: all, or of many ids those that share the most rare pieces with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

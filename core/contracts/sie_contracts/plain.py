@@ -35,7 +35,9 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values; 0 up to SMALL_BYTES. Raises Malformed for too many values."""
+    """Return an upper bound of the number of values; 0 for a body of at most SMALL_BYTES, which is not counted. Raises
+    Malformed for too many values.
+    """
     if len(data) <= SMALL_BYTES:
         return 0
     try:

@@ -2,8 +2,8 @@
 
     limits ──► imports ──► Hello ──► job ──► answer or Unusable ──► job ... the parent has ended ──► end
 
-The parent starts it without its own environment variables, so the process has no secrets. It ends when the parent ends:
-on Linux the kernel kills it, and on every system its socket is then closed.
+The parent passes none of its own environment variables, so the process has no secrets. The process ends when the parent
+ends: on Linux the kernel kills it, and on every system its socket is then closed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serve(
     # the socket raises these exceptions when the parent has ended
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
-        while True:  # without names for a file and its answer: neither stays in memory until the next
+        while True:  # no variable names a job or its answer, so that neither stays in memory until the next job
             _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
 
 

@@ -1,4 +1,4 @@
-"""Connection of a process to the broker, and reasons why it is not ready."""
+"""Connection of a process to the broker, and the reasons why the process is not ready."""
 
 from __future__ import annotations
 

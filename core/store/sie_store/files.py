@@ -4,7 +4,7 @@ size needs little memory.
     pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► object deleted
 
 An object appears in the store only when it is complete. Only objects below `files/` are changed here.
-`PayloadStore.sweep` does not remove them, because their keys are not digests.
+`PayloadStore.sweep` does not remove these objects, because their keys are not digests.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BucketFolder:
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
         """Return (time of the last change in ns, size in bytes, hash of the ETag) of each file that has one of the
-        suffixes and no hidden folder, by path below the prefix. Raises SettingError if there is no such file.
+        suffixes and is not hidden, by path below the prefix. Raises SettingError if there is no such file.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:

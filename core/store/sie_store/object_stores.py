@@ -147,8 +147,8 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """Context manager with a function to call with a number of bytes before they are written to a folder: it claims
-    disk space for them. For a bucket it does nothing, because a bucket has its own quota.
+    """Yield a function that claims disk space for a number of bytes. A writer calls it before it writes these bytes
+    to a folder. For a bucket the function does nothing, because a bucket has its own quota.
 
     The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves` times
     the reserve (RESERVE_SHARE) free: payloads leave one reserve, for the queue; files and outputs of jobs leave two,

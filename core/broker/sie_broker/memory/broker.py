@@ -20,7 +20,7 @@ class MemoryBucket:
     """Bucket: the last entry of each key, in order of revision. A removed key remains as an entry without a value.
 
     `age` drops entries that were written more than `max_age_s` seconds ago, or removed more than `removed_age_s`
-    seconds ago; 0 means never. Every read calls `age` first.
+    seconds ago; 0 means never. Each read or write of entries calls `age` first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
@@ -157,7 +157,7 @@ class MemoryWatch:
             self._run()
 
     def catch_up(self) -> None:
-        """Read the entries that were written while the connection was lost."""
+        """Queue the entries that were written while the connection was lost or the queue was full."""
         if self._connection.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()

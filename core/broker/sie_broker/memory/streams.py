@@ -86,10 +86,10 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pulls of one connection on one stream: the methods that the stream calls."""
+    """Pulls of one connection on one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls to the consumer's queue of credits, if there is any."""
+        """Add the credit of these pulls, if there is any, to the consumer's queue of credits."""
 
     def detach(self, name: str) -> None:
         """Remove the credit of these pulls from the consumer's queue of credits."""

@@ -172,7 +172,7 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # The broker keeps the leases of a consumer in memory. If it is killed, it delivers the leased messages again.
+        # The broker keeps the leases of a consumer in memory. A broker that was killed delivers leased messages again.
         # In files, each busy consumer would write its leases ten times per second: at 200 consumers, this costs the
         # broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,

@@ -41,9 +41,9 @@ log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
 # Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so its
-# open pulls still get deliveries. The broker delivers them again after the ack wait (at least 3 s), and pulls that were
-# still open then could get them a second time. So they expire earlier. A pull for one delivery may last longer, which
-# is cheaper, because each quiet model has such a pull.
+# open pulls still get deliveries. The broker delivers these messages again after the ack wait (at least 3 s). A pull
+# that was still open then could get them a second time, so pulls expire earlier. A pull for one delivery may last
+# longer, which is cheaper, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
 # 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).

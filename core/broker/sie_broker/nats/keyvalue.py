@@ -28,7 +28,7 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 
-_WATCH_CREDIT = 256  # largest number of entries that a watch has requested or not handled yet
+_WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not handled yet
 _WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader, the consumer of a read or watch
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
@@ -174,7 +174,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a consumer for a reader, from revision `first` on. Return its name, and how many messages to read."""
+        """Create a reader (a consumer) from revision `first` on. Return its name and the number of messages to read."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,

@@ -484,7 +484,7 @@ class Classified(Reply, kw_only=True):
     created: Whole = UNSET
 
 
-# Bodies of the GLiNER server that NeMo Guardrails asks
+# bodies of the route of a GLiNER server that NeMo Guardrails calls
 
 
 class GuardrailText(Struct, kw_only=True):

@@ -31,7 +31,7 @@ class Family:
     gives_vectors: bool = False  # outputs may be dense, sparse or multivector; a score can be computed from them
     # the text of an input is not read if the input also has an image or a sound
     ignores_text_beside_images: bool = False
-    reads_answer: bool = False  # the model is a decoder that scores: the score is the probability of its next token
+    reads_answer: bool = False  # the model is a decoder that scores: the score comes from the logits of its next token
     takes_lora: bool = False
     needs_labels: bool = False  # an extraction must name labels
     # an extraction must have an instruction, for example the question that the text answers

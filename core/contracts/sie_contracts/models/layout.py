@@ -27,7 +27,9 @@ _FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until the others can."""
+    """Hosts of one model. `leaving`: a former host, not counted in `target_count`, that serves until the new hosts have
+    loaded the model.
+    """
 
     model: str
     index: int

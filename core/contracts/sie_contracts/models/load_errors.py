@@ -18,7 +18,7 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def incompatible(message: str) -> ModelLoadFailed:
-    """Return the error for a model whose files or entry no family here can run, until they change."""
+    """Return the error for a model that no family here can run, because of its files or its entry."""
     return load_failed("INCOMPATIBLE", message)
 
 

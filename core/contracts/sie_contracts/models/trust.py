@@ -6,8 +6,8 @@ operator decides this, never the author of the entry.
     allowed        a claim that the operator's own entries make too (packaged, or in SIE_MODELS_DIR);
                    code, with SIE_ALLOW_REMOTE_CODE; paths below the models folder or a folder of SIE_MODEL_PATHS
 
-The config service checks each entry that is written over HTTP. An adapter checks it again before it loads it, by its
-own settings and file system, because everybody with access to the broker can send it an entry.
+The config service checks each entry that is written over HTTP. An adapter checks the entry again, by its own settings
+and file system, before it loads the model: everybody with access to the broker can send an entry to the adapter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Trust:
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """Store the settings. `bundles`: bundles of this distribution; the code of their families is trusted."""
+        """`bundles`: bundles of this distribution; the code of their families is trusted."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own

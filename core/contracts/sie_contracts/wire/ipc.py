@@ -434,8 +434,9 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
-    """Return the body of the next frame from a blocking socket, like `read_frame`. Memory is allocated only for bytes
-    that have arrived, not for the length that the header states.
+    """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits the wait
+    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the length that the
+    header states.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

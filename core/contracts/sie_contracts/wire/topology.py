@@ -1,5 +1,6 @@
-"""Names and settings of every subject, stream, consumer and bucket of the broker. The gateway creates consumers, and
-the owner of streams (`sie_broker.owner`) creates and updates streams. Other processes only check them.
+"""Names and settings of every subject, stream, consumer and bucket of the broker. Gateways create consumers. The owner
+of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
+them.
 
 A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. On it, each model has a durable
 consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers, further
@@ -126,7 +127,7 @@ class StreamSpec:
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops all messages
-    above a new, lower limit. So the limit is lowered only while no model has more waiting messages than the new limit.
+    above a new, lower limit. So the limit is lowered only while no model has more than half of the new limit.
     """
 
     name: str

@@ -12,11 +12,11 @@ body is not counted. A request that does not reach an application gets the usual
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
 name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
 
-    Host: a name of this listener? ──► method other than GET, HEAD: do Origin and Sec-Fetch-Site show a page of this
-    server, or no web page (for example curl)? ──► application
+    Host: a name of this listener? ──► method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site show a page of
+    this server, or no web page (for example curl)? ──► application
 
-GET and HEAD need no check of the origin: only pages of SIE_CORS_ORIGINS get CORS headers, so that the browser hides the
-reply from pages of other origins.
+GET, HEAD and OPTIONS change nothing, and only pages of SIE_CORS_ORIGINS get CORS headers: the browser hides the reply
+from pages of other origins.
 """
 
 from __future__ import annotations

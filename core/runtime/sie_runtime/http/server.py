@@ -157,7 +157,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, for people."""
+    """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, and people read the
+    reply.
+    """
     for part in accept.lower().split(","):
         media, *parameters = (piece.strip() for piece in part.split(";"))
         if media == "application/json":

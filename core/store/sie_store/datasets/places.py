@@ -94,8 +94,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # the path as the client wrote it, in which a `..` must be found: the parser has already resolved it in a path on
-    # the disk
+    # the path as the client wrote it: in `where`, the parser has already resolved each `..` of a path on the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")

@@ -63,8 +63,8 @@ async def plan(
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
     """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span has
-    at most `shard_rows` rows and `text_bytes` bytes of text; a single longer row is a span. Raises StoreError, and
-    InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
+    at most `shard_rows` rows and `text_bytes` bytes of text (by default SPAN_BYTES); a single longer row is a span.
+    Raises StoreError, and InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))

@@ -38,7 +38,7 @@ from sie_store.sinks.sink import (
     SparseRow,
 )
 
-DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # as jobs create them
+DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # columns of a table that a job has created
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
 MAX_NAME = 63  # bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000

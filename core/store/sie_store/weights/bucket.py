@@ -52,8 +52,6 @@ class CommitState:
 
 
 class WeightBucket:
-    """Bucket of snapshots. Its coroutines have a time limit and raise StoreError or FetchFailed."""
-
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
         # short limits for the manifest: the load of a model waits for it before it tries the next source
