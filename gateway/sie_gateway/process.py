@@ -347,8 +347,8 @@ def longest_drain_s(settings: Settings) -> float:
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools. A
-    stream with other settings is refused with SettingError, never changed. Raises BrokerError for other failures.
+    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
+    Raises SettingError for an existing stream with other settings, which is not changed; BrokerError for other failures.
     """
     try:
         await placer.start()

@@ -4,7 +4,7 @@
                    │  ◄── least recently used ──┘
                    └ least recently used: removed
 
-So many inputs that occur once remove no answer that is used again and again (segmented LRU).
+Inputs that occur only once, however many, remove no answer that is used again and again (segmented LRU).
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class AnswerMemory:
 
 
 class PeerErasures:
-    """Number of erasures that each other gateway has announced. If a gateway has missed one of them, for example while
-    it had no connection to the broker, all its answers are erased.
+    """Number of erasures that each other gateway has announced. If this gateway has missed one of them, for example
+    while it had no connection to the broker, all its answers are erased.
     """
 
     def __init__(self) -> None:

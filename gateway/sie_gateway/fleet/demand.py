@@ -111,7 +111,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """Lane without a worker whose first worker is awaited: times of the first and of the last request for it."""
+    """Wait for the first worker of a lane: times of the first and of the last request for the lane."""
 
     __slots__ = ("first_s", "last_s")
 

@@ -343,8 +343,8 @@ class _CachedRun:
     async def _joined(
         self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
     ) -> list[int]:
-        """Wait for the outcomes of other requests, as long as the patience of this one lasts, and add them to the
-        result. Return the places without an outcome.
+        """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the places
+        without an outcome.
         """
         missing = []
         for number, (place, flight) in enumerate(joined):

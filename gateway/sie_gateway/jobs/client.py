@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if an item of a request, or all its items together, can never be answered. Other items may be."""
+    """Raised if an item of a request, or all its items together, can never be answered. Others may still be."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)

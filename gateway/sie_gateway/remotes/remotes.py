@@ -1,7 +1,7 @@
 """Answers of proven remote servers to requests that this cluster refuses for lack of room.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day
-                                            └ none: refused       └ no answer, or too far: refused with the figure
+                                            └ none: no requests   └ no answer, or too far: no requests
     a refused request ──► may it leave? is it proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: the refusal stays                    └ no answer: the refusal stays
 
@@ -369,7 +369,7 @@ class Remotes:
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, the vectors are computed again. None without stored vectors and without such a worker.
+        other fingerprints, the vectors are computed again. Return None if there are neither.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
 WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
-# maximum number of waiting work items that generate text at this worker; the broker sends further ones to other workers
+# maximum number of work items that generate text and wait for a device; the broker sends further ones to other workers
 WRITTEN_READY = 16
 _LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 

@@ -122,8 +122,8 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome: an error if the input crashed two adapters, is late, or was
-        refused.
+        """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
+        loading its model or running it fails.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None

@@ -728,7 +728,7 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if short, and unload models idle for `idle_evict_s` seconds."""
+        """Every second, let the adapter free memory if needed, and unload models idle for `idle_evict_s` seconds."""
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
