@@ -348,7 +348,7 @@ async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
     """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
-    Raises SettingError for an existing stream with other settings, which is not changed; BrokerError for other failures.
+    Raises SettingError for an existing stream with other settings, which stays as it is; BrokerError otherwise.
     """
     try:
         await placer.start()

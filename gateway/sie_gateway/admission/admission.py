@@ -578,7 +578,7 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (most work in the queue), if a
+        """Update the hosts of a queue (workers that have the model loaded) and its bound (largest amount of work), if a
         heartbeat has arrived or SWEEP_S seconds have passed since the last update.
         """
         if place.version == self._fleet.version and now_s < place.until_s:

@@ -1,5 +1,5 @@
-"""Routes of Text Embeddings Inference (TEI). The model is the one in the path (/tei/{model}), else in the body, else the
-default model.
+"""Routes of Text Embeddings Inference (TEI). The model is the one in the path (/tei/{model}), else in the body, else
+the default model.
 
 Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI, and their
 field `error` is a string.

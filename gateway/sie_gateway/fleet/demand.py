@@ -111,7 +111,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """Wait for the first worker of a lane: times of the first and of the last request for the lane."""
+    """A lane's wait for its first worker: times of the first and of the last request for the lane."""
 
     __slots__ = ("first_s", "last_s")
 

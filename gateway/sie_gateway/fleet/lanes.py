@@ -69,7 +69,7 @@ class _LaneWorkers:
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
         self.loaded: dict[str, set[str]] = {}  # model -> workers
-        self.unloading: set[str] = set()  # workers
+        self.unloading: set[str] = set()  # workers that unload a model
         self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
 

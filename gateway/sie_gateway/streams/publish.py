@@ -349,7 +349,9 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Delete unused consumers every SWEEP_S if this gateway leads. Return their number. Raises BrokerError."""
+        """Delete unused consumers if this gateway leads and SWEEP_S seconds have passed. Return their number. Raises
+        BrokerError.
+        """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
         self._swept_s = self._clock()
