@@ -231,7 +231,7 @@ async def _slots(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the slot of each text. A text that failed with any of the models has its error and no text. If there is a
     lock `one_thread`, texts are redacted in a thread that runs while the lock is held; otherwise in the event loop.
-    Raises GatewayTimeout.
+    Raises GatewayTimeout, and the errors of `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):

@@ -49,7 +49,7 @@ from sie_store.sinks.sink import (
     Widths,
 )
 
-PARSED_BY = "+"  # between the fingerprints of the model and of the parser
+PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
 SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
 UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
