@@ -377,7 +377,7 @@ async def run(
     lame_duck_s: float = 0.0,
     data_dir: Path | None = None,
 ) -> int:
-    """Connect to NATS and serve until SIGTERM. Return the exit status. Raises SettingError."""
+    """Connect to NATS and serve until `stop`. Return the exit status. Raises SettingError."""
     # checked before the connection to NATS is opened, so that the error also appears if NATS is down
     require_tokens(settings)
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:

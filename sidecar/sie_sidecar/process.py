@@ -214,8 +214,8 @@ async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
     """Load SIE_PRELOAD_MODELS. Until then the worker is not ready. An unknown name ends the process. A failed load is
-    tried again; meanwhile its error is shown as the reason why the worker is not ready. When all attempts have failed,
-    the error is logged, and the worker serves other models.
+    tried again unless its error is permanent; meanwhile the error is shown as the reason why the worker is not ready.
+    After the last attempt, the error is logged, and the worker serves other models.
     """
     if not settings.preload_models:
         return
