@@ -140,8 +140,8 @@ class _BatchResults:
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time since the result before it. If its work was queued after
-        that result, the workers had a pause: then the time since the work was queued, but at most its time on the
-        device divided by `lanes`, the number of batches that run at the same time.
+        that result, the workers had a pause. Then return the time since the work was queued, but at most its time on
+        the device divided by `lanes`, the number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s

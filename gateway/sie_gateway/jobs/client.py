@@ -82,7 +82,7 @@ class JobIdentity:
 
 class Room:
     """Limit of the items that a job has in flight: as many as the workers of its lane (pool, machine profile and
-    bundle) answer in ROOM_S, so that workers never wait for the job, and its items do not wait in the queue for long.
+    bundle) answer in ROOM_S. So workers never wait for the job, and its items do not wait in the queue for long.
     Groups of items enter in the order of their calls.
     """
 

@@ -117,7 +117,7 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if the device runs as many batches as it can, and work of this model waits for it."""
+        """Return True if this model has work, the device runs as many batches as it can, and further work waits."""
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
