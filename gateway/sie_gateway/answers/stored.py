@@ -9,7 +9,8 @@ A segment is written in one step, and never changed:
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
 first, at most MAX_ITEMS digests. A whole segment is read at once, and the SEGMENTS_KEPT segments that were read last
 stay in memory, because consecutive rows of a corpus that changed little were in the same shard before. So their values
-are in the same segment. Long computations run in a thread, because the event loop must renew the leases of jobs meanwhile.
+are in the same segment. Long computations run in a thread, because the event loop must renew the leases of jobs
+meanwhile.
 """
 
 from __future__ import annotations
