@@ -273,8 +273,8 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model, or all models of the alias, with this name. Raises SettingError for an unknown name, and if this
-    bundle does not serve all of them.
+    """Return the model, or all models of the alias, with this name. Raises SettingError for an unknown name, and if
+    this bundle does not serve all of them.
     """
     try:
         entries = resolve_all(catalogue, name)
