@@ -348,7 +348,8 @@ async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
     """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
-    Raises SettingError for an existing stream with other settings, which stays as it is; BrokerError otherwise.
+    Raises SettingError if an existing stream has other settings, which are not changed, or if a single server cannot
+    store SIE_STREAM_REPLICAS copies; BrokerError.
     """
     try:
         await placer.start()

@@ -48,7 +48,7 @@ Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChu
 
 
 class CachePolicy(NamedTuple):
-    """Rule which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
+    """Rule by which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
     answers are not cached.
     """
 
