@@ -21,9 +21,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads metrics from the gateway's objects. Workers that have left, and lanes (pool, machine profile
-    and bundle) without demand, have no series.
-    """
+    """Collector that reads metrics from the gateway's objects. Workers that have left have no series."""
 
     def __init__(
         self,

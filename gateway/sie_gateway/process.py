@@ -347,8 +347,9 @@ def longest_drain_s(settings: Settings) -> float:
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools. A
-    stream with other settings is refused with SettingError, never changed. Raises BrokerError for other failures.
+    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
+    Raises SettingError if an existing stream has other settings, which are not changed, or if a single server cannot
+    store SIE_STREAM_REPLICAS copies; BrokerError.
     """
     try:
         await placer.start()
@@ -377,7 +378,7 @@ async def run(
     lame_duck_s: float = 0.0,
     data_dir: Path | None = None,
 ) -> int:
-    """Connect to NATS and serve until SIGTERM. Return the exit status. Raises SettingError."""
+    """Connect to NATS and serve until `stop`. Return the exit status. Raises SettingError."""
     # checked before the connection to NATS is opened, so that the error also appears if NATS is down
     require_tokens(settings)
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:

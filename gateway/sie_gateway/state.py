@@ -34,8 +34,8 @@ class GatewayReadiness:
         self._feed = feed
         self._keys = keys
         self.started = False
-        self.leaving = False  # true: replies tell clients to open no new connections here; requests are still answered
-        self.draining = False  # true after the start of the shutdown: new work is refused
+        self.leaving = False  # true from the start of the shutdown: each reply closes its connection
+        self.draining = False  # true after the lame-duck time: new work is refused
 
     def not_ready(self) -> str | None:
         """Return why this gateway is not ready, or None. It is ready without workers: they may be scaled to zero."""

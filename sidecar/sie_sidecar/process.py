@@ -214,8 +214,8 @@ async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
     """Load SIE_PRELOAD_MODELS. Until then the worker is not ready. An unknown name ends the process. A failed load is
-    tried again; meanwhile its error is shown as the reason why the worker is not ready. When all attempts have failed,
-    the error is logged, and the worker serves other models.
+    tried again unless its error is permanent; meanwhile the error is shown as the reason why the worker is not ready.
+    After the last attempt, the error is logged, and the worker serves other models.
     """
     if not settings.preload_models:
         return
@@ -273,7 +273,9 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model, or all models of the alias, with this name. Raises SettingError if this bundle serves none."""
+    """Return the model, or all models of the alias, with this name. Raises SettingError for an unknown name, and if
+    this bundle does not serve all of them.
+    """
     try:
         entries = resolve_all(catalogue, name)
     except ModelNotFound as error:

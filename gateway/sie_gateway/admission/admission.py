@@ -330,7 +330,7 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of a copy of weights, of a model or of one of its profiles.
+    `run` returns without waiting. `residency`: name of a copy of weights: a model, or a profile with own weights.
     """
 
     def __init__(
@@ -495,8 +495,8 @@ class Admission:
                 place.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
-        """Return the most estimated tokens that a chunk may have: SIE_CHUNK_COST, or less if results of this model have
-        shown more tokens than were estimated.
+        """Return the limit of a chunk's estimated tokens: SIE_CHUNK_COST, or less if results of this model have shown
+        more tokens than were estimated.
         """
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
@@ -578,7 +578,7 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (most work in the queue), if a
+        """Update the hosts of a queue (workers that have the model loaded) and its bound (largest amount of work), if a
         heartbeat has arrived or SWEEP_S seconds have passed since the last update.
         """
         if place.version == self._fleet.version and now_s < place.until_s:
@@ -627,7 +627,6 @@ class Admission:
                 self._pump(queue)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
-        """End a request: release its permits, and remove its waiting chunks."""
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:

@@ -21,7 +21,7 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# largest number of buckets; above it, full buckets are dropped, which changes nothing: a new bucket is full as well
+# number of buckets from which full ones are dropped; this changes nothing, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 

@@ -56,7 +56,7 @@ CHANGED_SAMPLES = 2
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
 UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
-STALL_BATCHES = 3.0
+STALL_BATCHES = 3.0  # a queue has stalled only after this many times the longest time of a batch without a result
 # seconds for which a computed `MeasuredBatch` is reused, and shortest time between two checks for late requests
 LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
@@ -140,8 +140,8 @@ class _BatchResults:
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time since the result before it. If its work was queued after
-        that result, the workers had a pause: then the time since the work was queued, but at most its time on the
-        device divided by `lanes`, the number of batches that run at the same time.
+        that result, the workers had a pause. Then return the time since the work was queued, but at most its time on
+        the device divided by `lanes`, the number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s

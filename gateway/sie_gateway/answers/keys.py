@@ -19,15 +19,15 @@ DIGEST_BYTES = 16
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
     """Return the name of a space.
 
-    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: fingerprint of the
-    answers. All fields of `run` are part of the name, so a new option separates answers without a change here.
+    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: that of the answers
+    (`answer_fingerprint`). All fields of `run` are part of the name, so a new option needs no change here.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
 
 
 def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
-    """Yield the digest of each input: of all that a worker reads of it, and of the query of a score."""
+    """Yield the digest of each input. It covers all that a worker reads of the input, and the query of a score."""
     start = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if query is not None:
         start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())

@@ -4,7 +4,7 @@
                    │  ◄── least recently used ──┘
                    └ least recently used: removed
 
-So many inputs that occur once remove no answer that is used again and again (segmented LRU).
+Inputs that occur only once, however many, remove no answer that is used again and again (segmented LRU).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
-MAX_PEERS = 1024  # gateways whose erasures are counted; if a count was dropped, its gateway's announcement erases all
+MAX_PEERS = 1024  # gateways whose erasures are counted; an announcement by one whose count was dropped erases all
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
 
 
@@ -61,7 +61,7 @@ class AnswerMemory:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.erasures = 0  # an answer whose computation began before the last erasure is not cached
+        self.erasures = 0  # number so far: an answer whose computation began before the last one is not cached
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock
@@ -156,8 +156,8 @@ class AnswerMemory:
 
 
 class PeerErasures:
-    """Number of erasures that each other gateway has announced. If a gateway has missed one of them, for example while
-    it had no connection to the broker, all its answers are erased.
+    """Number of erasures that each other gateway has announced. If this gateway has missed one of them, for example
+    while it had no connection to the broker, all its answers are erased.
     """
 
     def __init__(self) -> None:

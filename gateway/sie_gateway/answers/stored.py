@@ -8,9 +8,9 @@ A segment is written in one step, and never changed:
 
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
 first, at most MAX_ITEMS digests. A whole segment is read at once, and the SEGMENTS_KEPT segments that were read last
-stay in memory: the rows of a corpus that changed little come in the order of the stored values, so the values of
-consecutive rows are in the same segment. Long computations run in a thread, because the event loop must renew the
-leases of jobs at the same time.
+stay in memory, because consecutive rows of a corpus that changed little were in the same shard before. So their values
+are in the same segment. Long computations run in a thread, because the event loop must renew the leases of jobs
+meanwhile.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class _KnownDigests(NamedTuple):
         return cls(high[order], low[order], segments[order], rows[order])
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
-        """Find digests in the segments. Return a list for each segment that contains some of them: pairs of the index
-        in `digests`, and the row of the value.
-        """
+        """Find digests. Return pairs (index in `digests`, row of the value) by the number of their segment."""
         rows_by_segment: dict[int, list[tuple[int, int]]] = {}
         highs, lows = _halves(b"".join(digests))
         at = np.searchsorted(self.high, highs)

@@ -1,5 +1,5 @@
-"""Form of a cached answer: msgpack with the bytes of each array, the score or the maps of an extraction, and the tokens
-that the model read.
+"""Form of a cached answer: msgpack with the bytes of each array, the score or the maps of an extraction, and the number
+of tokens that the model read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ _decode = msgspec.msgpack.Decoder(PackedAnswer).decode
 
 
 def pack_row(answer: RowAnswer) -> bytes:
-    """Encode the answer to a row of a job."""
     arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in answer.arrays.items()}
     return msgspec.msgpack.encode(PackedAnswer(arrays, answer.score, answer.data, answer.tokens, answer.truncated))
 
 
 def unpack_row(packed: bytes) -> RowAnswer:
-    """Decode the answer to a row of a job. Raises ValueError."""
+    """Decode the result of `pack_row`. Raises ValueError."""
     decoded = _decode(packed)
     arrays = {
         name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()

@@ -258,7 +258,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
 
 
 def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
-    """Return a reply with a list of `data`. `began_s`: time at which the gateway began to build it."""
+    """Return a reply with the list `data`. `began_s`: time at which the gateway began to build it."""
     rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(explain=call.explains)})
     late = finished.late(call.received_s, began_s)
 

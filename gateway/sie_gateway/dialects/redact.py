@@ -74,7 +74,6 @@ class RedactionRules:
 
 
 async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v1/redact/{model}`."""
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)
     resolved = able(inference, call, "redact")
@@ -232,7 +231,7 @@ async def _slots(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the slot of each text. A text that failed with any of the models has its error and no text. If there is a
     lock `one_thread`, texts are redacted in a thread that runs while the lock is held; otherwise in the event loop.
-    Raises GatewayTimeout.
+    Raises GatewayTimeout, and the errors of `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
@@ -298,8 +297,8 @@ def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
 def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
 
-    Raises InvalidInput if the model did not read the whole text, and InferenceFailed if it gave no entities or one
-    without a place in the text: it could not be replaced.
+    Raises InvalidInput if the model did not read the whole text, and InferenceFailed if it returned no list of
+    entities, or an entity without a place in the text, which could not be replaced.
     """
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")

@@ -1,4 +1,5 @@
-"""Routes of Text Embeddings Inference (TEI). They use the default models; those below /tei/{model}, the named one.
+"""Routes of Text Embeddings Inference (TEI). The model is the one in the path (/tei/{model}), else in the body, else
+the default model.
 
 Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI, and their
 field `error` is a string.

@@ -1,7 +1,7 @@
 """`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI: a recording in a form, its
 words as JSON, text or subtitles.
 
-    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ended;
+    recording ──► part of 600 s ──► segments ──► the next part begins at the first segment that may be incomplete;
     after the last part ──► reply
 
 Each part of the recording is a separate work item. So the work of other clients runs between the parts of a long
@@ -117,7 +117,9 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Return the transcript of a recording, and the last part's result. Raises `Inference.execute`'s errors."""
+    """Return the transcript of a recording, and the last part's result. Raises the errors of `Inference.execute`,
+    FailedRequest.
+    """
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():

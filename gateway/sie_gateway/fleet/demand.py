@@ -1,10 +1,10 @@
 """Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
 what happens when this time ends. In addition, the demand is recorded for autoscalers.
 
-held until the end of the hold ──► a worker has loaded the model: go on waiting, until no worker of the lane is left
-                               ──► a worker loads the model: MODEL_LOADING
-                               ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
-                               ──► a worker is ready and has not begun to load: go on waiting
+held until the time ends ──► a worker has loaded the model: go on waiting, until no worker of the lane is left
+                         ──► a worker loads the model: MODEL_LOADING
+                         ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
+                         ──► a worker is ready and has not begun to load: go on waiting
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read it. It is valid for
 DEMAND_LIFE_S seconds. It is needed because the work of a request that has ended is withdrawn from the queue: without
@@ -111,7 +111,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """Lane without a worker whose first worker is awaited: times of the first and of the last request for it."""
+    """A lane's wait for its first worker: times of the first and of the last request for the lane."""
 
     __slots__ = ("first_s", "last_s")
 
@@ -160,7 +160,7 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
-        """Decide at the end of the hold whether a request may wait on: return True if a worker has loaded the model,
+        """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model,
         False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
 
         `was_hosted`: an earlier check of this request returned True. Its work is in the queue or at a worker then, so

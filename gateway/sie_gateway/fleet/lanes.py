@@ -32,10 +32,10 @@ STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
-# Seconds by which the heartbeats of a live worker may be late if its server of the broker freezes, or that of the
-# gateway: up to 15 s until the connection is lost (three pings), and the time of the new connection.
+# Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
+# freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
-MAX_LANES = 16  # limit for the lanes whose work one worker may have, if it never stops working while it is moved
+MAX_LANES = 16  # largest number of lanes whose work a worker may have: a moved worker finishes the work of its old pool
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -69,7 +69,7 @@ class _LaneWorkers:
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
         self.loaded: dict[str, set[str]] = {}  # model -> workers
-        self.unloading: set[str] = set()  # workers
+        self.unloading: set[str] = set()  # workers that unload a model
         self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
 
@@ -105,7 +105,7 @@ class _LaneWorkers:
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand. `residency`: name of a copy of weights, of a model or of one of its profiles.
+    one worker and with a thousand. `residency`: name of a copy of weights: a model, or a profile with own weights.
     """
 
     def __init__(

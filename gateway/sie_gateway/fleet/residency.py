@@ -89,7 +89,7 @@ class Residencies:
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
-        """Request that a worker of the lane loads this model; it may have to be started. Raises QueueUnavailable."""
+        """Request that a worker, which may have to be started, loads this model. Raises QueueUnavailable."""
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
             # each worker that has the model gets the message, because the worker may be about to unload it

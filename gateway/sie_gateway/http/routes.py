@@ -227,7 +227,7 @@ OLLAMA = (
 )
 
 
-# Text Embeddings Inference: for the default models, and below /tei/{model} for any model
+# Text Embeddings Inference: without a model in the path, and below /tei/{model}
 
 _MAIN = (
     "main_task",

@@ -48,7 +48,7 @@ Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChu
 
 
 class CachePolicy(NamedTuple):
-    """Rule which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
+    """Rule by which answers are cached. `is_shared`: all API keys use the same answers. `excluded`: ids of models whose
     answers are not cached.
     """
 
@@ -343,8 +343,8 @@ class _CachedRun:
     async def _joined(
         self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
     ) -> list[int]:
-        """Wait for the outcomes of other requests, as long as the patience of this one lasts, and add them to the
-        result. Return the places without an outcome.
+        """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the places
+        without an outcome.
         """
         missing = []
         for number, (place, flight) in enumerate(joined):

@@ -212,7 +212,7 @@ COPIES = 3
 # bytes of each body that are not counted as memory; their sum is limited, because at most SIE_MAX_CONCURRENT_REQUESTS
 # bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
-# bytes per second of all large bodies together while small ones are read: a third of what one core can receive
+# bytes per second of all large bodies while small requests are in progress: a third of what one core can receive
 PACE_BYTES_S = 128 << 20
 # large bodies wait if their bytes arrive more than this number of seconds earlier than PACE_BYTES_S allows
 PACE_STEP_S = 0.002

@@ -98,7 +98,7 @@ class Inference:
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
         # Lock for work of a request that computes in a thread for seconds. With n such threads,
-        # the event loop gets 1/(n + 1) of the processor, so only one may run.
+        # the event loop gets 1/(n + 1) of the interpreter's time, so only one may run.
         self.one_thread = asyncio.Lock()
 
     @property

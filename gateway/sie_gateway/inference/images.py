@@ -1,5 +1,5 @@
 """Files in request bodies: images, sounds and documents. Also the headers of image files, which are read without
-decoding a pixel, for replies that describe their images.
+decoding a pixel, to limit the pixels of a request and to describe images in replies.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class RequestResult:
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. The chunks of a second call continue the
-        numbers. Raises InvalidOutcomeCount.
+        """Store the result of each chunk at the positions of its inputs. The numbers of the chunks continue those of an
+        earlier call. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:
@@ -639,6 +639,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # without a confirmation, the sender repeats the last part, which is dropped as a duplicate
+            # without a confirmation, the sender repeats the last part, and the reply to it is the confirmation
             except BrokerError as error:
                 _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

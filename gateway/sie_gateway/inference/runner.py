@@ -186,9 +186,9 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
-        a worker loads the model or has it. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that
-        failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, `ColdStarts.check` decides every
+        CHECK_AGAIN_S seconds whether to wait on. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error
+        that failed the collector.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if an item of a request, or all its items together, can never be answered. Other items may be."""
+    """Raised if an item of a request, or all its items together, can never be answered. Others may still be."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -82,7 +82,7 @@ class JobIdentity:
 
 class Room:
     """Limit of the items that a job has in flight: as many as the workers of its lane (pool, machine profile and
-    bundle) answer in ROOM_S, so that workers never wait for the job, and its items do not wait in the queue for long.
+    bundle) answer in ROOM_S. So workers never wait for the job, and its items do not wait in the queue for long.
     Groups of items enter in the order of their calls.
     """
 

@@ -95,7 +95,7 @@ class FileStore:
     # records of files
 
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
-        """Return the record of a file. `owns` returns whether its owner may be read. Raises NotFound."""
+        """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
         self._required()
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have just completed the record

@@ -241,7 +241,7 @@ async def retry(gateway: Gateway, request: Request) -> Response:
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """Delete an ended job's records, and its objects in the payload store. Raises NotFound, ContentConflict."""
+    """Delete an ended job: its records and its stored objects. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete(call_of(request), request.path_params["job"]))
 
 

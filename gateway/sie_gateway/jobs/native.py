@@ -49,7 +49,7 @@ from sie_store.sinks.sink import (
     Widths,
 )
 
-PARSED_BY = "+"  # between the fingerprints of the model and of the parser
+PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
 SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
 UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
@@ -317,8 +317,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache; None if the job has none. The cache is selected by the model's fingerprint. If it is
-        unknown, answer the first input, because each answer has the fingerprint.
+        """Return the cache; None if the job has none. The cache is selected by the model's fingerprint. If the
+        fingerprint is unknown, answer the first input: each answer has the fingerprint.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -430,7 +430,7 @@ def _for_sink(
     sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
 ) -> tuple[SinkRows | None, dict[int, str]]:
     """Return the rows for the database, and the reasons for which it cannot store others, by their place in `rows`.
-    Rows with an error are in neither; None if no row is left.
+    Rows with an error are in neither. If no row is left, the first value is None.
     """
     places: list[int] = []
     lines: list[OutputLine] = []

@@ -86,7 +86,7 @@ class OwnerUsage:
 # seconds for which the broker stores that a record was removed; a gateway that was disconnected for longer does not
 # learn of the removal, and still shows the record
 REMOVED_AGE_S = 7 * 86_400.0
-LOOK_S = 0.5  # seconds between two checks, without a request to the broker, whether the bucket must be read again
+LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again; a check sends no request
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)

@@ -48,7 +48,7 @@ class JobResults:
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return up to `limit` answered rows of SAMPLED parts, without vectors and scores. Raises QueueUnavailable."""
+        """Return at most `limit` rows of SAMPLED parts: id, tokens and error. Raises NotFound, QueueUnavailable."""
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)

@@ -376,7 +376,7 @@ class JobRun:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. If the store or the broker fails, repeat it for at most `for_s` seconds."""
+        """Return the result of `attempt`. After an error that may disappear, repeat it for at most `for_s` seconds."""
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
         while True:

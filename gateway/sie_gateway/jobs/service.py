@@ -102,7 +102,9 @@ class JobService:
         return job
 
     async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Set the requested state of a job: run, pause or cancel. Raises NotFound, ContentConflict if it has ended."""
+        """Set the requested state of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
+        and ContentConflict if the job has ended.
+        """
         self.find(call, job_id)
 
         def changed(job: JobRecord) -> JobRecord:
@@ -121,7 +123,7 @@ class JobService:
             return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
-        """Create a job for the failed rows of an ended job. Raises NotFound, and ContentConflict without such rows."""
+        """Create a job for the failed rows of an ended job. Raises NotFound, ContentConflict, errors of `submit`."""
         job = self.find(call, job_id)
         if job.request is None or not job.ended:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
@@ -131,7 +133,7 @@ class JobService:
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
         """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises
-        NotFound, ContentConflict.
+        NotFound, ContentConflict, QueueUnavailable.
         """
         job = self.find(call, job_id)
         if not job.ended:
@@ -211,7 +213,7 @@ class JobService:
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict."""
+        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
         self.find_batch(call, batch_id)
 
         def changed(job: JobRecord) -> JobRecord:
@@ -223,7 +225,7 @@ class JobService:
             return self.batch_told(await self.ledger.change(batch_id, changed))
 
     async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
-        """Delete a batch that has ended. Its files are not deleted. Raises NotFound, ContentConflict."""
+        """Delete an ended batch, but not its files. Raises NotFound, ContentConflict, QueueUnavailable."""
         job = self.find_batch(call, batch_id)
         if not job.ended:
             raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")

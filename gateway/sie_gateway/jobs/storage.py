@@ -17,7 +17,7 @@ LONG_S = 120.0  # time limit in seconds for one long call to the store
 
 
 class JobStorage:
-    """Storage of the plan and the parts of one job in the payload store (`store`)."""
+    """Storage of the plan of one job, or of the plan and parts of a batch, in the payload store (`store`)."""
 
     def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:
         self.files = files

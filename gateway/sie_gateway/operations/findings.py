@@ -196,7 +196,7 @@ class QueueTrend:
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
         """Return the first and the last queue length of a lane (pool, machine profile and bundle) if it grew more than
-        GROWTH-fold without shrinking, to more than GROWN_MESSAGES; else None.
+        GROWTH-fold, to more than GROWN_MESSAGES, and shrank in neither half of GROWTH_S; else None.
         """
         if len(self._samples) < (self._samples.maxlen or 0):
             return None

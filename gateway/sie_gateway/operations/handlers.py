@@ -31,13 +31,11 @@ _logger = logging.getLogger("sie.gateway.residency")
 
 
 def call_of(request: Request) -> Call:
-    """Return the call to which a request belongs."""
     call: Call = request.scope["sie.call"]
     return call
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a response whose body is `body` as JSON."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 

@@ -2,9 +2,9 @@
 
     configuration ── SIE_REMOTES ──► RemoteServer
     client        ── texts over HTTP to a server of SIE, TEI or the OpenAI shape ──► checked vectors
-    proof         ── probe texts, their reference vectors, the comparison ──► Proof, or the figure of the refusal
+    proof         ── probe texts, their reference vectors, the comparison ──► Proof, or Deviates
     budget        ── tokens of a month over all gateways
     remotes       ── probes in the background, and the answer in place of a refusal
 
-Only `remotes` is called from outside, and only after a request was refused.
+A client's request is sent to a remote server only after this gateway has refused it.
 """

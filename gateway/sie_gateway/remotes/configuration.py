@@ -72,7 +72,7 @@ def _fault(server: RemoteServer) -> str:
         return "url: expected http://HOST or https://HOST"
     if parsed.userinfo or parsed.query or parsed.fragment:
         return "url: without credentials, query and fragment; token_env names the variable of a token"
-    try:  # the other kinds have the name in the body
+    try:  # only servers of SIE get the name in the path
         if server.kind == "sie":
             quoted(server.served_model or server.model, "served_model" if server.served_model else "model")
     except ValueError as error:

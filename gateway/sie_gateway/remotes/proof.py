@@ -140,7 +140,7 @@ class Proof:
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
-        """Return whether the lengths of vectors are possible for this model."""
+        """Return whether vectors of this model may have the norms of these vectors."""
         return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
 
 

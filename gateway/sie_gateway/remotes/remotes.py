@@ -1,7 +1,7 @@
 """Answers of proven remote servers to requests that this cluster refuses for lack of room.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day
-                                            └ none: refused       └ no answer, or too far: refused with the figure
+                                            └ none: no requests   └ no answer, or too far: no requests
     a refused request ──► may it leave? is it proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: the refusal stays                    └ no answer: the refusal stays
 
@@ -60,7 +60,7 @@ DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed aga
 AGAIN_S = 60.0  # shortest time between two probes of a server that failed, or reports another model
 MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
 GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they prove less than those of a worker
-BUDGET_S = 30.0  # longest time for reference vectors of a worker
+BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
 # largest number of bytes of the texts of a request: they are written as JSON in the event loop
@@ -111,7 +111,7 @@ class Remote:
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
-        """Count the end of a call."""
+        """Update the number of failures in a row after a call."""
         self.failures = self.failures + 1 if failed else 0
 
     def next_pause_s(self) -> float:
@@ -186,7 +186,7 @@ class Remotes:
         if left_s < MIN_LEFT_S:
             return None
         if call.charge is not None:
-            call.charge.refund()  # of the attempt in this cluster
+            call.charge.refund()  # the attempt in this cluster failed
             call.charge.spend(sum(costs))
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
@@ -195,7 +195,7 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # without the broker, nobody knows how much is left
+        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
             self._count(remote, "budget")
             remote.shortage.met(f"the broker did not answer how much is left: {error or type(error).__name__}")
             return None
@@ -214,11 +214,9 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
-        if (
-            self._feed.catalogue.entries.get(entry.id) != entry
-        ):  # the entry was changed meanwhile: the vectors are those of the old entry
+        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors are those of an old entry
             return None
-        # at most one token of each byte: a server cannot make a key pay for more
+        # a text has at most one token for each byte: a server cannot make a key pay for more
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs))
@@ -235,7 +233,7 @@ class Remotes:
         try:
             async with asyncio.timeout(BROKER_S):
                 await remote.budget.correct(difference)
-        except (BrokerError, TimeoutError) as error:  # the estimate stays
+        except (BrokerError, TimeoutError) as error:  # the estimated charge stays
             _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
@@ -247,7 +245,7 @@ class Remotes:
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
         if remote.proof is None:
             return
-        # after an outage, another server may answer at this address
+        # probe again soon: after an outage, another server may answer at this address
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
@@ -369,7 +367,7 @@ class Remotes:
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, the vectors are computed again. None without stored vectors and without such a worker.
+        other fingerprints, the vectors are computed again. Return None if there are neither.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"

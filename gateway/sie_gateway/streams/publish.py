@@ -7,8 +7,8 @@ deleted when they are not used:
     publish ──► route: the model's own consumer, or the one of its slot; needed until the deadline of the request
             ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
 
-    every 10 s, after a reconnect, after a notice of a deletion ──► needed consumers are created again, also those of
-                                                                    subjects with messages
+    every 10 s, after a reconnect ──► missing consumers of open requests and of subjects with messages are created
+    after a notice of a deletion ──► the consumer is created again if an open request needs it
     one gateway, every minute ──► consumers unused for an hour are deleted ──► those of subjects with messages are
                                                                                created again
 
@@ -70,9 +70,7 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """State of a consumer that is not used. `delivered`: number of messages that it had delivered at `since_s`; the
-    number has not changed since then.
-    """
+    """Time since which a consumer is unused, and the number of messages that it had delivered by then."""
 
     delivered: int
     since_s: float
@@ -241,7 +239,7 @@ class StreamConsumers:
 
     async def sweep(self, ack_wait_s: float) -> int:
         """Delete unused consumers and return their number. Then create those again for which messages have arrived
-        meanwhile. Raises BrokerError; the next refresh of any gateway completes a failed sweep.
+        meanwhile. Raises BrokerError; the next refresh of any gateway then creates those that are missing.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -351,7 +349,9 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Delete unused consumers every SWEEP_S if this gateway leads. Return their number. Raises BrokerError."""
+        """Delete unused consumers if this gateway leads and SWEEP_S seconds have passed. Return their number. Raises
+        BrokerError.
+        """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
         self._swept_s = self._clock()

@@ -171,7 +171,7 @@ MEMORY_S = 10.0  # time constant: after these seconds of busy time, a batch has 
 
 class Rate:
     """Tokens per second while at least one batch is at the adapter. Time with several batches counts once. Old batches
-    have less weight. An idle worker has small batches, so its rate is lower than what the device could reach.
+    have less weight. With little work, batches are small, so the rate is lower than what the device could reach.
     """
 
     def __init__(self) -> None:

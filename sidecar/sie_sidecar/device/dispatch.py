@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
 WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
-# maximum number of waiting work items that generate text at this worker; the broker sends further ones to other workers
+# maximum number of work items that generate text and wait for a device; the broker sends further ones to other workers
 WRITTEN_READY = 16
 _LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 
@@ -117,7 +117,7 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if the device runs as many batches as it can, and work of this model waits for it."""
+        """Return True if this model has work, the device runs as many batches as it can, and further work waits."""
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))

@@ -1,5 +1,4 @@
-"""Work item in flight: one object with one stage, and functions that join the outcomes of its inputs. No I/O, no
-clock.
+"""Work item in flight: one object with one stage, and functions that join the outcomes of its inputs. No I/O.
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                             │   ▲
@@ -144,7 +143,7 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """Return how many of these work items are not settled yet. Their models must not be evicted."""
+    """Return how many of these work items are not settled yet."""
     return sum(not flight.settled for flight in flights)
 
 
@@ -306,7 +305,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device for its model. The model is not evicted there before `let_model_go`."""
+        """Assign a work item to a device. The model is evicted there only after `let_model_go`, or while parked."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)

@@ -3,8 +3,8 @@ nothing else is at the device. If the adapter dies again, the input that ran is 
 answering starts no search.
 
     batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
-                                                     └──► the adapter dies again: this is the input's second death, so
-                                                          the input is poison, and is refused from now on
+                                                     └──► the adapter dies again: the input is poison, and is refused
+                                                          from now on
 
 While an input runs alone, other work waits. When such inputs have used the device for SLICE_S, one waiting batch runs
 before the next input.
@@ -66,7 +66,7 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input was in a batch that crashed an adapter, at any worker. For `marked_models` only."""
+        """Return True if an input has a poison mark. The check is slow: call it only for models in `marked_models`."""
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
@@ -122,8 +122,8 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome: an error if the input crashed two adapters, is late, or was
-        refused.
+        """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
+        loading its model or running it fails.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None

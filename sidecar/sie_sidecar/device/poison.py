@@ -2,7 +2,7 @@
 its content; its text is not stored.
 
     an adapter dies ──► the inputs that were running are marked, and each runs alone ──► answered: its mark is removed
-                                                           └──► an adapter dies again, the input's second death:
+                                                           └──► an adapter dies again while it runs alone:
                                                                 the input is poison, and is refused from now on
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a

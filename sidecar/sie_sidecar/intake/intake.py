@@ -141,9 +141,8 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. It waits for more
-        only while earlier work items are being tokenised (`is_tokenising`) or the broker may send more messages
-        (`more_expected`).
+        """Wait for a delivery, then a short time for more, and return all. More are awaited only while earlier work
+        items are being tokenised (`is_tokenising`) or the broker may send more messages (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -168,8 +167,8 @@ class WorkIntake:
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if waiting is useful: no batch is full, and the broker has more messages to send or the tokeniser
-        is busy with earlier work.
+        """Return True if waiting is useful: the gathered work items do not fill a batch, and the broker has more
+        messages to send or the tokeniser is busy with earlier work.
         """
         if (
             len(self.arrived) >= self._limits.requests

@@ -385,8 +385,8 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time until which a model is protected after its load: as long as its load took, but at least
-        `swap_after_s` and at most MAX_TURN_S. Without this, models would be loaded and evicted again before they run.
+        """Return the time until which a model is protected after its load: as long as its load took, at most
+        MAX_TURN_S, but at least `swap_after_s`. Without this, models would be loaded and evicted again before they run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
@@ -728,7 +728,7 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if short, and unload models idle for `idle_evict_s` seconds."""
+        """Every second, let the adapter free memory if needed, and unload models idle for `idle_evict_s` seconds."""
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()

@@ -17,8 +17,8 @@ cut there does not change the ids, because of these properties of the steps of a
   tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of
   the vocabulary has a space after another character.
 - The first word of a text is treated in a special way (a space is put before it). So each piece but the first is
-  tokenised after the one-word text SENTINEL, whose tokens are dropped. Tokenizers that treat the text after each added
-  token in this way are not cut after an added token.
+  tokenised after the one-word text SENTINEL, whose tokens are dropped. If a tokenizer treats the text after each added
+  token in this way, its texts are not cut after an added token.
 
 Every tokenizer is tested with difficult texts first. If a test fails, its texts are never cut.
 """

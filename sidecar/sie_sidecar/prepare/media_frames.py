@@ -19,7 +19,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
-    """Job to decode an image file, in the bytes that the client sent."""
+    """Job to decode an image file, as the client sent it."""
 
     number: int
     recipe: Recipe

@@ -5,7 +5,7 @@ import this module, because decoders are C code that reads the data of clients.
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
 those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, they
-are equal bit for bit. Of a longer sound, another part may be read (`contracts/media/sounds.py`).
+are equal bit for bit. Of a longer sound, another part may be read (`sie_contracts.media.sounds`).
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class _ThreadWork(NamedTuple):
 
 class TokenizerPool:
     """Threads that tokenise the texts of all models, for one event loop. Short calls of one iteration of the loop share
-    a thread: moving a call to a thread and back takes as long as tokenising 500 characters, and threads with short
+    a thread: moving a call to a thread and back takes as long as tokenising 500 characters. Also, threads with short
     calls hold up each other and the event loop by the interpreter lock.
     """
 

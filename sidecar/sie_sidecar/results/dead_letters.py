@@ -37,9 +37,8 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store the message of a delivery once, with the error for which it was given up. Return False if this failed:
-        the letter is lost after ATTEMPTS failures, because a message that is not acknowledged is delivered again and
-        again.
+        """Store the message of a delivery once, with the error for which it was given up. After ATTEMPTS failures, the
+        letter is lost, and the result is False: without an acknowledgement, the message would be delivered for ever.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

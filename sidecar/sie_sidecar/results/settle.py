@@ -138,8 +138,8 @@ class ResultDelivery:
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        or `fenced` if the lease `fence` is lost before. Raises PayloadTooBig.
+        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline
+        or for an unreadable verdict, `fenced` if the lease `fence` is lost before. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
