@@ -71,7 +71,7 @@ Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class MeasuredModel:
     """Model to measure. `build`: returns it in float32 with an implementation of attention. `folder`: for its files."""
 
     build: Callable[[str], Any]
@@ -92,7 +92,7 @@ class Source:
         for name, layer in linears(model):
             weight = layer.weight.data
             layer.weight.data = rounded(weight, weight.abs().amax(1, keepdim=True) / 127)
-            hook = layer.register_forward_pre_hook(lambda _, given: rounded(given[0], given[0].abs().max() / 127))
+            hook = layer.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0], inputs[0].abs().max() / 127))
             errors[name] = float((1 - torch.cosine_similarity(vectors(), right)).max())
             layer.weight.data = weight
             hook.remove()
@@ -105,7 +105,7 @@ class Source:
         return [name for name, own in zip(names, layer, strict=True) if own in (layer[0], layer[-1])]
 
 
-Recipe = Callable[[Source], Embed]
+Recipe = Callable[[MeasuredModel], Embed]
 
 
 def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Embed:
 
 
 def packed(
-    source: Source,
+    source: MeasuredModel,
     dtype: torch.dtype,
     change: Callable[[Any], Any] = lambda model: model,
     engine: Choice = TORCH,
@@ -225,7 +225,7 @@ def per_tensor(model: Any) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-class States(nn.Module):
+class ModelStates(nn.Module):
     """Model as a function of ids and mask."""
 
     def __init__(self, model: Any) -> None:
@@ -236,14 +236,14 @@ class States(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
 
 
-def graph_of(source: Source) -> Path:
+def graph_of(source: MeasuredModel) -> Path:
     """Return the file of the model as a graph of OpenVINO, in float32."""
     import openvino
 
     path = source.folder / "float32.xml"
     if not path.exists():
         ones = torch.ones((2, MAX_TOKENS), dtype=torch.int64)
-        graph = openvino.convert_model(States(source.build("sdpa")), example_input=(ones, ones))
+        graph = openvino.convert_model(ModelStates(source.build("sdpa")), example_input=(ones, ones))
         graph.reshape({place: openvino.PartialShape([-1, -1]) for place in range(2)})
         openvino.save_model(graph, path, compress_to_fp16=False)
     return path
@@ -252,7 +252,7 @@ def graph_of(source: Source) -> Path:
 def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **options: Any) -> Recipe:
     """Return the recipe of the graph after `change(graph, source)`, which is kept as a file called `name`."""
 
-    def embed_of(source: Source) -> Embed:
+    def embed_of(source: MeasuredModel) -> Embed:
         import openvino
 
         path = graph_of(source)
@@ -274,20 +274,20 @@ def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **o
     return embed_of
 
 
-def weights_in_8_bits(graph: Any, source: Source) -> Any:
+def weights_in_8_bits(graph: Any, source: MeasuredModel) -> Any:
     import nncf
 
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_SYM)
 
 
 def both_in_8_bits(
-    alpha: float, left_alone: Callable[[Source], Sequence[str]] = lambda _: ()
-) -> Callable[[Any, Source], Any]:
+    alpha: float, left_alone: Callable[[MeasuredModel], Sequence[str]] = lambda _: ()
+) -> Callable[[Any, MeasuredModel], Any]:
     """Return a change that quantises weights per channel and activations by their ranges. `alpha`: of SmoothQuant, -1
     for none. `left_alone`: returns the names of layers that stay.
     """
 
-    def change(graph: Any, source: Source) -> Any:
+    def change(graph: Any, source: MeasuredModel) -> Any:
         import nncf
         from nncf.quantization.advanced_parameters import (
             AdvancedQuantizationParameters,
@@ -312,7 +312,7 @@ def both_in_8_bits(
     return change
 
 
-def mixed(graph: Any, source: Source) -> Any:
+def mixed(graph: Any, source: MeasuredModel) -> Any:
     """Quantise as `both_in_8_bits`, and the weights of the sensitive products, whose activations stay."""
     return weights_in_8_bits(both_in_8_bits(0.5, lambda source: source.sensitive)(graph, source), source)
 
@@ -320,7 +320,7 @@ def mixed(graph: Any, source: Source) -> Any:
 def onnxruntime_of(name: str, change: Callable[[Path, Path], None]) -> Recipe:
     """Return the recipe of the exported model after `change(from, to)`, which is kept as a file called `name`."""
 
-    def embed_of(source: Source) -> Embed:
+    def embed_of(source: MeasuredModel) -> Embed:
         import onnxruntime
 
         path = source.folder / f"{name}.onnx"
@@ -343,7 +343,7 @@ def dynamic(before: Path, after: Path, *, per_channel: bool) -> None:
 def static(before: Path, after: Path) -> None:
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
             self.batches = iter([filled([ids]) for ids in calibration()])
 
@@ -352,7 +352,9 @@ def static(before: Path, after: Path) -> None:
             return None if batch is None else dict(zip(("input_ids", "attention_mask"), batch, strict=True))
 
     extra = {"MatMulConstBOnly": True}
-    quantize_static(before, after, Reader(), op_types_to_quantize=["MatMul"], per_channel=True, extra_options=extra)
+    quantize_static(
+        before, after, CalibrationReader(), op_types_to_quantize=["MatMul"], per_channel=True, extra_options=extra
+    )
 
 
 def blocks(before: Path, after: Path) -> None:
@@ -414,7 +416,7 @@ def of_texts(embed: Embed, texts: Sequence[str]) -> np.ndarray:
     return rows[np.argsort(order)]
 
 
-class _Task:
+class RecipeSource:
     """The recipe as a source of `sie eval`."""
 
     name, is_here, scores_pairs, main, identity, tokens = "recipe", True, False, outputs.DENSE, (), 0
@@ -428,7 +430,7 @@ class _Task:
 
 def ndcg(embed: Embed, task: tasks.Retrieval) -> float:
     work = EvalWork(ResultCache(Path(tempfile.gettempdir())), lambda _: None)
-    return quality.measure(task, EvalStep(_Task(embed), outputs.DENSE), work).scores["ndcg@10"]  # type: ignore[arg-type]
+    return quality.measure(task, EvalStep(RecipeSource(embed), outputs.DENSE), work).scores["ndcg@10"]  # type: ignore[arg-type]
 
 
 def losses(recipes: dict[str, Embed]) -> dict[str, tuple[float, float, float]]:
@@ -436,12 +438,12 @@ def losses(recipes: dict[str, Embed]) -> dict[str, tuple[float, float, float]]:
     task = tasks.stsb_retrieval()
     texts = [*texts_of("mix", "")[:100], *task.queries.values()]
     right, best = of_texts(recipes[REFERENCE], texts), ndcg(recipes[REFERENCE], task)
-    found = {}
+    values = {}
     for name, embed in recipes.items():
         cosines = (of_texts(embed, texts) * right).sum(1)
-        found[name] = float(cosines.min()), float(cosines.mean()), best - ndcg(embed, task)
-        print(name, *found[name], file=sys.stderr, flush=True)
-    return found
+        values[name] = float(cosines.min()), float(cosines.mean()), best - ndcg(embed, task)
+        print(name, *values[name], file=sys.stderr, flush=True)
+    return values
 
 
 def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[str, str], float]:
@@ -466,7 +468,7 @@ def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[s
     return {key: statistics.median(own) for key, own in rates.items()}
 
 
-def products(source: Source, rows: int) -> tuple[float, float, float]:
+def products(source: MeasuredModel, rows: int) -> tuple[float, float, float]:
     """Return milliseconds of all linear layers for `rows` tokens: in bfloat16 as the packed path has them, in 8 bits
     with states that are in 8 bits already, and in 8 bits by `PerToken`.
     """
@@ -504,7 +506,9 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     prepare_process()
-    source = Source(*((bert_base, options.folder / "base") if options.larger else (minilm, options.folder / "minilm")))
+    source = MeasuredModel(
+        *((bert_base, options.folder / "base") if options.larger else (minilm, options.folder / "minilm"))
+    )
     source.folder.mkdir(parents=True, exist_ok=True)
     names = [name for name in RECIPES if name in (REFERENCE, *BASES, *options.only) and is_available(name)]
     recipes = {name: RECIPES[name](source) for name in names}

@@ -54,7 +54,7 @@ START_S = 600  # also on a busy machine
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherServer:
     """Server to compare with. `environment`: its folder below --others, empty for that of the product. `command`:
     returns its arguments for a port and a folder for its files, after the program.
     """
@@ -74,21 +74,23 @@ def weights() -> Path:
     return folder
 
 
-def litserve(precision: str) -> Other:
+def litserve(precision: str) -> OtherServer:
     script = str(Path(__file__).with_name("litserve_server.py"))
-    return Other("", "python", lambda port, _: [script, str(port), precision])
+    return OtherServer("", "python", lambda port, _: [script, str(port), precision])
 
 
-def infinity(precision: str) -> Other:
+def infinity(precision: str) -> OtherServer:
     def command(port: int, _: Path) -> list[str]:
         fixed = ["v2", "--model-id", str(weights()), "--served-model-name", MODEL, "--url-prefix", "/v1"]
         fixed += ["--engine", "torch", "--no-bettertransformer", "--device", "cpu", "--dtype", precision]
         return [*fixed, "--host", "127.0.0.1", "--port", str(port)]
 
-    return Other("infinity", "infinity_emb", command, {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"})
+    return OtherServer(
+        "infinity", "infinity_emb", command, {"HF_HUB_OFFLINE": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
+    )
 
 
-def sie_server(precision: str, threads: int | None) -> Other:
+def sie_server(precision: str, threads: int | None) -> OtherServer:
     def command(port: int, folder: Path) -> list[str]:
         profile = {
             "adapter_path": "sie_server.adapters.sentence_transformer:SentenceTransformerDenseAdapter",
@@ -111,10 +113,10 @@ def sie_server(precision: str, threads: int | None) -> Other:
     environ = {"SIE_TELEMETRY_DISABLED": "1", "HF_HUB_OFFLINE": "1"}
     if threads:
         environ["SIE_TORCH_NUM_THREADS"] = str(threads)
-    return Other("sie-server", "sie-server", command, environ)
+    return OtherServer("sie-server", "sie-server", command, environ)
 
 
-OTHERS: Mapping[str, Other] = {
+OTHERS: Mapping[str, OtherServer] = {
     "LitServe float32": litserve("float32"),
     "LitServe bfloat16": litserve("bfloat16"),
     "Infinity float32": infinity("float32"),
@@ -126,7 +128,7 @@ OTHERS: Mapping[str, Other] = {
 CLUSTERS = ("cluster float32", "cluster bfloat16")
 
 
-class Process:
+class ServerProcess:
     """Another server as a process that answers."""
 
     def __init__(self, name: str, others: Path) -> None:
@@ -163,10 +165,10 @@ class Process:
         self._folder.cleanup()
 
 
-def started(name: str, others: Path) -> Cluster | Process:
+def started(name: str, others: Path) -> Cluster | ServerProcess:
     if name in CLUSTERS:
         return Cluster([], environ={"SIE_DEFAULT_COMPUTE_PRECISION": name.split()[1]})
-    return Process(name, others)
+    return ServerProcess(name, others)
 
 
 def main() -> None:
@@ -181,8 +183,9 @@ def main() -> None:
     names = options.only or [*CLUSTERS, *there]
     bodies = [json.dumps({"model": MODEL, "input": text}).encode() for text in texts_of("mix", 512)]
     requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
-    servers: dict[str, Cluster | Process] = {}
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    servers: dict[str, Cluster | ServerProcess] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
+    measured: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     try:
         for name in names:
             servers[name] = started(name, options.others)
@@ -193,7 +196,7 @@ def main() -> None:
                     answered, taken_s, latencies = uvloop.run(loop)
                     if round_:  # the first one warms up
                         quantiles = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
-                        found.setdefault((name, clients), []).append((answered / taken_s, *quantiles))
+                        measured.setdefault((name, clients), []).append((answered / taken_s, *quantiles))
     finally:
         for server in servers.values():
             server.stop()
@@ -206,7 +209,9 @@ def main() -> None:
     say("| clients | server | texts/s | p50, ms | p99, ms | " + " | ".join(f"{name} /" for name in clusters) + " |")
     say("|---" * (5 + len(clusters)) + "|")
     for clients in CLIENTS:
-        middles = {name: [statistics.median(own) for own in zip(*found[name, clients], strict=True)] for name in names}
+        middles = {
+            name: [statistics.median(own) for own in zip(*measured[name, clients], strict=True)] for name in names
+        }
         for name, (rate, p50, p99) in middles.items():
             ratios = [f"{middles[cluster][0] / rate:.2f}" for cluster in clusters]
             say(f"| {clients} | {name} | {rate:.0f} | {p50:.1f} | {p99:.1f} | {' | '.join(ratios)} |")
