@@ -144,6 +144,13 @@ class ServerProcess:
             start_new_session=True,
             env={**os.environ, **other.environ},
         )
+        try:
+            self._wait(name)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, name: str) -> None:
         end_s = time.monotonic() + START_S
         body = {"model": MODEL, "input": "one text"}
         while True:
@@ -155,7 +162,7 @@ class ServerProcess:
             except httpx.HTTPError:
                 pass
             if time.monotonic() > end_s or self._process.poll() is not None:
-                raise RuntimeError(f"{name} did not start: {(folder / 'log').read_text()[-3000:]}")
+                raise RuntimeError(f"{name} did not start: {Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.1)
 
     def stop(self) -> None:
