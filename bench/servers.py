@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,16 +195,22 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
     measured: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     try:
-        for name in names:
-            servers[name] = started(name, options.others)
+        with ThreadPoolExecutor() as pool:  # a start waits more than it computes
+            starts = {name: pool.submit(started, name, options.others) for name in names}
+            wait(starts.values())
+        servers = {name: start.result() for name, start in starts.items() if start.exception() is None}
+        for start in starts.values():
+            start.result()
         for round_ in range(options.rounds + 1):
             for clients in CLIENTS:
                 for name, server in servers.items():
                     loop = closed_loop("127.0.0.1", server.port, requests, clients=clients, seconds=options.seconds)
                     answered, taken_s, latencies = uvloop.run(loop)
+                    p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
+                    values = answered / taken_s, p50, p99
+                    print(round_, clients, name, *(f"{value:.1f}" for value in values), file=sys.stderr, flush=True)
                     if round_:  # the first one warms up
-                        quantiles = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
-                        measured.setdefault((name, clients), []).append((answered / taken_s, *quantiles))
+                        measured.setdefault((name, clients), []).append(values)
     finally:
         for server in servers.values():
             server.stop()
