@@ -21,7 +21,7 @@ length. A speed-up is that over the fastest row in bfloat16 of the same load.
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:
                       a scale for each token and each output channel; `torchao`: the same by torchao
 
-Quality: the least and the mean cosine to float32 over the sentences of the task stsb-retrieval and the texts of the
+Quality: the least and the mean cosine to float32 over the queries of the task stsb-retrieval and texts of the
 mix, and the loss of NDCG@10 on the task, by the metric of `sie eval`. `products` shows the linear layers alone: what
 they would gain if nothing else took time. The quantised models stay in --folder, so a second run starts at once. A
 recipe whose package is not installed is left out.
