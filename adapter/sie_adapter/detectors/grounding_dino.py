@@ -41,8 +41,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Changes to the published configuration. It declares an encoder-decoder, which `checkpoint` refuses, though this affects
-# only generation. It allows custom kernels, which transformers would download from the hub.
+# Changes to the published configuration. It declares an encoder-decoder, which `checkpoint` refuses, though this
+# affects only generation. It allows custom kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
 # The cost of an image in tokens is the number of positions in its feature maps, divided by this number: 4 positions
 # take about as long as one token of a text encoder.
