@@ -137,7 +137,7 @@ def _filled(kinds: Sequence[str]) -> list[LabelledText]:
 
 
 class _Values:
-    """Source of values that are equal in each run. Each value has a random locale of LOCALES."""
+    """Source of values that are equal in each run. `faker` returns a generator of a random locale of LOCALES."""
 
     def __init__(self) -> None:
         from faker import Faker
@@ -294,7 +294,7 @@ def redaction_forms() -> FactTask:
 
 
 def _valid(kind: str, values: _Values) -> Iterator[str]:
-    """Yield WRITTEN different valid values of a kind."""
+    """Yield WRITTEN valid values of a kind."""
     import phonenumbers
 
     if kind == "phone number":
@@ -334,7 +334,7 @@ _LABEL_OF_SLOT = {"person": "person", "company": "organization", "firm": "organi
 
 def relations() -> FactTask:
     """Return a task to find how people, companies and cities are related. A text has two statements about different
-    names, so half of the pairs of names that are near each other have no relation. The names are sent as mentions.
+    names, so most pairs of its names have no relation. The names are sent as mentions.
     """
     values = _Values()
     texts = []
