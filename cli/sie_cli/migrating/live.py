@@ -58,8 +58,8 @@ DRAIN_S = 5.0  # seconds in which writers that hold a vector of the old model wr
 
 @dataclass(frozen=True)
 class LivePlan:
-    """User's request to migrate a live collection. `sink`: name and URL of the database. `accepts`: continue despite
-    low agreement or rows without a vector.
+    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: continue
+    despite low agreement or rows without a vector.
     """
 
     alias: str
