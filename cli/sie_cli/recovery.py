@@ -37,8 +37,8 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# Buckets whose entries `sie restore` and `sie repair` write back. The restore keeps this order: shards come before their
-# jobs, because the leader of a job reads its shards as soon as the job exists.
+# Buckets whose entries `sie restore` and `sie repair` write back. The restore keeps this order: shards come before
+# their jobs, because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams
 

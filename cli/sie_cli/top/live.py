@@ -123,7 +123,7 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place until cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the process continues."""
+    """Draw in place until cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the process resumes."""
     suspension = asyncio.Event()
 
     def request_pause() -> None:
