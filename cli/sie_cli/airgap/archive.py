@@ -4,9 +4,9 @@
     SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`
     ..            the files, in the order of their names, the files of models last
 
-It has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar
-program can read it. The reader does not trust the headers: it accepts exactly the files of the index, in that order,
-and refuses every other archive.
+The archive has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and
+any tar program can read them. The reader does not trust the headers: it accepts exactly the files of the index, in that
+order, and refuses every other archive.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Child:
 
 
 class Supervisor:
-    """Owner of the child processes. `say(child, line, level)` is called for every line that they print.
+    """Owner of the child processes. `say(child, line, level)` gets each line that they print, and reports about them.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
     in a row while `is_up` is False. The owner sets `is_up` once all processes are ready.
