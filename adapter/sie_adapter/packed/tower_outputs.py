@@ -36,7 +36,7 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device; read at the next use, because the host would have to wait for the encoder now. `use`: number of the last use.
+    device; read at the next use: reading it now would wait for the encoder. `use`: the number of the last use.
     """
 
     output: Output
