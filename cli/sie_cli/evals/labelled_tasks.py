@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from faker import Faker
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
-FILLINGS = 5  # texts that are made from each template
+FILLINGS = 5  # number of texts made from each template
 WRITTEN = 40  # values of each writing in redaction-forms
 STORIES = 400  # texts in the task relations
 LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics

@@ -68,9 +68,7 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end. Raises SIEError if the first connection fails or the gateway refuses, and
-    msgspec.ValidationError for a frame of another format.
-    """
+    """Yield frames without end. Raises ValidationError, and SIEError for a refusal or a failed first connection."""
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
