@@ -140,7 +140,7 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `clients`: one for each gateway, that of `url` first. `err`: print progress to standard
+    """Run of a migration. `_clients`: one for each gateway, that of `_url` first. `_err`: print progress to standard
     error.
     """
 
