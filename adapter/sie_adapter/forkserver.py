@@ -1,4 +1,4 @@
-"""Parent process of the adapters. It has done the imports, and forks a process that serves for each device. A new child
+"""Parent process of the adapters. It does the imports, then forks one serving process for each device. A new child
 replaces a dead one within milliseconds, while the others continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
@@ -47,8 +47,7 @@ class ForkResult(NamedTuple):
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
     """Fork `count` child processes that serve, and fork each again whenever it dies. In a child, return at once: the
-    caller then serves. In the parent, return after all children have ended: each has drained its batches, or one
-    refused its settings, or a signal ended them.
+    caller then serves. In the parent, return when no child runs and none must be forked again.
 
     If this process cannot fork and `count` is 1, it serves itself, as child 0. `died` is called with the number of a
     dead child before a new one is forked.

@@ -3,7 +3,7 @@
     accept ──► peer's uid ──► frame ──► RunBatch ──► device thread, which answers on the connection itself
                                    └──► other requests ──► answered here, so a ping never waits for a load or a batch
 
-Every request gets exactly one final reply. A malformed frame ends its connection only.
+Every request except Cancel gets exactly one final reply. A malformed frame ends its connection only.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
-    `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
-    user named `data_dir`.
+    """Addresses of a cluster's processes, and the credentials for them, in `settings`. `sources`: the source of each
+    setting. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
     """
 
     settings: Settings

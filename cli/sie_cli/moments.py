@@ -14,9 +14,7 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 def future(text: str) -> float:
     """Return a future time in seconds since 1970. `text`: a date or time (UTC if it has no zone), or a duration from
-    now.
-
-    Raises BadParameter.
+    now. Raises BadParameter.
     """
     return Deadline.parse(text).after(time.time())
 

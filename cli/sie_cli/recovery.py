@@ -2,7 +2,7 @@
 
 sie backup FILE ◄── keys, changes of the catalogue over the API, records of jobs and files ── buckets of the broker
 sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
-sie repair STREAM ──► the stream is created again, with its readable entries, or those of its copy in another bucket
+sie repair STREAM ──► the stream is created again: with its readable entries, with those of its copy, or empty
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# buckets that a restore fills, in this order: shards come before their jobs, because the leader of a job reads its
-# shards as soon as the job exists
+# Buckets whose entries `sie restore` and `sie repair` write back. The restore keeps this order: shards come before
+# their jobs, because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """Content of a backup. `entries`: bucket name -> keys and stored values, for the buckets of jobs."""
+    """Content of a backup. `entries`: bucket name -> keys and stored values, for the buckets of jobs and shards."""
 
     version: str
     made_s: float

@@ -22,7 +22,7 @@ class CommandRefused(click.ClickException):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Raise CommandRefused, with a message of one line, for an SIEError and for an OSError of a file."""
+    """Convert an SIEError or OSError to CommandRefused."""
     try:
         yield
     except SIEError as error:

@@ -122,8 +122,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps to this version's topology, for all streams of work and dead letters at the broker, and for
-    those that the settings require. Raises BrokerError.
+    """Return the steps to this version's topology, for the streams of all pools that have a stream of work at the
+    broker, and of the default pool and SIE_POOL. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec

@@ -1,8 +1,8 @@
 """Grounding DINO (arXiv 2303.05499): one prompt with all labels, and for each candidate a probability of each token.
 
-    labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
-                                                                                                   ├──► the model
-    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► feature maps ────────┘
+    labels ──► lower case, without . and ? ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
+                                                                                                     ├──► the model
+    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► feature maps ──────────┘
     ──► boxes, and for each label its best token
 
 The images of a pass have the same size: padding of a smaller image would change the boxes of all images.
@@ -41,9 +41,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Changes to the model's configuration. The original declares an encoder-decoder, which affects only generation, but
-# `checkpoint` refuses such models here. The original also allows custom kernels, which transformers would download from
-# the hub.
+# Changes to the published configuration. It declares an encoder-decoder, which `checkpoint` refuses, though this
+# affects only generation. It allows custom kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
 # The cost of an image in tokens is the number of positions in its feature maps, divided by this number: 4 positions
 # take about as long as one token of a text encoder.

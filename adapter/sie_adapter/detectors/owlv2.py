@@ -87,7 +87,7 @@ class Owlv2:
         return self._label_vectors.encode(labels)
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """Return the states of the labels' end tokens, [labels, width]. A truncated label keeps its end token."""
+        """Return the normalised vector of each label, float32 [labels, width]."""
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
         mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)

@@ -92,7 +92,7 @@ class DoclingParser:
 
 
 class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package is not typed here
-    """Serializer that writes `mark`, the number of the page and a full stop before the first text of each page."""
+    """Serializer that writes `_mark`, the number of the page and a full stop before the first text of each page."""
 
     _mark: str = secrets.token_hex(16)
     _page: int = 0
@@ -111,8 +111,8 @@ class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package i
         return result.model_copy(update={"text": f"{self._mark}{page}.{result.text}"})
 
     def page_starts(self, markdown: str) -> tuple[tuple[int, int], ...]:
-        """Return for each page with text the index of its first code point in `markdown`, and its number. Return an
-        empty tuple if the marks change more of the Markdown, since the indices would be wrong.
+        """Return for each page with text the index of its first code point in `markdown`, and the page's number. Return
+        an empty tuple if the text without marks is not `markdown`, since the indices would be wrong.
         """
         first, *pages = re.split(rf"{self._mark}(\d+)\.", self.serialize().text)
         text, starts = first, []

@@ -1,5 +1,5 @@
-"""Format of a document, read from its content; for a text, the client names it. This module imports only the standard
-library: it runs in the parser processes before other code reads the file.
+"""Format of a document, read from its content; for a text, the client names the format. Parser processes call this
+module before other code reads the file.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when it is sent. `has_tree`: the answer has the tree of the document."""
+    """Document to parse. `number` is set when the job is sent. `has_tree`: the answer has the tree of the document."""
 
     number: int
     document: DocumentFile
@@ -20,9 +20,9 @@ class ParseJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class Parsed(msgspec.Struct, frozen=True, tag=True):
-    """Content of a document. `tree`: the document in the JSON of docling; empty if it was not asked for. `pages`: the
-    number of pages, 0 for a format without pages. `is_complete`: False if some pages could not be read. `page_starts`:
-    for each page with text, the index of its first code point in the Markdown, and its number; empty if unknown.
+    """Content of a document. `tree`: the document in the JSON of docling; empty without `has_tree`. `pages`: the number
+    of pages, 0 for a format without pages. `is_complete`: False if some pages could not be read. `page_starts`: for
+    each page with text, the index of its first code point in the Markdown, and its number; empty if unknown.
     """
 
     number: int

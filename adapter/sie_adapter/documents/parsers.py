@@ -44,7 +44,7 @@ _logger = logging.getLogger("sie.adapter.documents")
 
 
 class ParserNotStarted(Exception):
-    """Raised if a parser process could not start: refused by the system, too little memory, or its imports failed."""
+    """Raised if a parser process could not start, or was not ready within START_S."""
 
 
 class Parsers:
@@ -148,7 +148,7 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send the SIGKILL, so the kernel's OOM killer sent it: no InvalidInput, since the
+            # this pool did not send the SIGKILL; the kernel does when memory is short. No InvalidInput, since the
             # document may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"

@@ -30,7 +30,7 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch, and `answer`, which sends its replies. `finished` is set after the last one. `run`: if set, the thread
+    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: if set, the thread
     calls it instead of the engine's `execute`. `is_started`: the reply BatchStarted was sent already.
     """
 
@@ -59,8 +59,8 @@ class DeviceThreads:
     """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`.
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
-    with `count` torch threads, at most 8. The other device threads never do: libgomp puts its threads to sleep at each
-    barrier as soon as all together are more than the cores.
+    with `count` torch threads, at most 8. The other device threads never do: if there are more torch threads than
+    cores, libgomp puts them to sleep at each barrier.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -194,5 +194,5 @@ def _refuse(job: DeviceJob) -> None:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
-    except Exception:  # the sidecar that waits for the reply has died: the thread continues with the next batch
+    except Exception:  # mostly because the sidecar ended: the thread continues with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

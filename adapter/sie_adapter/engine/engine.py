@@ -4,8 +4,8 @@ the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outc
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
 Each input has exactly one outcome, at its own position: an invalid input gets a typed error and does not harm the
-others. If memory runs out, the cache is cleared, models are evicted, then the batch is halved by cost until it fits. An
-input that does not fit alone gets RESOURCE_EXHAUSTED.
+others. If memory runs out, cached memory is freed, models are evicted, then the batch is halved by cost until it fits.
+An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ TORCH = Choice("torch", "the model reads more than texts")
 
 
 class Unserved(Exception):
-    """Raised if an engine does not support a model whose torch weights are already freed: it must be loaded again."""
+    """Raised if an engine does not support a model whose torch weights are freed: the model must be loaded again."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padd
 GROUP_TOKENS = 1024
 # fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
 PASS_TOKENS = 64
-# pairs of tokens (length, step): a text of up to this length is padded to a multiple of the step
+# (length, step) in tokens: a text of up to this length is padded to a multiple of the step
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
@@ -174,8 +174,8 @@ class RowGroup(NamedTuple):
 
 
 def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
-    """Split sequences, shortest first, into groups with the shortest total time. The time of a group grows with rows
-    times columns, plus PASS_TOKENS for the pass.
+    """Split sequences, which are sorted by length, into groups with the shortest total time. The time of a group counts
+    as rows times columns, plus PASS_TOKENS.
 
     The number of rows is a power of two and the number of columns is one of few values, so OpenVINO's cache of shapes
     stays bounded. Rows without a sequence have padding. No sequence is padded beyond `max_tokens`, for which the model

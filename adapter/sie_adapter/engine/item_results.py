@@ -97,7 +97,7 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error for a vector or score that is zero, NaN or infinite, which the client must not get."""
+    """Return the error for a vector that is zero, NaN or infinite, or a score that is NaN or infinite."""
     return InferenceFailed("the model returned a vector that is zero, NaN or infinite", reason="non_finite")
 
 
@@ -211,7 +211,7 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Return the score of each document for the query: the score of the output, or a weighted mean if it has several.
+    """Return the score of each document for the query: the score of the one output, or a weighted mean of several.
 
     dense: cosine. sparse: the sum over common ids. multivector: the sum over query rows of the best document row
     (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3. `is_relevance` maps scores to 0 .. 1.
@@ -254,7 +254,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # they are on the host if the query needed no pass
+    ids, weights = (part.to(device) for part in query)  # a query that needed no pass is on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-# limit for the bytes of one intermediate result in float32; in float64 it has twice as many
+# limit for the bytes of one intermediate result in float32; a result in float64 may have twice as many
 BLOCK_BYTES = 32 << 20
 # limit on a CPU, so that the result fits the CPU's cache: 16 MiB took 1.4 times as long on an AMD EPYC (bench/muvera.py
 # --block-mib)

@@ -69,7 +69,6 @@ class _Clap:
         self.width: int = model.config.projection_dim
 
     def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
-        """Return the vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
         first = packed.bounds[: len(packed.order)].astype(np.int64)
         states = hidden[to_device(first, hidden.device)].float()
         return self._of_text(self._pooler(states[:, None]))

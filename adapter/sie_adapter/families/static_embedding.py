@@ -41,9 +41,7 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for an
-        unreadable table or layer.
-        """
+        """Raises ModelLoadFailed for an unreadable table or layer."""
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)

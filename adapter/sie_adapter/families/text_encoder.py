@@ -210,7 +210,7 @@ class TextEncoder(PackedModel):
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad the queries of a late-interaction model to their fixed length with mask tokens."""
+        """Pad the queries of a late-interaction model to their fixed length."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 

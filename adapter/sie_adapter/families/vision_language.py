@@ -145,7 +145,6 @@ class VisionLanguage(PackedModel):
         return _ImagePass(**{part.name: getattr(packed, part.name) for part in fields(PackedBatch)}, shown=shown)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in packed order. Call it under inference mode."""
         if isinstance(packed, _ImagePass) and any(packed.shown):
             self._reader.see(packed, packed.shown)
         return self.backbone.forward(packed)

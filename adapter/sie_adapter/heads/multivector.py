@@ -17,7 +17,7 @@ _STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one bloc
 
 
 class MultivectorHead:
-    """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents with an id
+    """Head of late interaction: it applies `layers` (float32) to the states of tokens. In documents, tokens whose id is
     in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
     similar vectors.
     """

@@ -27,8 +27,8 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler. Unless the head
-        is in float32, its linear layers get blocked weights on a CPU, since it is a large one: a masked LM's.
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler. A head that is
+        not in float32 is the large one of a masked LM: its linear layers get blocked weights on a CPU.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
@@ -45,8 +45,8 @@ class TransformersHead:
         self._in_float32 = in_float32
         if not in_float32:  # the weight of a tied decoder is copied
             block_linears(self._model)
-        # addresses of tensors that the head shares with the backbone, often the embedding: `memory_bytes` does not
-        # count them
+        # addresses of the backbone's tensors: `memory_bytes` does not count those that the head shares, often the
+        # embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property

@@ -5,6 +5,7 @@ become ready. The results of the checks are the model's certificate.
     files     pooling and prompts of the entry against the model's own files
     tokenizer its ids are within the table of the weights, it has its special tokens, and it knows tokens of sentences
               in several scripts
+    direction the attention of the packed path against load.causal
     packed    the packed path against the reference path, output by output
     golden    vectors that another, public implementation computed, if the entry names a file of them and
               load.accept_unproven is not set

@@ -42,7 +42,7 @@ class LateInteraction:
     tokens of a row, special tokens included; 0 means the model's own limit.
 
     `expanded`: the number of tokens to which queries are padded, with the token `filler` (empty: the mask token); 0
-    means no padding. `attends`: the query's tokens attend to the padding. Tokens of documents in `skipped` get no
+    means no padding. `attends`: the query's tokens attend to the padding. In documents, tokens in `skipped` get no
     vector.
     """
 

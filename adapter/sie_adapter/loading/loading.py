@@ -78,7 +78,7 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert exceptions of a load, inside the context, to ModelLoadFailed, except the loss of the device."""
+    """Convert exceptions in the context to ModelLoadFailed, except SIEErrors and the loss of the device."""
     try:
         yield
     except SIEError:
@@ -164,7 +164,7 @@ class Loader:
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Return the loaded model. Every failure raises ModelLoadFailed with an error class."""
+        """Return the loaded model. Raises the errors of `classed`."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)

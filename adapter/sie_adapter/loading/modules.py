@@ -195,7 +195,7 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; an empty Modules without modules.json. Raises ModelLoadFailed
+    """Return the modules that the folder lists; without modules.json, no layers. Raises ModelLoadFailed
     INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND for a module whose
     files are missing.
     """

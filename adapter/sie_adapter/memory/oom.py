@@ -1,7 +1,7 @@
 """Steps when device memory runs out, and counters of the steps. The sidecar exports the counters, because this process
 has no port for metrics.
 
-  work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
+  work ──► out of memory ──► free caches ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """
 
 from __future__ import annotations

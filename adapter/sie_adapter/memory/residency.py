@@ -258,7 +258,7 @@ class ResidentModels:
                 resident.running -= 1
 
     def release(self, model: str) -> None:
-        """Unload `model` if it is loaded. A batch that runs on it finishes first; its memory is free after that."""
+        """Unload `model` if it is loaded. The memory stays in use until the batches that run on the model end."""
         with self._lock:
             was_loaded = self._residents.pop(model, None) is not None
         if was_loaded:

@@ -47,7 +47,7 @@ class Kernel(IntEnum):
 
 
 class AttentionUnsupported(Exception):
-    """Raised if the packed path cannot compute a model's attention. The model must run padded."""
+    """Raised if a packed kernel, or another engine, does not compute the model's states."""
 
 
 @dataclass(frozen=True)

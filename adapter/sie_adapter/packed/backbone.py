@@ -1,7 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-A trial decides whether a model runs packed: it must call the attention interface with a plain mask, and its packed
-states must equal its padded states. Otherwise it runs padded on its stock attention, and this is logged.
+A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
+supports, and its packed states must equal its padded states. Otherwise it runs padded on its stock attention, with a
+line in the log.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], StateRunner] | None = None,
     ) -> None:
-        """Prepare the model: its attention is replaced, and on a CPU also its linear layers.
+        """Prepare the model. On torch, its attention is replaced, and on a CPU also its linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the entry

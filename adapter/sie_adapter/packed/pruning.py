@@ -19,7 +19,8 @@ PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9  # defaults of the options of th
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
     """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each type in the
-    order of offsets. `rows`: `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: text indices.
+    order of offsets. `rows`: `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of
+    the texts in the batch.
 
     A token is kept from `prune_threshold` on; a kept token is highlighted from `highlight_threshold` on. The score of a
     span is the mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are

@@ -36,7 +36,7 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device. It is read at the next use: now, the host would wait for the encoder. `use`: the number of the last use.
+    device; read at the next use: reading it now would wait for the encoder. `use`: the number of the last use.
     """
 
     output: Output

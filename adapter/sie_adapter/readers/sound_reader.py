@@ -231,8 +231,7 @@ class SoundReader:
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache; these zeros only show it that there is an
-            # encoder
+            # the decoder reads the encoder's keys and values from the cache, but only if this argument is not None
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),

@@ -4,9 +4,9 @@
     SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`
     ..            the files, in the order of their names, the files of models last
 
-It has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar
-program can read it. The reader does not trust the headers: it accepts exactly the files of the index, in that order,
-and refuses every other archive.
+The archive has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and
+any tar program can read them. The reader does not trust the headers: it accepts exactly the files of the index, in that
+order, and refuses every other archive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # a file in a tar must have fewer bytes: the size must fit into the header's 11 octal digits
+_USTAR_LIMIT = 1 << 33  # sizes from this one on exceed the header's 11 octal digits: they are written in base 256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"

@@ -117,7 +117,7 @@ class AdapterSocket:
     wrong: str = ""
     fix: str = ""
     description: ipc.Description | None = None
-    is_unseen: bool = False  # this user has no permission to read the socket's folder
+    is_unseen: bool = False  # the socket, or its folder, belongs to another user
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
@@ -354,7 +354,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers only processes of the same user
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers no other user except root
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from faker import Faker
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
-FILLINGS = 5  # texts that are made from each template
+FILLINGS = 5  # number of texts made from each template
 WRITTEN = 40  # values of each writing in redaction-forms
 STORIES = 400  # texts in the task relations
 LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
@@ -137,7 +137,7 @@ def _filled(kinds: Sequence[str]) -> list[LabelledText]:
 
 
 class _Values:
-    """Source of values that are equal in each run. Each value has a random locale of LOCALES."""
+    """Source of values that are equal in each run. `faker` returns a generator of a random locale of LOCALES."""
 
     def __init__(self) -> None:
         from faker import Faker
@@ -294,7 +294,7 @@ def redaction_forms() -> FactTask:
 
 
 def _valid(kind: str, values: _Values) -> Iterator[str]:
-    """Yield WRITTEN different valid values of a kind."""
+    """Yield WRITTEN valid values of a kind."""
     import phonenumbers
 
     if kind == "phone number":
@@ -334,7 +334,7 @@ _LABEL_OF_SLOT = {"person": "person", "company": "organization", "firm": "organi
 
 def relations() -> FactTask:
     """Return a task to find how people, companies and cities are related. A text has two statements about different
-    names, so half of the pairs of names that are near each other have no relation. The names are sent as mentions.
+    names, so most pairs of its names have no relation. The names are sent as mentions.
     """
     values = _Values()
     texts = []

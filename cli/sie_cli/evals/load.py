@@ -49,7 +49,7 @@ class LoadReply:
 
 
 class LoadFailure(Exception):
-    """Raised for a failed request. `code`: the server's code, an HTTP status, or NOBODY."""
+    """Raised for a failed request. `code`: the server's code, an HTTP status, NOBODY or NOT_UNDERSTOOD."""
 
     def __init__(self, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -184,7 +184,7 @@ class WorkerWatch:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
                 except (SIEError, TimeoutError):
-                    break  # this gateway shows no worker, so the usage is unknown
+                    break  # the gateway sends no frame, so the usage from now on is unknown
                 await asyncio.sleep(max(0.0, min(now_s + EVERY_S, end_s) - time.perf_counter()))
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
         after = energy.joules() if energy else None

@@ -13,7 +13,7 @@ TEMPLATES_PACKAGE = "presidio-evaluator"
 JAPANESE_PACKAGE = "hironsancorpus"
 _STSB = f"{STSB_PACKAGE}==1.0.3"
 _TEMPLATES = f"{TEMPLATES_PACKAGE}==0.3.2"
-# task -> package with its texts. No extra has it: it requires packages that its code needs, but not its texts
+# task -> package with its texts. No extra installs this package: it requires packages that its texts do not need
 _TEXTS: Mapping[str, str] = {
     "stsb": _STSB,
     "stsb-retrieval": _STSB,

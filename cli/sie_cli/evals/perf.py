@@ -143,8 +143,8 @@ async def _point(
     except ExceptionGroup as group:  # a source may refuse to send requests, and each such error ends a task
         raise group.exceptions[0] from group
     client_cores = await used
-    # the throughput counts answers within the window; latencies and errors count requests that were due in it, so they
-    # include a stall at its end
+    # the throughput counts answers within the window; latencies and errors count requests that were due in the window,
+    # which includes a stall at the window's end
     due = [call for call in calls if start_s <= call.due_s < end_s]
     ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
     tokens = [call.answer.tokens for call in ended]

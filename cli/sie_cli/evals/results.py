@@ -2,8 +2,8 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read the files, and an evaluation reads the last one, to
-compare its own result with it.
+KIND is `quality` or `perf`. The commands `list` and `compare` read the files. `-s targets` reads the last one if no
+file has targets.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove the folder if this command created it and it is empty, because the job was not started."""
+        """Remove the folder if this command created it and it is empty."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -248,7 +248,9 @@ def parse_chunks(text: str) -> dict[str, Any] | str:
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert command-line options to client options, for which the server has defaults. Raises BadParameter."""
+    """Convert command-line options to client options. Unset ones are left out: the server has defaults. Raises
+    BadParameter.
+    """
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}

@@ -9,9 +9,8 @@ clients     clients of the gateway, one for each API key
 schemas     arguments and answers of the tools, with their bounds
 results     results that are too long for an answer
 tools       the tools
-resources   models, collections and results by URI
 sentences   errors of the gateway as sentences for an agent
-server      the handlers of the protocol
+server      the handlers of the protocol: tools, and resources by URI
 http        the HTTP transport
 """
 

@@ -19,8 +19,8 @@ WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class AgentCaller:
-    """Caller of a tool. `owner`: identifies its API key; limits apply to it. `session`: only calls of this owner and
-    session may read its results. `key_name`: name of its API key; None for the user of this process.
+    """Caller of a tool. `owner`: identifies the API key; each owner has limits. `session`: only calls of the same owner
+    and session may read a result. `key_name`: name of the API key; None for the user of this process.
     """
 
     api_key: str | None = field(repr=False)

@@ -33,7 +33,7 @@ class GatewayClients:
 
     @contextlib.asynccontextmanager
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
-        """Return the client that sends this key, and no other one."""
+        """Yield the client that sends this key and no other key."""
         if api_key not in self._clients:
             async with self._opening:  # of several first calls with one key, one opens the client
                 if api_key not in self._clients:

@@ -85,7 +85,7 @@ def mcp(
         raise click.UsageError("--documents gives every caller the files of this machine: it does not go with --http")
     settings = cluster.settings
     own_stderr(json=settings.log_json)
-    logging.getLogger("mcp").setLevel(logging.WARNING)  # it logs ids of sessions at level info
+    logging.getLogger("mcp").setLevel(logging.WARNING)  # the library logs ids of sessions at level info
     url = cluster.gateway_urls[0]
     folder = documents.resolve() if documents else None
 

@@ -49,7 +49,6 @@ class _Sessions(StreamableHTTPSessionManager):
 
 
 def caller_of(context: ServerRequestContext[Any]) -> AgentCaller:
-    """Return the caller of a request over HTTP."""
     assert context.request is not None
     caller: AgentCaller = context.request.scope[_CALLER]
     return caller

@@ -23,11 +23,11 @@ REFERENCE_BYTES = 16
 
 
 class ResultMissing(Exception):
-    """The caller has no result of this reference: it never had, or the result has expired."""
+    """Raised if the caller has no result of this reference, or no longer."""
 
 
 class ResultTooLarge(Exception):
-    """The result is larger than all results of one owner may be."""
+    """Raised for a result that is larger than all results of one owner may be."""
 
 
 class Paged(Protocol):

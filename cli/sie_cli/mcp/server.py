@@ -130,7 +130,7 @@ class AgentServer:
 
     @contextmanager
     def _refusing(self, caller: AgentCaller) -> Iterator[None]:
-        """Count a call in progress, and raise ToolRefused for an error of the gateway."""
+        """Count a call while it is in progress, and convert its errors to ToolRefused."""
         if self._calls[caller.owner] >= MAX_CALLS_OF_CALLER or self._calls.total() >= MAX_CALLS:
             raise ToolRefused("Too many calls are in progress: wait for their answers, then call again.")
         self._calls[caller.owner] += 1

@@ -368,7 +368,6 @@ class AgentTools:
         )
 
     async def model(self, caller: AgentCaller, name: str) -> schemas.ModelLimits:
-        """Return a model by its name."""
         async with self._clients.of_key(caller.api_key) as client:
             return limits_of(await client.get_model(name))
 

@@ -58,8 +58,8 @@ DRAIN_S = 5.0  # seconds in which writers that hold a vector of the old model wr
 
 @dataclass(frozen=True)
 class LivePlan:
-    """User's request to migrate a live collection. `sink`: name and URL of the database. `accepts`: continue despite
-    low agreement or rows without a vector.
+    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: continue
+    despite low agreement or rows without a vector.
     """
 
     alias: str
@@ -149,7 +149,7 @@ def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
 
 @dataclass
 class LiveMigration:
-    """Migration of a live collection. `encoder`: opens the client that encodes rows. `echo`: prints progress."""
+    """Migration of a live collection. `_encoder`: opens the client that encodes rows. `_echo`: prints progress."""
 
     _client: SIEClient
     _encoder: Callable[[], SIEAsyncClient]
@@ -320,7 +320,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration at an open collection. `models`: the old and the new model."""
+    """Steps of a migration at an open collection. `_models`: the old and the new model."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection

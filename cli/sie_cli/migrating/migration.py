@@ -140,7 +140,9 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `clients`: one for each gateway, first for `url`. `err`: print progress to standard error."""
+    """Run of a migration. `_clients`: one for each gateway, that of `_url` first. `_err`: print progress to standard
+    error.
+    """
 
     _clients: Sequence[SIEClient]
     _url: str
@@ -384,7 +386,9 @@ def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
 
 
 def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str]:
-    """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
+    """Return the width of the model's dense vector for a test text, 0 for another output, and the model's fingerprint.
+    Raises CommandRefused, SIEError.
+    """
     (result,) = client.encode(name, [PROBE], output_types=[output], on_item_error="fail")
     if output != "dense":
         return 0, printable(str(result["fingerprint"]))

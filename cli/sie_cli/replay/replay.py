@@ -70,7 +70,7 @@ class ReplayPlan:
         return int(self.lanes) + int(self.pipeline_depth) - 1
 
     def check(self) -> None:
-        """Raise TraceError if a worker would not start with this plan."""
+        """Raise TraceError if a value is outside its range."""
         whole = ("workers", "lanes", "max_batch_cost", "max_batch_requests", "pipeline_depth", "chunk_cost")
         for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)

@@ -44,8 +44,6 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class Ran(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One batch that ran on the device."""
-
     tokens: int
     attention: int
     seconds: float

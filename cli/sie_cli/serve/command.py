@@ -159,7 +159,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return what this run needs from the machine. Ports that the user did not set are left out."""
+    """Return what this run needs from the machine. Metrics ports that the operator did not set are left out."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

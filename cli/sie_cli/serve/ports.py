@@ -20,8 +20,8 @@ def free_port(count: int = 1) -> int:
     port.
 
     The ports are below the range for outgoing connections. A client that retries while its server is away could
-    otherwise get the server's port for its own end, connect to itself, and block the server. Raises SettingError if no
-    ports are free.
+    otherwise get the server's port for its own end, connect to itself, and block the server. Raises SettingError if
+    _TRIED random ports are not free.
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def free_port(count: int = 1) -> int:
 
 
 def _bind(bound: socket.socket, port: int) -> None:
-    """Reserve a port. Raises OSError if this process has reserved it already, or if a program listens on it.
+    """Reserve a port. Raises OSError if it is in use, or if this process has reserved it already.
 
     On Linux, a socket that is bound and does not listen blocks every other socket, except one with SO_REUSEADDR, which
     servers set. On other systems it would also block servers, so there the port is only tested.

@@ -1,7 +1,7 @@
 """Checks of this machine before `sie serve` starts a process: folders, ports, disk, open files, memory.
 
 Each fault is one line with the present state, the need, and the remedy. Without these checks, a process would fail
-after its start and be restarted for ever, and the reason would be visible in its output only.
+after its start, be restarted several times, and give the reason only in its output.
 """
 
 from __future__ import annotations

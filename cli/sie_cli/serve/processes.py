@@ -48,8 +48,8 @@ REPEAT = 3  # while the start waits for a process, it prints an unchanged status
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds: the grace periods of gateways, workers and the other processes, one after the other, end within 15 s. The
-# drain of the gateways is part of their grace period.
+# Seconds: drain of a gateway, as part of its grace period, and the grace periods of a gateway, of a sidecar or adapter,
+# and of the config service or broker. The five groups are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # seconds; the gateways have ended by then, so a worker only has work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
@@ -334,7 +334,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print which stream the broker still reads. It answers only after that; with damaged files, perhaps never."""
+        """Print which stream the starting broker reads. With damaged files, the broker may never become ready."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -345,7 +345,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker after a write error (a full disk) once there is space. Until then it refuses writes."""
+        """After a write error (a full disk), the broker refuses writes: restart it once the disk has space again."""
         embedded = self._embedded
         assert embedded is not None
         is_reported = False

@@ -20,11 +20,11 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# consecutive failures of a child that was never ready, after which another restart is considered useless
+# consecutive failures of a child, before all processes are ready, after which another restart is considered useless
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes
-STEADY_S = 30.0  # seconds; a child that ran longer than this is restarted without a pause
+STEADY_S = 30.0  # seconds; a child that ran longer than this is restarted after FIRST_PAUSE_S
 _PR_SET_PDEATHSIG = 1
 
 
@@ -90,7 +90,7 @@ class Child:
 
 
 class Supervisor:
-    """Owner of the child processes. `say(child, line, level)` is called for every line that they print.
+    """Owner of the child processes. `say(child, line, level)` gets each line that they print, and reports about them.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
     in a row while `is_up` is False. The owner sets `is_up` once all processes are ready.
@@ -189,7 +189,7 @@ class Supervisor:
             await asyncio.wait(child.output, timeout=1.0)
 
     def restart(self, child: Child) -> None:
-        """Send SIGTERM to a child. The task that watches it starts it again."""
+        """Send SIGTERM to a child. Its `keeper` starts it again."""
         if child.process is not None and child.process.returncode is None:
             _signal(child.process, signal.SIGTERM)
 

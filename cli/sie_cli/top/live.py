@@ -68,7 +68,7 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end. Raises SIEError if the first connection fails, or if the gateway refuses."""
+    """Yield frames without end. Raises ValidationError, and SIEError for a refusal or a failed first connection."""
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
@@ -121,7 +121,7 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place until the key q sets `stop`. Ctrl-Z restores the terminal until the shell continues the process."""
+    """Draw in place until cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the process resumes."""
     suspension = asyncio.Event()
 
     def request_pause() -> None:

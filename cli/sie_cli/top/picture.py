@@ -111,9 +111,7 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return True if the lane (pool, machine profile and bundle) has workers that are all healthy, or no workers
-        and no queued work.
-        """
+        """Return True if the lane has workers that are all healthy, or no workers and no queued work."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
@@ -300,9 +298,7 @@ def _aged(queued: Queued) -> str:
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return an empty table. `first`: width of the first column, in cells. `columns`: title -> whether it is
-    numeric.
-    """
+    """Return an empty table. `first`: width of the first column, in cells. `columns`: (title, is it numeric)."""
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
@@ -385,7 +381,7 @@ def _counting(name: str) -> list[tuple[str, int]]:
 
 
 def _plain(text: str) -> str:
-    """Remove terminal control characters: names are untrusted."""
+    """Replace terminal control characters and escape Rich's markup: names are untrusted."""
     return escape(printable(text))
 
 
@@ -435,7 +431,9 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Return a line with latency and errors of the last hour, the newest minute at the right; none without requests."""
+    """Return lines with latency and errors of the last hour, and with the trend of p99, the newest minute at the right.
+    Return an empty line if there were no requests, and no line if `past` is None.
+    """
     if past is None:
         return []
     if not past.steps or "total_time" not in past.stages:

@@ -109,7 +109,7 @@ class Question:
 @dataclass(frozen=True)
 class ModelAnswer:
     """Answer of a model. `results`: one per input, in order; for score sorted, best first. `shared`: fields about the
-    whole request. `info`: the model's description. `words`: the text of each token id; empty if unknown.
+    whole request. `info`: the model's description. `words`: token id -> text, for the shown part of sparse vectors.
     """
 
     verb: str
@@ -129,9 +129,10 @@ class ModelAnswer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task (encode, score or extract) that the options require, else the model's first task.
+    """Return the task (encode, score or extract) that the options require, else the model's first task. If that is
+    score, which needs a query, return encode.
 
-    Raises CommandRefused if the options do not fit the model.
+    Raises CommandRefused if the options contradict each other or do not fit the model.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"

@@ -216,7 +216,7 @@ def _datum(name: str, value: object) -> Text:
 
 
 def _table(*titles: str) -> Table:
-    """Return an empty table. Numbers align right, bars have a fixed width, input texts get the remaining width."""
+    """Return an empty table. Numbers align right, bars have a minimum width, and texts a maximum width."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
