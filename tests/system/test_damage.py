@@ -20,7 +20,7 @@ from stack import Device, Plan, Stack
 
 from sie_cli.serve.readiness import unread_stream
 
-BOUND_S, SELF_S = 60.0, 12.0
+BOUND_S, SELF_S = 60.0, 5.0
 MODEL, API_MODEL, ALIAS = "toy/one", "toy/of-the-api", "toy-alias"
 STREAMS = (
     "DEAD__default",
