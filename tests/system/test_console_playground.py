@@ -96,7 +96,7 @@ def unexpected(page: Page) -> list[str]:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The TypeScript client, built."""
-    return typescript_package.copied(tmp_path_factory.mktemp("typescript"))
+    return typescript_package.copied(tmp_path_factory)
 
 
 def cosines(vectors: list[list[float]]) -> list[float]:

@@ -61,7 +61,7 @@ def page(devtools: str, proxy: PrefixProxy) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The TypeScript client, built."""
-    return typescript_package.copied(tmp_path_factory.mktemp("typescript"))
+    return typescript_package.copied(tmp_path_factory)
 
 
 def asked_for(page: Page, model: str, answer: str) -> None:

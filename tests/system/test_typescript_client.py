@@ -38,7 +38,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With its suite and its examples compiled."""
-    folder = copied(tmp_path_factory.mktemp("typescript"))
+    folder = copied(tmp_path_factory)
     examples = re.findall(r"```ts\n(.*?)```", (CLIENT / "README.md").read_text("utf-8"), re.DOTALL)
     assert len(examples) >= 3
     for number, code in enumerate(examples):
