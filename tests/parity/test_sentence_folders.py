@@ -82,12 +82,13 @@ POOLINGS = tuple(FLAGS)
 ACTIVATIONS = (
     *(nn.Identity, nn.Identity, nn.Tanh, nn.Tanh, nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid),
     *(nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU),
-    *(nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.PReLU, nn.RReLU, nn.Softmax),
+    *(nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanhshrink),
 )
+REFUSED_ACTIVATIONS = (nn.PReLU, nn.RReLU, nn.Softmax, nn.Softmin, nn.LogSoftmax)
 PROMPTS: tuple[dict[str, str], ...] = (
     *({}, {}, {}, {"query": "q: ", "document": "d: "}, {"query": "q: "}, {"retrieval": "represent: "}),
     *({"query": "q: ", "passage": "p: "}, {"corpus": "c: "}, {"document": "", "retrieval": "represent: "}),
-    *({"query": "Instruct: Find it.\nQuery: "}, {"query": "{q} %s: ", "document": "{text}: "}),
+    *({"query": "Instruct: Find it.\nQuery: "}, {"query": "{q} %s: ", "document": "{d}: "}),
 )
 
 
@@ -124,7 +125,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 def random_dense(rng: random.Random, width: int, feature: str) -> Dense:
     output = rng.choice((width, 24, 40))
-    activation = rng.choice(ACTIVATIONS)()
+    activation = rng.choice(ACTIVATIONS if rng.random() < 0.97 else REFUSED_ACTIVATIONS)()
     has_bias = rng.random() < 0.7
     torch.manual_seed(rng.randrange(1 << 30))
     return Dense(width, output, has_bias, activation, module_input_name=feature, use_residual=rng.random() < 0.2)
@@ -146,15 +147,15 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         options["max_seq_length"] = rng.choice((12, 24, 700))
     if rng.random() < 0.2:
         options["do_lower_case"] = True
-    if rng.random() < 0.1:
+    if rng.random() < 0.03:
         options["query_length"] = 8
-    if rng.random() < 0.1:
+    if rng.random() < 0.03:
         options["document_length"] = 16
     return options
 
 
 def save(rng: random.Random, library_class: Any, modules: Sequence[nn.Module], folder: Path, **options: Any) -> None:
-    prompts = rng.choice(PROMPTS)
+    prompts = rng.choice(PROMPTS) if rng.random() < 0.97 else {"query": "{text}: "}
     names = [name for name in prompts if name not in ("query", "document")]
     model = library_class(
         modules=list(modules),
@@ -587,7 +588,6 @@ COMPARISONS = (
         compare_chat,
         compare_multivector,
         compare_modules_of_rows,
-        compare_stack,
         compare_stack,
     ),
 )
