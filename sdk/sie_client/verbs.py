@@ -377,7 +377,7 @@ def _json_schema(schema: type[Any]) -> dict[str, Any]:
     except Exception as error:  # pydantic and msgspec raise many kinds, for types that JSON has not
         message = f"schema: {schema.__name__} has a field without a JSON Schema: {error}"
         raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"}) from error
-    return _unrestricted(stated)
+    return dict(_unrestricted(stated))
 
 
 # keywords that only restrict a value: the model cannot obey them, and the class checks its instances itself
