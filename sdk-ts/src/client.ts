@@ -8,9 +8,10 @@ import { keyed } from "./redaction.js";
 import { stream } from "./streams.js";
 import type {
   EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, JsonOptions, Model, ModelFilters,
-  RedactOptions, RedactResult, Results, ScoreOptions, ScoreResult, StatusFrame, StreamOptions,
+  RedactOptions, RedactResult, Results, Schema, SchemaOptions, SchemaResult, ScoreOptions, ScoreResult, StatusFrame,
+  StreamOptions, Values,
 } from "./types.js";
-import { ENCODE, EXTRACT, perItem, REDACT, score, type Verb } from "./verbs.js";
+import { ENCODE, EXTRACT, perItem, perSchema, REDACT, score, type Verb } from "./verbs.js";
 import { watch } from "./watching.js";
 
 /**
@@ -44,11 +45,23 @@ export class SIEClient {
     return score(model, query, listed(items), params, this.#session.forCall(call));
   }
 
-  /** What is found in one item (a result) or in a list (a list of results, in order). */
+  /**
+   * What is found in one item (a result) or in a list (a list of results, in order). With a `schema`, `data` has its type:
+   * a JSON Schema as a literal, or a schema of a library such as zod.
+   */
+  extract<const S extends Schema>(
+    model: string, items: readonly Input[], options: SchemaOptions<S>,
+  ): Promise<Results<SchemaResult<Values<S>>>>;
+  extract<const S extends Schema>(model: string, item: Input, options: SchemaOptions<S>): Promise<SchemaResult<Values<S>>>;
   extract(model: string, items: readonly Input[], options?: ExtractOptions): Promise<Results<ExtractResult>>;
   extract(model: string, item: Input, options?: ExtractOptions): Promise<ExtractResult>;
-  extract(model: string, items: Input | readonly Input[], options: ExtractOptions = {}): Promise<unknown> {
-    return this.#each(EXTRACT, model, items, options);
+  async extract(
+    model: string, items: Input | readonly Input[], options: ExtractOptions & { schema?: Schema } = {},
+  ): Promise<unknown> {
+    const { schema, ...plain } = options;
+    if (schema === undefined) return this.#each(EXTRACT, model, items, plain);
+    const { params, ...call } = plain;
+    return only(items, await perSchema(model, listed(items), params, this.#session.forCall(call), schema));
   }
 
   /**
@@ -114,11 +127,12 @@ export class SIEClient {
     items: Input | readonly Input[],
     { params, ...call }: EncodeOptions | ExtractOptions | RedactOptions,
   ): Promise<R | Results<R>> {
-    const found = await perItem(verb, model, listed(items), params, this.#session.forCall(call));
-    if (Array.isArray(items)) return found;
-    const [only] = found;
-    return only!;
+    return only(items, await perItem(verb, model, listed(items), params, this.#session.forCall(call)));
   }
+}
+
+function only<R>(items: Input | readonly Input[], results: Results<R>): R | Results<R> {
+  return Array.isArray(items) ? results : results[0]!;
 }
 
 function listed(items: Input | readonly Input[]): readonly Input[] {

@@ -54,9 +54,55 @@ export interface ScoreOptions extends CallOptions {
 export interface ExtractOptions extends CallOptions {
   params?: ExtractParams;
 }
+/** Of `extract` with values of a schema. `S` is the type of the schema, from which that of the values is inferred. */
+export interface SchemaOptions<S extends Schema> extends ExtractOptions {
+  schema: S;
+}
 export interface RedactOptions extends CallOptions {
   params?: RedactParams;
 }
+
+export type JSONSchema = Readonly<Record<string, unknown>>;
+
+/** A schema of a library that follows standardschema.dev with its JSON Schema, such as zod 4.2 and ArkType 2.1. */
+export interface StandardSchema<T = unknown> {
+  readonly "~standard": {
+    readonly types?: { readonly input: unknown; readonly output: T } | undefined;
+    readonly validate: (value: unknown) => Validated<T> | Promise<Validated<T>>;
+    readonly jsonSchema: { readonly input: (options: { target: "draft-2020-12" }) => Record<string, unknown> };
+  };
+}
+interface Validated<T> {
+  readonly value?: T;
+  readonly issues?: readonly { readonly message: string; readonly path?: readonly unknown[] | undefined }[] | undefined;
+}
+
+export type Schema = JSONSchema | StandardSchema;
+
+/** The type of the values of a schema. A JSON Schema says it by `type`, `enum`, `const`, `anyOf` and `required`. */
+export type Values<S> = S extends StandardSchema<infer T> ? T : JSONValue<S>;
+
+type JSONValue<S> = S extends { const: infer Only } ? Only
+  : S extends { enum: readonly (infer Choice)[] } ? Choice
+  : S extends { anyOf: readonly (infer Part)[] } | { oneOf: readonly (infer Part)[] } ? JSONPart<Part>
+  : S extends { type: readonly (infer Name)[] } ? Typed<Name, S>
+  : S extends { type: infer Name } ? Typed<Name, S>
+  : unknown;
+type JSONPart<S> = S extends unknown ? JSONValue<S> : never;
+type Typed<Name, S> = Name extends "string" ? string
+  : Name extends "number" | "integer" ? number
+  : Name extends "boolean" ? boolean
+  : Name extends "null" ? null
+  : Name extends "array" ? (S extends { items: infer Part } ? JSONValue<Part>[] : unknown[])
+  : Name extends "object" ? (S extends { properties: infer Parts } ? Properties<Parts, S> : Record<string, unknown>)
+  : unknown;
+type Properties<Parts, S> = Flat<
+  { -readonly [Name in keyof Parts as Name extends Required<S> ? Name : never]: JSONValue<Parts[Name]> } & {
+    -readonly [Name in keyof Parts as Name extends Required<S> ? never : Name]?: JSONValue<Parts[Name]>;
+  }
+>;
+type Required<S> = S extends { required: readonly (infer Name)[] } ? Name : never;
+type Flat<T> = { [Name in keyof T]: T[Name] };
 
 /** `body`: what is sent as JSON; undefined: nothing. */
 export interface JsonOptions extends CallOptions {
@@ -181,6 +227,10 @@ export interface ExtractResult extends Shared {
   usage: ItemUsage;
   error?: SIEError;
 }
+
+/** `data` has the type of the schema; `error` stands in its place for an item that failed or lacks a required value. */
+export type SchemaResult<T> = Omit<ExtractResult, "data" | "error"> &
+  ({ data: T; error?: undefined } | { data?: undefined; error: SIEError });
 
 /** `error` stands in place of `text`, `spans` and `map` of an item that failed. Offsets count code points, or what
  * `params.offsets` says. */

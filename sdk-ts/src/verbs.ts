@@ -2,13 +2,14 @@
 
 import { type Matrix, matrix, vector } from "./arrays.js";
 import { isMap } from "./calls.js";
-import { errorClass, type SIEError, unreadable } from "./errors.js";
+import { errorClass, InvalidInputError, invalid, type SIEError, unreadable } from "./errors.js";
 import { idOf, item } from "./items.js";
 import { askAll, itemUsage, type Reply, Request, summed, timing } from "./parts.js";
 import type { Session } from "./options.js";
+import { jsonSchema, typed } from "./schemas.js";
 import type {
   EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Outputs, RedactedSpan, RedactParams,
-  RedactResult, RestoreMap, Results, ScoreEntry, ScoreParams, ScoreResult, Usage,
+  RedactResult, RestoreMap, Results, Schema, SchemaResult, ScoreEntry, ScoreParams, ScoreResult, Usage,
 } from "./types.js";
 
 /** A verb that gives one result per item. */
@@ -47,6 +48,31 @@ export async function perItem<R>(
     results(verb, reply, inputs.slice(reply.start, reply.start + reply.slots.length)),
   );
   return withUsage(found, summed(replies));
+}
+
+/** As `perItem` of extract, whose values become those of a schema. */
+export async function perSchema(
+  model: string,
+  inputs: readonly Input[],
+  params: ExtractParams | undefined,
+  session: Session,
+  schema: Schema,
+): Promise<Results<SchemaResult<unknown>>> {
+  if (params?.output_schema) throw invalid("schema: expected schema or params.output_schema, got both", "schema");
+  const sent = jsonSchema(schema);
+  const found = await perItem(EXTRACT, model, inputs, { ...params, output_schema: { ...sent } }, session);
+  const results = found.map(async ({ data, error, ...result }, place): Promise<SchemaResult<unknown>> => {
+    if (error) return { ...result, error };
+    try {
+      return { ...result, data: await typed(schema, data) };
+    } catch (cause) {
+      const message = `items[${place}]: its values do not fit the schema: ${(cause as Error).message}`;
+      const unfit = new InvalidInputError(message, { code: "INVALID_INPUT", requestId: result.requestId, cause });
+      if (params?.on_item_error === "fail") throw unfit;
+      return { ...result, error: unfit };
+    }
+  });
+  return withUsage(await Promise.all(results), found.usage);
 }
 
 function withUsage<R>(found: R[], usage: Usage): Results<R> {

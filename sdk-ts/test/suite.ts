@@ -2,7 +2,7 @@
 
 import {
   type ClientOptions, InvalidInputError, ModelNotFoundError, ServerError, SIEAbortError, SIEClient, SIEConnectionError,
-  restore, SIEError,
+  restore, SIEError, type StandardSchema,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -101,6 +101,67 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const letters = [...text]; // positions are code points
       for (const span of found.entities) equal(letters.slice(span.start!, span.end!).join(""), span.text);
       check(found.entities.length > 0, "something is found");
+    },
+
+    async "values have the types of their schema, and a value that is missing is named"() {
+      const text = "search engine queue worker stream index vector river mountain at 12 o'clock.";
+      const mood = { enum: ["calm", "very angry"] } as const;
+      const line = { type: "object", properties: { product: { type: "string" } }, required: ["product"] } as const;
+      const schema = {
+        type: "object",
+        properties: { mood, isLate: { type: "boolean" }, lines: { type: "array", items: line }, buyer: { type: ["string", "null"] } },
+        required: ["mood", "isLate", "lines"],
+      } as const;
+      const [one, other] = await client.extract("test/spans", [text, ""], { schema, params: { threshold: 0 } });
+      const order: { mood: "calm" | "very angry"; isLate: boolean; lines: { product: string }[]; buyer?: string | null } = one!.data!;
+      check(mood.enum.includes(order.mood) && typeof order.isLate === "boolean" && order.lines[0]!.product, "values");
+      check(text.includes(order.buyer!), "a span of the text");
+      check(one!.entities.some((span) => span.label === "buyer" && span.text === order.buyer), "evidence");
+      check(other!.error instanceof InvalidInputError && other!.data === undefined, "an empty text has no mood");
+      check(other!.error.message.includes("items[1]") && other!.error.message.includes("mood"), other!.error.message);
+
+      const age = { type: "object", properties: { who: { type: "object", properties: { age: { type: "integer" } } } }, required: ["who"] } as const;
+      const [without, whole] = await client.extract("test/spans", ["queue worker", text], { schema: age, params: { threshold: 0 } });
+      const { age: found }: { age?: number } = whole!.data!.who;
+      equal(found, 12);
+      check(without!.error?.message.includes("who was not found"), String(without!.error));
+      const params = { threshold: 0, on_item_error: "fail" } as const;
+      const failure = await thrown(client.extract("test/spans", "queue worker", { schema: age, params }));
+      check(failure instanceof InvalidInputError && failure.message.includes("who was"), String(failure));
+    },
+
+    async "a schema of a library checks and makes the values"() {
+      class Mood {
+        constructor(readonly name: string) {}
+      }
+      const targets: string[] = [];
+      const standard = (allowed: readonly string[]): StandardSchema<Mood> => ({
+        "~standard": {
+          validate: async (value) => {
+            const { mood } = value as { mood: string };
+            if (!allowed.includes(mood)) return { issues: [{ message: `is ${mood}`, path: [{ key: "mood" }] }] };
+            return { value: new Mood(mood) };
+          },
+          jsonSchema: {
+            input: ({ target }) => {
+              targets.push(target);
+              return { type: "object", properties: { mood: { enum: ["calm", "angry"] } } };
+            },
+          },
+        },
+      });
+      const found = await client.extract("test/spans", "a text", { schema: standard(["calm", "angry"]) });
+      const made: Mood = found.data!;
+      check(made instanceof Mood && ["calm", "angry"].includes(made.name), "an instance");
+      equal(targets, ["draft-2020-12"]);
+      const unfit = await client.extract("test/spans", "a text", { schema: standard([]) });
+      check(unfit.error?.message.includes(`mood: is ${made.name}`), String(unfit.error));
+      const odd = { "~standard": { validate: () => ({}) } } as unknown as StandardSchema;
+      const both = { schema: standard([]), params: { output_schema: {} } };
+      for (const [options, word] of [[{ schema: odd }, "JSON Schema"], [both, "output_schema"]] as const) {
+        const refused = await thrown(client.extract("test/spans", "a text", options));
+        check(refused instanceof InvalidInputError && refused.message.includes(word) && refused.param === "schema", String(refused));
+      }
     },
 
     async "a redacted text is restored, in both kinds of offsets"() {

@@ -369,17 +369,57 @@ def extract(
 
 
 def _json_schema(schema: type[Any]) -> dict[str, Any]:
-    own = getattr(schema, "model_json_schema", None)  # method of pydantic models; pydantic need not be installed
-    return dict(own() if own is not None else msgspec.json.schema(schema))
+    if not isinstance(schema, type):
+        message = f"schema: expected a class, got {type(schema).__name__}: a JSON Schema is given as output_schema"
+        raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"})
+    try:
+        stated = _pydantic(schema).json_schema() if _is_of_pydantic(schema) else msgspec.json.schema(schema)
+    except Exception as error:  # pydantic and msgspec raise many kinds, for types that JSON has not
+        message = f"schema: {schema.__name__} has a field without a JSON Schema: {error}"
+        raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"}) from error
+    return dict(_unrestricted(stated))
+
+
+# keywords that only restrict a value: the model cannot obey them, and the class checks its instances itself
+_RESTRICTIONS = frozenset(
+    {"format", "pattern", "minLength", "maxLength", "multipleOf", "minItems", "maxItems", "uniqueItems"}
+)
+
+
+def _unrestricted(schema: Any) -> Any:
+    """Return a JSON Schema without the keywords that only restrict values."""
+    if isinstance(schema, list):
+        return [_unrestricted(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {}
+    for keyword, value in schema.items():
+        if keyword in ("properties", "$defs"):
+            parts[keyword] = {name: _unrestricted(part) for name, part in value.items()}
+        elif keyword not in _RESTRICTIONS:
+            parts[keyword] = _unrestricted(value) if keyword in ("items", "anyOf", "oneOf") else value
+    return parts
+
+
+def _is_of_pydantic(schema: type[Any]) -> bool:
+    return hasattr(schema, "__pydantic_core_schema__")  # models and dataclasses of pydantic
+
+
+def _pydantic(schema: type[Any]) -> Any:
+    from pydantic import TypeAdapter  # no requirement: who has such a class has the package
+
+    return TypeAdapter(schema)
 
 
 def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fails: bool) -> None:
     """Replace `data` by an instance of `schema`. If it does not fit, set `error` of the result; with `fails`, raise the
     error instead.
     """
-    validate = getattr(schema, "model_validate", None)
     try:
-        result["data"] = validate(result["data"]) if validate else msgspec.convert(result["data"], schema)
+        if _is_of_pydantic(schema):
+            result["data"] = _pydantic(schema).validate_python(result["data"])
+        else:
+            result["data"] = msgspec.convert(result["data"], schema)
     except (ValueError, msgspec.ValidationError) as fault:
         message = f"items[{place}]: its values do not make a {schema.__name__}: {fault}"
         if fails:

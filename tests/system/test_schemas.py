@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
@@ -102,6 +104,46 @@ def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
     assert (one.mood, one.is_late, one.buyer) == (order.mood, order.is_late, order.buyer)
     for model in (CLASSES, NLI):
         assert isinstance(sie.extract(model, TEXT, schema=Decided)["data"], Decided)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Restricted(pydantic.BaseModel):
+    """Fields that a model cannot obey, and that the class checks itself."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    buyer: Annotated[str, pydantic.Field(min_length=1, max_length=99, alias="buyerName", description="the machine")]
+    hour: int = pydantic.Field(ge=0, le=24, multiple_of=1)
+    colours: set[Colour]
+    mood: Colour = Colour.RED
+    day: datetime.date | None = None
+
+
+@pydantic.dataclasses.dataclass
+class Hour:
+    hour: int = pydantic.Field(ge=0)
+
+
+class MsgspecHour(msgspec.Struct, rename="camel"):
+    at_hour: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)]
+    colour: Colour
+    buyer: Annotated[str, msgspec.Meta(max_length=500)] | None = None
+
+
+def test_restrictions_that_no_model_obeys_are_checked_by_the_class(sie: SIEClient) -> None:
+    text = "queue worker 12 river"
+    found = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
+    assert "day" in found["error"]["message"]  # a word of the text is no date
+    made = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
+    assert isinstance(made, Restricted)
+    assert (made.hour, made.day, made.buyer in text, made.colours <= set(Colour)) == (12, None, True, True)
+    assert sie.extract(SPANS, text, schema=Hour, threshold=0.0)["data"] == Hour(12)
+    other = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
+    assert (other.at_hour, other.colour in Colour) == (12, True)
 
 
 class Impossible(msgspec.Struct):

@@ -252,7 +252,7 @@ def test_the_limits_are_inclusive() -> None:
 def test_a_class_that_contains_itself_is_too_deep() -> None:
     tree = of({"name": STRING, "below": {"$ref": "#/$defs/tree"}})
     error = refused({"$ref": "#/$defs/tree", "$defs": {"tree": tree}})
-    assert error.param == f"{PATH}.$defs.tree"
+    assert error.param == f"{PATH}.$defs.tree.properties.below"
     assert "too deep" in error.message
 
 

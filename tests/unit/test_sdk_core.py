@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pandas
 import polars
 import pyarrow
+import pydantic
 import pytest
 
 import sie_client
@@ -839,3 +841,32 @@ def test_the_usage_of_a_call_has_the_images_and_the_cached_items_of_all_parts() 
         "cached_items": 1,
         "cached_tokens": 3,
     }
+
+
+class Plain:
+    who: str
+
+
+class Mixed(msgspec.Struct):
+    who: Plain
+
+
+class Called(pydantic.BaseModel):
+    who: Callable[[], int]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object"}, "schema: expected a class, got dict: a JSON Schema is given as output_schema"),
+        (Plain, "schema: Plain has a field without a JSON Schema"),
+        (Mixed, "schema: Mixed has a field without a JSON Schema"),
+        (Called, "schema: Called has a field without a JSON Schema"),
+    ],
+)
+def test_a_class_without_a_json_schema_is_refused_before_anything_is_sent(schema: Any, text: str) -> None:
+    with (
+        sie_client.SIEClient("http://127.0.0.1:9", api_key=None) as client,
+        pytest.raises(sie_client.InvalidInputError, match=text),
+    ):
+        client.extract("org/model", "a text", schema=schema)

@@ -33,7 +33,7 @@ from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading.checkpoint import empty_model
 from sie_adapter.loading.modules import read_modules
-from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted, load_tokenizer
+from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted, text_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, PackedBatch
@@ -134,7 +134,7 @@ class TextEncoder(PackedModel):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         modules = read_modules(folder)
-        tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
+        tokenizer = text_tokenizer(modules, entry.load)
         model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
         is_decoder = families.row(entry.family).reads_answer or isinstance(model, GenericForSequenceClassification)
         needs = TokenNeeds.for_family(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
@@ -144,7 +144,7 @@ class TextEncoder(PackedModel):
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         super().__init__(entry, compute)
         modules = read_modules(folder)
-        tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
+        tokenizer = text_tokenizer(modules, load)
         samples = samples_of(entry.family, compute)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)

@@ -43,7 +43,7 @@ from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.late_interaction import Filling, late_interaction
 from sie_adapter.loading.modules import Modules, output_width, pooled_width
-from sie_adapter.loading.tokenizer import fitted, special_ids
+from sie_adapter.loading.tokenizer import fitted, special_ids, tokenizer_limit
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
 from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry, poolings
@@ -149,7 +149,9 @@ class Builder:
         if "sparse" in outputs:
             heads["sparse"] = self._sparse()
             query_weights = self._query_weights()
-            query = Side(special=False) if query_weights else query
+            if query_weights:
+                own = self.modules.query_folder
+                query = Side(special=False, limit=(own and tokenizer_limit(own)) or 0)
         if "multivector" in outputs:
             heads["multivector"], query, document, filling = self._multivector()
         width = outputs.get("multivector", 0)

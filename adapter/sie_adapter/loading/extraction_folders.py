@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sie_adapter.loading.tokenizer import UNLIMITED, tokenizer_limit
 from sie_store.folder_files import read_json
 
 # tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
-UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
 # If the encoder has no limit, a window of words may have up to this number of tokens per word. The package sets no
 # limit on tokens, although it counts a Chinese clause, which has many, as one word.
@@ -37,12 +37,6 @@ def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
     if raw.get("model_type") == "GLiClass" or "GLiClassModel" in (raw.get("architectures") or ()):
         return _gliclass(raw)
     return None
-
-
-def tokenizer_limit(folder: Path) -> int | None:
-    """Return the limit of the tokenizer in tokens; None if its configuration has none."""
-    limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return int(limit) if limit and limit < UNLIMITED else None
 
 
 def _gliner(folder: Path) -> Described:

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from sie_adapter.loading.checkpoint import stored_rows
-from sie_adapter.loading.extraction_folders import UNLIMITED, Described, tokenizer_limit
+from sie_adapter.loading.extraction_folders import Described
 from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
-from sie_adapter.loading.tokenizer import read_tokenizer
+from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
 # prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor

@@ -27,11 +27,11 @@ from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.loading.chat_pairs import pair_pieces
 from sie_adapter.loading.checkpoint import ENCODERS, construction, stored_rows
 from sie_adapter.loading.comparison import compare_files, quiet
-from sie_adapter.loading.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
+from sie_adapter.loading.extraction_folders import described_by_package
 from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
-from sie_adapter.loading.tokenizer import read_tokenizer
+from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
@@ -168,6 +168,11 @@ def _static(folder: Path, report: Inspection) -> None:
 def _transformer(folder: Path, report: Inspection) -> None:
     _refuse_other_folders(folder)
     modules = read_modules(folder)
+    if (modules.folder / "adapter_config.json").is_file():
+        raise incompatible(
+            f"{modules.folder} has adapter_config.json beside config.json, which would be left out: merge the adapter "
+            "into the weights, or move it to a folder that run.lora of a profile names",
+        )
     with reading(modules.folder / "config.json"):
         config = _config(modules.folder)
         backbone = _empty_backbone(config)
@@ -196,9 +201,9 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # A folder with one of these modules lists a Normalize if rows are normalised. In older formats, rows are always
+    # A folder of sentence-transformers lists a Normalize if rows are normalised. In older formats, rows are always
     # normalised.
-    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):
+    if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
             f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
@@ -231,11 +236,6 @@ def _refuse_other_folders(folder: Path) -> None:
     if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
         raise load_failed(
             "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise incompatible(
-            f"{folder} has adapter_config.json beside config.json, which would be left out: merge the adapter into the "
-            "weights, or move it to a folder that run.lora of a profile names",
         )
     if not any(folder.rglob("*.safetensors")):
         pickled = next(iter(sorted(folder.rglob("pytorch_model.bin"))), None)
@@ -330,16 +330,24 @@ def _outputs(
     if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
         report.findings.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
-    late = {"Dense", "MultiVectorMask", "HierarchicalTokenPooling"}
-    if "Pooling" not in modules.kinds and late & set(modules.kinds):
+    if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or _is_of_rows(folder, modules)):
         width = modules.width(config.hidden_size)
         report.findings.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}
+    if modules.kinds and "Pooling" not in modules.kinds:
+        raise incompatible("modules.json lists no Pooling, so no file says how tokens become one vector")
     width = modules.width(config.hidden_size)
     report.findings.append(
         f"dense, {width} wide: {'its layers' if modules.layers or modules.token_layers else 'config.json'}"
     )
     return {"dense": width}
+
+
+def _is_of_rows(folder: Path, modules: Modules) -> bool:
+    """Return whether sentence-transformers saved the folder as a model of late interaction."""
+    return read_json(folder / MODEL_FILE).get("model_type") == "MultiVectorEncoder" or bool(
+        {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds)
+    )
 
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
@@ -488,14 +496,14 @@ def _prompts(folder: Path, report: Inspection) -> None:
     default = model.get("default_prompt_name")
     if default is not None and default not in stored:
         raise incompatible(f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have")
-    document = stored.get("document") or stored.get("passage") or stored.get(default)
-    chosen = {"query": stored.get("query"), "document": document}
     prompts = {}
-    for side, prompt in (stored | chosen).items():
+    for side, prompt in stored.items():
         if not prompt:
             continue
+        if side == "default_instruction" or "{text}" in prompt or "{instruction}" in prompt:
+            raise incompatible(f"{MODEL_FILE}: the prompt {side} is {prompt!r}, which is no text here but a template")
         prompts[side] = f"{prompt}{{text}}"
-        if side in chosen and (taught := _INSTRUCTION.fullmatch(prompt)):
+        if side in ("query", "document") and (taught := _INSTRUCTION.fullmatch(prompt)):
             prompts[side] = f"{taught[1]}{{instruction}}{taught[3]}{{text}}"
             prompts["default_instruction"] = taught[2]
     if prompts:
@@ -504,6 +512,12 @@ def _prompts(folder: Path, report: Inspection) -> None:
         report.findings.append(f"prompts {names}: config_sentence_transformers.json")
     if stored.get(default):
         report.entry["default_prompt_name"] = default
+    unused = [name for name in (default, "passage", "corpus") if stored.get(name) and name not in ("query", "document")]
+    if unused and not stored.get("document"):
+        report.assumed.append(
+            f"documents get no prompt, as by encode_document of sentence-transformers: {unused[0]} applies where "
+            f"prompt_name names it, or as prompts.document of the entry"
+        )
 
 
 def _licence(folder: Path) -> str:

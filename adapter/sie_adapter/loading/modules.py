@@ -72,6 +72,9 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
+_POOLERS = ("Pooling", "SpladePooling", "LogitScore")  # modules that make one vector or score of a text
+_LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
+_LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
 # arguments of from_pretrained that change only the speed, or where the weights are stored
@@ -119,13 +122,14 @@ class Modules:
     states of late interaction; `token_layers` to states before pooling.
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
-    weights of token ids in queries, float32 [ids], if queries need no pass. `normalizes`: the last module is a
-    Normalize.
+    weights of token ids in queries, float32 [ids], if queries need no pass; then `query_folder` has their tokenizer.
+    `normalizes`: the last module is a Normalize.
     """
 
     root: Path
     folder: Path
     query_weights: Tensor | None = None
+    query_folder: Path | None = None
     kinds: tuple[str, ...] = ()
     pooling: str = ""
     layers: tuple[nn.Module, ...] = ()
@@ -206,9 +210,10 @@ def read_modules(folder: Path) -> Modules:
     if entries is None:
         return Modules(folder, folder, transformer=read_transformer(folder))
     listed = _listed(folder, entries)
-    query_weights = None
+    query_weights = query_folder = None
     if [kind for kind, _ in listed] == ["Router"]:
-        listed, query_weights = _routes(listed[0][1])
+        listed, query_folder = _routes(listed[0][1])
+        query_weights = tensor(query_folder, "weight")
     kinds = tuple(kind for kind, _ in listed)
     if not kinds or kinds[0] not in (*_BACKBONES, STATIC):
         raise incompatible(
@@ -236,7 +241,8 @@ def read_modules(folder: Path) -> Modules:
                 pooling, pooled_at = _pooling(place, config), len(steps)
         elif kind == "Dense":
             with reading(place / "config.json"):
-                steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
+                default = _VECTOR if "Pooling" in kinds or is_static else _TOKENS
+                steps.append((kind, _feature(kind, place, config, default), _dense(place, config)))
         elif kind == "LayerNorm":
             with reading(place / "config.json"):
                 steps.append((kind, _VECTOR, _layer_norm(place, config)))
@@ -246,7 +252,9 @@ def read_modules(folder: Path) -> Modules:
         elif kind == "MultiVectorMask" and clustered_at is not None:
             raise incompatible("modules.json lists a MultiVectorMask after the HierarchicalTokenPooling")
         elif kind == "Normalize":
-            steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
+            steps.append((kind, _feature(kind, place, config, _VECTOR), Normalization()))
+        elif kind == "Dropout" and not (is_static or settings.keys() & {"Pooling", "SpladePooling"}):
+            raise incompatible("modules.json has a Dropout without a Pooling before it")
         elif kind == "SpladePooling":
             _check_splade(config)
             if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
@@ -255,8 +263,9 @@ def read_modules(folder: Path) -> Modules:
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise incompatible(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
-    _check_steps(steps, pooled_at, clustered_at)
     model = read_json(folder / MODEL_FILE)
+    _check_output(kinds, [kind for kind, _, _ in steps], transformer, model)
+    _check_steps(steps, pooled_at, clustered_at)
     if (width := model.get("truncate_dim")) and pooled_at is not None:
         steps.append(("Truncation", _VECTOR, Truncation(width)))
     max_entries = model.get("max_active_dims") or 0
@@ -272,6 +281,7 @@ def read_modules(folder: Path) -> Modules:
         folder,
         folder_of_transformer,
         query_weights,
+        query_folder,
         kinds,
         pooling,
         tuple(layers),
@@ -325,14 +335,29 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
     return config
 
 
-def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
+def _feature(kind: str, place: Path, config: Mapping[str, Any], default: str) -> str:
     """Return the name of the feature (for example sentence_embedding) that a Dense or a Normalize module changes."""
-    default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
     if name not in (_TOKENS, _VECTOR) or result != name:
         raise incompatible(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
     return str(name)
+
+
+def _check_output(
+    kinds: tuple[str, ...], layers: list[str], transformer: TransformerSettings, model: Mapping[str, Any]
+) -> None:
+    """Refuse modules and settings of another kind of model than the one that the modules make."""
+    poolers = [kind for kind in kinds if kind in _POOLERS]
+    late = [kind for kind in kinds if kind in _LATE]
+    if len(poolers) > 1 or (poolers and late):
+        raise incompatible(f"modules.json lists {', '.join([*poolers, *late])}, which no model here has together")
+    if layers and poolers and poolers != ["Pooling"]:
+        raise incompatible(f"modules.json lists a {layers[0]} beside the {poolers[0]}, which this adapter does not run")
+    if poolers and (lengths := [name for name in _LATE_LENGTHS if transformer.raw.get(name)]):
+        raise incompatible(f"{transformer.file} has {lengths[0]}, which is read only in models of late interaction")
+    if model.get("max_active_dims") and "SpladePooling" not in kinds:
+        raise incompatible(f"{MODEL_FILE} has max_active_dims, and modules.json lists no SpladePooling")
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
@@ -344,8 +369,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
     ):
         raise incompatible("modules.json has another module than Normalize after the HierarchicalTokenPooling")
     if pooled_at is None:
-        if "LayerNorm" in [kind for kind, _, _ in steps]:
-            raise incompatible("modules.json has a LayerNorm without a Pooling before it")
+        if unfit := [kind for kind, feature, _ in steps if feature == _VECTOR]:
+            raise incompatible(f"modules.json has a {unfit[0]} of {_VECTOR} without a Pooling before it")
         return
     for number, (kind, feature, _) in enumerate(steps):
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
@@ -409,9 +434,9 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     return "message" in config
 
 
-def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """Return the modules for documents and the weights for queries, for a Router whose queries need no pass. Refuse
-    other Routers.
+def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
+    """Return the modules for documents and the folder of the weights for queries, for a Router whose queries need no
+    pass. Refuse other Routers.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}
@@ -425,8 +450,7 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
             f"modules.json lists a Router of {listed}; expected query: SparseStaticEmbedding; document: a masked LM, "
             "SpladePooling",
         )
-    weights = tensor(folder / structure["query"][0], "weight")
-    return [(kinds[module], folder / module) for module in structure["document"]], weights
+    return [(kinds[module], folder / module) for module in structure["document"]], folder / structure["query"][0]
 
 
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 
-from sie_adapter.loading.modules import TransformerSettings
+from sie_adapter.loading.modules import Modules, TransformerSettings
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import incompatible, load_failed
+from sie_store.folder_files import read_json
 
 # names of files that have a vocabulary in published model folders
 _FILES = (
@@ -81,6 +82,7 @@ class TokenNeeds(NamedTuple):
         )
 
 
+UNLIMITED = 1 << 24  # a larger model_max_length stands for no limit
 _NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
@@ -103,6 +105,12 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
     except Exception as error:  # transformers documents no narrower exception for a tokenizer that cannot be read
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise incompatible(f"{cause}: {_REMEDY}") from error
+
+
+def tokenizer_limit(folder: Path) -> int | None:
+    """Return the limit of the tokenizer in tokens; None if its configuration has none."""
+    limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return int(limit) if limit and limit < UNLIMITED else None
 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -133,6 +141,27 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
             raise incompatible("load.append_eos is set and the tokenizer has no end token")
         return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
     return bare
+
+
+def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
+    """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if queries
+    that are looked up have another tokenizer than documents.
+    """
+    tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
+    if modules.query_folder is not None:
+        own = bare_tokenizer(read_tokenizer(modules.query_folder, trust_remote_code=load.trust_remote_code))
+        if _reading(own) != _reading(tokenizer):
+            raise incompatible(
+                "router_config.json gives queries another tokenizer than documents, which this adapter does not run"
+            )
+    return tokenizer
+
+
+def _reading(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what decides the ids of a text without special tokens around it."""
+    state = json.loads(tokenizer.to_str())
+    added = {token["content"]: token["id"] for token in state["added_tokens"]}
+    return {"added": added, **{part: state[part] for part in ("normalizer", "pre_tokenizer", "model")}}
 
 
 def with_normalizers(tokenizer: Tokenizer, steps: Sequence[Any]) -> Tokenizer:

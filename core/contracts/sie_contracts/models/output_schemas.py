@@ -181,8 +181,9 @@ class _SchemaReader:
         for key, member in self._members(inner):
             value = self._items(member) if member.kind == "array" else member
             if value.kind == "object":
+                place = f"{inner.path}.properties.{_shown(key)}"
                 raise InvalidInput.at(
-                    value.path, "too deep: one level of objects is allowed, with values and lists of values"
+                    place, "too deep: one level of objects is allowed, with values and lists of values"
                 )
             members.append((key, member, value))
         if not members:
@@ -310,7 +311,7 @@ def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
         if schema != {"type": "null"}
     ]
     if len(rest) != 1 or len(alternatives) != 2:
-        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}')
+        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}: a value has one type')
     [(index, schema)] = rest
     return f"{path}[{index}]", schema
 
@@ -345,7 +346,8 @@ def _check_keywords(path: str, schema: dict[str, Any], allowed: frozenset[str]) 
     for keyword in schema:
         if keyword not in allowed | _ANNOTATIONS:
             place = f"{path}.{_shown(keyword)}"
-            raise InvalidInput.at(place, f"is not supported, only {', '.join(sorted(allowed))}")
+            fix = "a value is taken from the text as it is, so leave the keyword out and check the value yourself"
+            raise InvalidInput.at(place, f"is not supported, only {', '.join(sorted(allowed))}: {fix}")
 
 
 def _check_name(path: str, name: Any) -> None:

@@ -1,0 +1,60 @@
+// Values by a schema: what is sent, and what the values of a reply become.
+
+import { isMap } from "./calls.js";
+import { invalid } from "./errors.js";
+import type { JSONSchema, StandardSchema } from "./types.js";
+
+type Values = Record<string, unknown>;
+
+/** What the model fills in. Throws InvalidInputError for a schema without a JSON Schema. */
+export function jsonSchema(schema: unknown): JSONSchema {
+  const standard = isMap(schema) || typeof schema === "function" ? (schema as Partial<StandardSchema>)["~standard"] : undefined;
+  if (standard === undefined && isMap(schema)) return schema;
+  if (typeof standard?.jsonSchema?.input !== "function") {
+    throw invalid("schema: expected a JSON Schema, or a schema of a library that gives one, such as zod 4.2", "schema");
+  }
+  try {
+    return standard.jsonSchema.input({ target: "draft-2020-12" });
+  } catch (error) {
+    throw invalid(`schema: ${(error as Error).message}`, "schema", error);
+  }
+}
+
+/** The values as the schema types them. Throws an Error that names the value that is missing or does not fit. */
+export async function typed(schema: JSONSchema | StandardSchema, values: Values): Promise<unknown> {
+  const standard = (schema as Partial<StandardSchema>)["~standard"];
+  if (standard === undefined) {
+    const missing = firstMissing(schema as JSONSchema, values, "");
+    if (missing) throw new Error(`${missing} was not found`);
+    return values;
+  }
+  const { issues, ...made } = await standard.validate(values);
+  const [issue] = issues ?? [];
+  if (issue) throw new Error(`${(issue.path ?? []).map(step).join(".")}: ${issue.message}`);
+  return made.value;
+}
+
+function step(part: unknown): string {
+  return String(isMap(part) ? part["key"] : part);
+}
+
+/** The path of a required value that is not there. The server fills in nothing that the schema does not have. */
+function firstMissing(schema: JSONSchema, value: unknown, path: string): string | undefined {
+  const { required, properties, items, anyOf, oneOf } = schema;
+  if (Array.isArray(value)) return first(value.map((one, place) => firstMissing(part(items), one, `${path}[${place}]`)));
+  if (!isMap(value)) return undefined;
+  const options = (anyOf ?? oneOf) as JSONSchema[] | undefined;
+  if (options) return first(options.map((option) => firstMissing(option, value, path)));
+  const prefix = path && `${path}.`;
+  const absent = ((required ?? []) as string[]).find((name) => value[name] === undefined);
+  if (absent !== undefined) return prefix + absent;
+  return first(Object.entries(part(properties)).map(([name, inner]) => firstMissing(part(inner), value[name], prefix + name)));
+}
+
+function part(schema: unknown): JSONSchema {
+  return isMap(schema) ? schema : {};
+}
+
+function first(paths: (string | undefined)[]): string | undefined {
+  return paths.find((path) => path !== undefined);
+}
