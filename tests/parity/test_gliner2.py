@@ -23,9 +23,9 @@ from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
-from sie_adapter.families import gliner2 as family
+from sie_adapter.extractors import gliner2 as family
+from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliner2 import Gliner2Model
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
 

@@ -133,7 +133,7 @@ class ExtractParams(_Params, kw_only=True):
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
     relation_labels: Annotated[
-        Texts, Meta(description="GLiNER with relations: the relations to look for between the entities.")
+        Texts, Meta(description="GLiNER with relations, GLiNER2: the relations to look for.")
     ] = UNSET
     relation_threshold: Annotated[
         Number, Meta(description="The least score of a relation, from 0 to 1. The default is `threshold`.")

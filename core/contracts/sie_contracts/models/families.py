@@ -34,6 +34,7 @@ class Family:
     reads_answer: bool = False  # the model is a decoder that scores: the score is the probability of its next token
     takes_lora: bool = False
     needs_labels: bool = False  # an extraction must name labels
+    relates_alone: bool = False  # an extraction with `relation_labels` needs no other labels
     # an extraction must have an instruction, for example the question that the text answers
     needs_instruction: bool = False
     reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
@@ -132,7 +133,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             separates_pairs=True,
         ),
         "gliner": Family(
-            implementation="sie_adapter.families.gliner:GlinerModel",
+            implementation="sie_adapter.extractors.gliner:GlinerModel",
             parameters=frozenset(
                 {"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}
             ),
@@ -142,7 +143,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliner-relations": Family(
-            implementation="sie_adapter.families.gliner_relations:GlinerRelationModel",
+            implementation="sie_adapter.extractors.gliner_relations:GlinerRelationModel",
             parameters=frozenset({"threshold", "flat_ner", "multi_label", "relation_labels", "relation_threshold"}),
             config_file="gliner_config.json",
             needs_labels=True,
@@ -150,12 +151,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliner2": Family(
-            implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
+            implementation="sie_adapter.extractors.gliner2:Gliner2Model",
+            parameters=frozenset({"threshold", "multi_label", "task", "relation_labels", "relation_threshold"})
+            | _ANSWERS,
             needs_labels=True,
+            relates_alone=True,
         ),
         "glirel": Family(
-            implementation="sie_adapter.families.glirel:GlirelModel",
+            implementation="sie_adapter.extractors.glirel:GlirelModel",
             parameters=frozenset({"threshold", "top_k"}),
             config_file="glirel_config.json",
             needs_labels=True,
@@ -164,7 +167,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliclass": Family(
-            implementation="sie_adapter.families.gliclass:GliclassModel",
+            implementation="sie_adapter.extractors.gliclass:GliclassModel",
             parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
             needs_labels=True,
         ),

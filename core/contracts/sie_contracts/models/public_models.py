@@ -90,7 +90,7 @@ _KINDS: Mapping[str, _Kind] = {
     "Owlv2Adapter": _DETECTOR,
     "GLiNERAdapter": _GLINER,
     "GLiNERBiAdapter": _GLINER,
-    "GLiNER2Adapter": _Kind("gliner2", ("entities",)),
+    "GLiNER2Adapter": _Kind("gliner2", ("entities", "relations")),
     "GLiNER2EntitiesAdapter": _Kind("gliner2", ("entities",)),
     "GLiNER2ClassificationAdapter": _Kind("gliner2", ("classifications",)),
     "GLiNER2DecideAdapter": _Kind("gliner2", ("classifications",)),
