@@ -1,5 +1,6 @@
-"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types and the relations that
-a request names, or scores for the classes of a request, if the entry has the output classifications.
+"""GLiNER2, by the package `gliner2`: entities of the types and the relations that a request names, or scores for the
+classes of a request, if the entry has the output classifications. Models score all spans of words up to a width, or are
+of the boundary architecture (`gliner2_boundary.py`), which has neither relations nor records here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -34,6 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.schema_answers import LEAST
+from sie_adapter.extractors.gliner2_boundary import Candidate, bounded_entities, window_candidates
 from sie_adapter.extractors.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
 from sie_adapter.extractors.gliner2_relations import FIELDS, WordPair, relations_of_text, window_relations
 from sie_adapter.families.extraction import (
@@ -78,6 +80,7 @@ T = TypeVar("T")
 # the model predicts no object.
 _Logits = Sequence[Tensor | None]
 Kind = Literal["entities", "relations", "classifications", "json_structures"]
+_SHARED_WORDS = 16  # least number of words that windows share, if spans may have any width
 _TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
 
@@ -183,6 +186,12 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         self._classifies = "classifications" in entry.outputs
         if self._classifies and "entities" in entry.outputs:
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
+        self._is_boundary = self._model.architecture == "boundary"
+        if self._is_boundary and "relations" in entry.outputs:
+            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which this family lacks")
+        settings = self._model.boundary_settings if self._is_boundary else None
+        self._temperature: float = settings.classification_temperature if settings else 1.0
+        self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -208,9 +217,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             TextWindow(index, *bounds)
             for index, own in enumerate(words)
             if index not in errors
-            for number, bounds in enumerate(
-                windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
-            )
+            for number, bounds in enumerate(windows(np.diff(own.places).tolist(), room, room, self._shared_words))
             if number == 0 or not prompt.is_classification
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
@@ -225,6 +232,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
         if prepared.prompt.is_classification:
             return self._classes(texts, options, prepared)
+        if self._is_boundary:
+            return self._bounded_entities(texts, options, prepared)
         if isinstance(options.part, TextRecord):
             return self._records(texts, options, options.part, prepared)
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
@@ -259,9 +268,32 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             states = self._model.encode_tokens(batch)
             _, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
             for at, own in zip(read, marks, strict=True):
-                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1)
+                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1) / self._temperature
                 results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
         return results
+
+    def _bounded_entities(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
+        thresholds = [by_label.get(label, least) for label in prepared.labels]
+        errors = dict(prepared.errors)
+        by_text: list[dict[TextWindow, list[Candidate]]] = [{} for _ in texts]
+        for read, batch in prepared.passes:
+            batch = batch.to(self._device)
+            states = self._model.encode_tokens(batch)
+            words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+            for at, own, task in zip(read, words, marks, strict=True):
+                candidates = window_candidates(self._model, own, torch.stack(list(task[0][1:])), at, thresholds)
+                if isinstance(candidates, SIEError):
+                    errors[at.text] = candidates
+                else:
+                    by_text[at.text][at] = candidates
+        policy = self._model.boundary_settings.overlap_policy
+        return [
+            errors[index]
+            if index in errors
+            else {"entities": bounded_entities(text, words, own, prepared.labels, policy)}
+            for index, (text, words, own) in enumerate(zip(texts, prepared.words, by_text, strict=True))
+        ]
 
     def _records(
         self, texts: Sequence[str], options: ExtractOptions, record: TextRecord, prepared: Gliner2Texts
@@ -301,6 +333,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Return the prompt of a record, or of these labels. Raises InvalidInput for labels that cannot be used."""
         processor = self._processor
         if isinstance(options.part, TextRecord):
+            if self._is_boundary:
+                message = "output_schema: a GLiNER2 of the boundary architecture answers enums and booleans alone here"
+                raise InvalidInput(message, reason="unsupported_output", param="output_schema")
             return self._record_prompt(options.part)
         if not labels and not relations:
             raise labels_refused("expected at least one")
@@ -503,12 +538,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
     weights.
     """
     from gliner2.configuration import ExtractorConfig
-    from gliner2.inference.engine import SpanExtractor
+    from gliner2.inference.engine import BoundaryExtractor, SpanExtractor
     from gliner2.processor import SchemaTransformer
 
     raw = read_json(folder / "config.json")
-    if (kind := raw.get("architecture") or "span") != "span":
-        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
+    kinds = {"span": SpanExtractor, "boundary": BoundaryExtractor}
+    if (kind := raw.get("architecture") or "span") not in kinds:
+        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs {' or '.join(kinds)}")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
         raise incompatible(f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")
@@ -524,7 +560,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
     # set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
-        model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
+        model = kinds[kind](config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
     # Give the model's table of embeddings as many rows as the weights have. More rows than tokens are normal;

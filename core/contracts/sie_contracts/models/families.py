@@ -45,6 +45,8 @@ class Family:
     # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads, if not those of other families
+    reads_scales: bool = False  # an output schema may have integers with bounds, whose level the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
@@ -170,6 +172,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             implementation="sie_adapter.extractors.gliclass:GliclassModel",
             parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
             needs_labels=True,
+        ),
+        "laya": Family(
+            implementation="sie_adapter.extractors.laya:LayaModel",
+            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
+            config_file="rl_agent_config.json",
+            files=("rl_agent_config.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
+            needs_labels=True,
+            reads_scales=True,
         ),
         "document-reader": Family(
             implementation="sie_adapter.readers.document_reader:DocumentReader",

@@ -437,7 +437,9 @@ def _schema_parts(
     if schema is None:
         return ()
     path, _ = request.get("output_schema")
-    return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans="entities" in entry.outputs)
+    reads_scales = families.row(entry.family).reads_scales
+    finds_spans = "entities" in entry.outputs
+    return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans=finds_spans, reads_scales=reads_scales)
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:

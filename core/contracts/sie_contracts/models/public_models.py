@@ -94,6 +94,7 @@ _KINDS: Mapping[str, _Kind] = {
     "GLiNER2EntitiesAdapter": _Kind("gliner2", ("entities",)),
     "GLiNER2ClassificationAdapter": _Kind("gliner2", ("classifications",)),
     "GLiNER2DecideAdapter": _Kind("gliner2", ("classifications",)),
+    "LayaAdapter": _Kind("laya", ("classifications",)),
     "GLiRELAdapter": _Kind("glirel", ("relations",)),
     "GLiClassAdapter": _Kind("gliclass", ("classifications",)),
     "NLIClassificationAdapter": _CLASSIFIER,
