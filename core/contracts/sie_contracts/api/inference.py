@@ -144,8 +144,8 @@ class ExtractParams(_Params, kw_only=True):
     task: Annotated[
         Text,
         Meta(
-            description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of. "
-            "Laya: `score` for labels that are the levels of a scale."
+            description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of."
+            " Laya: `score` for labels that are the levels of a scale."
         ),
     ] = UNSET
     language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET
