@@ -15,7 +15,7 @@ from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder, on_devi
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.extractors.gliner2 import Gliner2Model
-from sie_adapter.extractors.gliner2_boundary import Candidate, bounded_entities
+from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.models.output_schemas import parts_of_schema
@@ -107,8 +107,13 @@ def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:
     words = types.SimpleNamespace(starts=[0, 2, 4, 6, 8, 10], ends=[1, 3, 5, 7, 9, 11])
     first, second = TextWindow(0, 0, 4), TextWindow(0, 2, 6)
     by_window = {
-        first: [Candidate(0.5, 0, 1, 0), Candidate(0.9, 0, 3, 0), Candidate(0.5, 1, 3, 0), Candidate(0.9, 3, 4, 0)],
-        second: [Candidate(0.6, 2, 3, 0), Candidate(0.8, 3, 6, 0), Candidate(0.7, 5, 6, 1)],
+        first: [
+            BoundedSpan(0.5, 0, 1, 0),
+            BoundedSpan(0.9, 0, 3, 0),
+            BoundedSpan(0.5, 1, 3, 0),
+            BoundedSpan(0.9, 3, 4, 0),
+        ],
+        second: [BoundedSpan(0.6, 2, 3, 0), BoundedSpan(0.8, 3, 6, 0), BoundedSpan(0.7, 5, 6, 1)],
     }
     entities = bounded_entities("a b c d e f", words, by_window, ["x", "y"], "flat")
     assert rows(entities) == [(0, 1, "x", 0.5), (2, 5, "x", 0.5), (6, 11, "x", 0.8), (10, 11, "y", 0.7)]

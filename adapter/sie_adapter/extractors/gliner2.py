@@ -35,7 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.schema_answers import LEAST
-from sie_adapter.extractors.gliner2_boundary import Candidate, bounded_entities, window_candidates
+from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities, window_candidates
 from sie_adapter.extractors.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
 from sie_adapter.extractors.gliner2_relations import FIELDS, WordPair, relations_of_text, window_relations
 from sie_adapter.families.extraction import (
@@ -276,7 +276,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_label.get(label, least) for label in prepared.labels]
         errors = dict(prepared.errors)
-        by_text: list[dict[TextWindow, list[Candidate]]] = [{} for _ in texts]
+        by_text: list[dict[TextWindow, list[BoundedSpan]]] = [{} for _ in texts]
         for read, batch in prepared.passes:
             batch = batch.to(self._device)
             states = self._model.encode_tokens(batch)

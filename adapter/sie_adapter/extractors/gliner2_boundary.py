@@ -20,7 +20,7 @@ from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_f
 from sie_contracts.errors import SIEError
 
 
-class Candidate(NamedTuple):
+class BoundedSpan(NamedTuple):
     """Span of words that may be an entity: its first word, the word after its last, its label as an index."""
 
     score: float
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
 
 def window_candidates(
     model: Any, words: Tensor, labels: Tensor, at: TextWindow, thresholds: Sequence[float]
-) -> list[Candidate] | SIEError:
+) -> list[BoundedSpan] | SIEError:
     """Return the candidates of one window. `words` [words, width] and `labels` [labels, width]: their states. A full
     stop may follow the words of the window; no candidate has it.
     """
@@ -54,7 +54,7 @@ def window_candidates(
         grouped = [[] if is_absent else own for is_absent, own in zip(absent, grouped, strict=True)]
     size = at.stop - at.start
     return [
-        Candidate(score, at.start + start, at.start + end, label)
+        BoundedSpan(score, at.start + start, at.start + end, label)
         for label, own in enumerate(grouped)
         for score, start, end in own
         if 0 <= start < end <= size
@@ -64,7 +64,7 @@ def window_candidates(
 def bounded_entities(
     text: str,
     words: WordPlaces,
-    by_window: Mapping[TextWindow, Sequence[Candidate]],
+    by_window: Mapping[TextWindow, Sequence[BoundedSpan]],
     labels: Sequence[str],
     policy: str,
 ) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def bounded_entities(
     each label.
     """
     order = sorted(by_window, key=lambda at: at.start)
-    by_label: list[list[Candidate]] = [[] for _ in labels]
+    by_label: list[list[BoundedSpan]] = [[] for _ in labels]
     for at, (begin, end) in zip(order, own_ranges(order), strict=True):
         for candidate in by_window[at]:
             if begin <= candidate.start < end:
@@ -96,11 +96,11 @@ _KEYS: dict[str, Any] = {
 }
 
 
-def _clusters(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
     """Yield candidates that overlap, directly or through others. The package's time and memory grow with the square of
     the number of spans.
     """
-    cluster: list[Candidate] = []
+    cluster: list[BoundedSpan] = []
     stop = 0
     for own in sorted(candidates, key=lambda own: (own.start, own.end)):
         if cluster and own.start >= stop:

@@ -348,13 +348,11 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
 
 def _levels(node: _SchemaNode) -> range:
     """Return the integers of a scale. Raises InvalidInput without bounds, and for too many."""
-    bounds = [node.schema.get(keyword) for keyword in ("minimum", "maximum")]
-    if (
-        any(isinstance(bound, bool) or not isinstance(bound, int) for bound in bounds)
-        or len(_BOUNDS & set(node.schema)) > 2
-    ):
+    least, most = node.schema.get("minimum"), node.schema.get("maximum")
+    are_whole = type(least) is int and type(most) is int  # a boolean is an int too
+    if not are_whole or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    levels = range(bounds[0], bounds[1] + 1)
+    levels = range(int(least or 0), int(most or 0) + 1)
     if not 1 <= len(levels) <= MAX_LEVELS:
         raise InvalidInput.at(
             node.path, f"got {len(levels)} levels from minimum to maximum, expected 1 to {MAX_LEVELS}"
