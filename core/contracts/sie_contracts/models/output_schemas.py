@@ -349,10 +349,10 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
 def _levels(node: _SchemaNode) -> range:
     """Return the integers of a scale. Raises InvalidInput without bounds, and for too many."""
     least, most = node.schema.get("minimum"), node.schema.get("maximum")
-    are_whole = type(least) is int and type(most) is int  # a boolean is an int too
-    if not are_whole or len(_BOUNDS & set(node.schema)) > 2:
+    # a boolean is an instance of int too
+    if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    levels = range(int(least or 0), int(most or 0) + 1)
+    levels = range(least, most + 1)
     if not 1 <= len(levels) <= MAX_LEVELS:
         raise InvalidInput.at(
             node.path, f"got {len(levels)} levels from minimum to maximum, expected 1 to {MAX_LEVELS}"
