@@ -238,6 +238,29 @@ def gliner2_folder(
     return folder
 
 
+def gliner2_boundary_folder(folder: Path, *, seed: int = 2, **settings: Any) -> Path:
+    """A model of the boundary architecture that the package loads too. `settings` are those of its head."""
+    from gliner2.configuration import ExtractorConfig
+    from gliner2.inference.engine import BoundaryExtractor
+    from gliner2.processor import SchemaTransformer
+
+    tokenizer = _wrapped("unigram", *SchemaTransformer.SPECIAL_TOKENS)
+    backbone = {name: value for name, value in DEBERTA.items() if name != "model_type"}
+    encoder = DebertaV2Config(**{**backbone, "vocab_size": len(tokenizer), "max_position_embeddings": 512})
+    torch.manual_seed(0)
+    config = ExtractorConfig(
+        model_name="no/backbone",
+        architecture="boundary",
+        boundary_head={"boundary_dim": 32, "pair_dim": 32, "record_dim": 32, **settings},
+    )
+    model = BoundaryExtractor(config, encoder_config=encoder, tokenizer=copy.deepcopy(tokenizer))
+    _shake(model, seed)
+    if model.boundary_head.null_projection is not None:
+        model.boundary_head.null_projection.bias.data -= 1.9  # else no text has an entity of any label
+    model.save_pretrained(str(folder))
+    return folder
+
+
 def glirel_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """A folder that the package loads too, beside that of its backbone."""
     from glirel import GLiREL

@@ -45,6 +45,7 @@ ORACLES = {
     "gliner-relations": "gliner, model of UniEncoderSpanRelexGLiNER",
     "gliner2": "gliner2, GLiNER2",
     "glirel": "glirel 1.2.1, GLiREL",
+    "laya": "laya 0.4.15, Agent, which rounds to four digits",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
     "detector": "transformers, GroundingDinoForObjectDetection and Owlv2ForObjectDetection with their processors",
     "document-reader": "transformers, `generate` greedily, by the class and the image processor of each model",

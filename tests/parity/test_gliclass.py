@@ -16,9 +16,9 @@ from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, o
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
-from sie_adapter.families import gliclass as family
+from sie_adapter.extractors import gliclass as family
+from sie_adapter.extractors.gliclass import GliclassModel
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliclass import GliclassModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
 

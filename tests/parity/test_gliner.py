@@ -23,10 +23,10 @@ from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
+from sie_adapter.extractors import gliner as family
+from sie_adapter.extractors.gliner import GlinerModel, WindowResult
 from sie_adapter.families import extraction
-from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
-from sie_adapter.families.gliner import GlinerModel, WindowResult
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
 

@@ -23,9 +23,9 @@ from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
-from sie_adapter.families import gliner2 as family
+from sie_adapter.extractors import gliner2 as family
+from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliner2 import Gliner2Model
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
 
@@ -479,7 +479,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
     config = json.loads((copied / "config.json").read_text())
     encoder = json.loads((copied / "encoder_config" / "config.json").read_text())
     for file, changed, message in (
-        ("config.json", config | {"architecture": "boundary"}, "scores by boundary"),
+        ("config.json", config | {"architecture": "other"}, "scores by other"),
         ("config.json", config | {"counting_layer": "other"}, "no counting layer other"),
         ("encoder_config/config.json", encoder | {"model_type": "none"}, "no encoder none"),
         ("encoder_config/config.json", {}, "has no encoder_config/config.json"),

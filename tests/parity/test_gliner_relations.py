@@ -20,9 +20,9 @@ from parity.gliner_checkpoints import entry_of, gliner_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
-from sie_adapter.families import gliner_relations as family
+from sie_adapter.extractors import gliner_relations as family
+from sie_adapter.extractors.gliner_relations import GlinerRelationModel
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliner_relations import GlinerRelationModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 
 LABELS = ("person", "river mountain", "Engine")

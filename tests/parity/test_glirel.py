@@ -22,7 +22,7 @@ from sie_contracts.wire.messages import Mention
 
 glirel = pytest.importorskip("glirel", reason="the extra glirel is for non-commercial use alone")
 
-from sie_adapter.families.glirel import GlirelModel  # noqa: E402  after its package
+from sie_adapter.extractors.glirel import GlirelModel  # noqa: E402  after its package
 
 LABELS = ("located in", "Works for", "date of")
 KINDS = ("person", "place", "work")

@@ -10,8 +10,8 @@ from oracle import WORDS
 from parity.gliner_checkpoints import entry_of, gliner_folder, on_device
 from redaction_texts import VALUES, redacted_slot
 
+from sie_adapter.extractors.gliner import GlinerModel
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliner import GlinerModel
 from sie_client import restore
 from sie_gateway.dialects.redact import RedactionRules
 

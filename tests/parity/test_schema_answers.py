@@ -17,9 +17,9 @@ from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder,
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
+from sie_adapter.extractors.gliclass import GliclassModel
+from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.families.gliclass import GliclassModel
-from sie_adapter.families.gliner2 import Gliner2Model
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.output_schemas import parts_of_groups, parts_of_schema
 

@@ -187,7 +187,7 @@ async def test_what_a_public_file_does_not_say_stays_as_the_catalogue_has_it(cat
 
 
 async def test_a_public_file_without_a_counterpart_is_refused_by_its_line(catalogue: Api) -> None:
-    text = PUBLIC.replace("BertFlashAdapter", "LayaAdapter")
+    text = PUBLIC.replace("BertFlashAdapter", "GLiFormerAdapter")
     answer = await sent(catalogue, "POST", "/v1/configs/models", text)
     (fault,) = answer.json()["errors"]
     assert (answer.status_code, fault["loc"], fault["line"]) == (422, "$.profiles.default.adapter_path", 10)

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from inspected_models import entry_of, inspected, run
 from overlays import wanted_models
 from parity import (
+    decision_checkpoints,
     detector_checkpoints,
     dual_checkpoints,
     gliner_checkpoints,
@@ -247,7 +248,9 @@ OTHER_FOLDERS: list[Any] = [
     (routed_folder, "text-encoder", {"sparse"}),
     (entailment_folder, "zero-shot-classifier", {"classifications"}),
     (gliner_checkpoints.gliner2_folder, "gliner2", {"entities"}),
+    (gliner_checkpoints.gliner2_boundary_folder, "gliner2", {"entities"}),
     (gliner_checkpoints.gliclass_folder, "gliclass", {"classifications"}),
+    (decision_checkpoints.laya_folder, "laya", {"classifications"}),
 ]
 
 

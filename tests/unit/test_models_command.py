@@ -143,7 +143,7 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
     file = tmp_path / "nested" / "public.yaml"
     file.write_text(PUBLIC)
     (tmp_path / "own.yml").write_text(ENTRY.replace("org/one", "org/own"))
-    (tmp_path / "other.yaml").write_text(PUBLIC.replace("BertFlash", "Laya").replace("org/public", "org/other"))
+    (tmp_path / "other.yaml").write_text(PUBLIC.replace("BertFlash", "GLiFormer").replace("org/public", "org/other"))
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "notes.txt").write_text("no file of a model")
     checked = sie("import", str(tmp_path), "--dry-run", *at)
@@ -154,8 +154,8 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
         "org/public: added",
         "    profiles.default.adapter_options.loadtime.compile: ignored, it has no counterpart",
         f"{tmp_path / 'other.yaml'}: rejected",
-        "    profiles.default.adapter_path (line 8): no family here does what LayaAdapter does; `sie models inspect` "
-        "says which one reads a folder",
+        "    profiles.default.adapter_path (line 8): no family here does what GLiFormerAdapter does; `sie models "
+        "inspect` says which one reads a folder",
         "org/own: added",
         "dry run, nothing is stored: 2 rejected, 2 added",
     ]

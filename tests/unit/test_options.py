@@ -659,6 +659,26 @@ def test_a_threshold_of_relations_is_no_warning_if_it_is_unset_or_the_profile_ha
     assert run_options(Catalogue({own.id: own}).resolve(own.id), body, "extract", strict=True)[1].warnings == ()
 
 
+def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> None:
+    outputs = {"entities": 0, "relations": 0}
+    own = [
+        entry("org/alone", family="gliner2", outputs=outputs),
+        entry("org/between", family="gliner-relations", outputs=outputs),
+        entry("org/entities", family="gliner2", outputs={"entities": 0}),
+    ]
+    catalogue = Catalogue({each.id: each for each in own})
+    body = {"params": {"relation_labels": ["knows"]}}
+    found = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
+    assert (found.run.labels, found.run.parameters["relation_labels"]) == ((), ["knows"])
+    for name, param, reason in (
+        ("org/between", "labels", "labels_required"),
+        ("org/entities", "params.relation_labels", "unsupported_output"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            run_options(catalogue.resolve(name), body, "extract")
+        assert (caught.value.reason, caught.value.param) == (reason, param)
+
+
 @pytest.mark.parametrize("operation", ["encode", "extract"])
 def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
     """With their JSON types, and without a warning: it checks its own."""

@@ -46,6 +46,7 @@ ENTRIES = [
     entry_of("decide", "gliner2", "classifications"),
     entry_of("classes", "gliclass", "classifications"),
     entry_of("nli", "zero-shot-classifier", "classifications"),
+    entry_of("scales", "laya", "classifications"),
     entry_of("gliner", "gliner", "entities"),
     entry_of("tags", "token-classifier", "entities"),
     entry_of(
@@ -279,6 +280,32 @@ def test_a_part_that_a_family_cannot_answer_is_refused_by_name(
     assert (caught.value.reason, caught.value.param) == ("unsupported_output", PATH + place)
     assert f"org/{model} chooses among labels" in caught.value.message
     assert subject in caught.value.message
+
+
+def test_an_integer_with_bounds_is_a_scale_where_the_family_reads_one() -> None:
+    schema = of({"size": {"type": "integer", "minimum": -1, "maximum": 1, "description": "How large?"}})
+    scale = Decision(("size",), ("-1", "0", "1"), (-1, 0, 1), "How large?", is_scale=True)
+    assert parts_of(run("scales", output_schema=schema).run.parameters) == (scale,)
+    nested = run("scales", output_schema=of({"a": schema})).run.parameters
+    assert parts_of(nested) == (msgspec.structs.replace(scale, path=("a", "size")),)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer"}, "minimum and maximum, which are integers"),
+        ({"type": "integer", "minimum": 0.5, "maximum": 2}, "minimum and maximum, which are integers"),
+        ({"type": "integer", "minimum": True, "maximum": 2}, "minimum and maximum, which are integers"),
+        ({"type": "integer", "minimum": 0, "maximum": 2, "exclusiveMaximum": 2}, "minimum and maximum, which are"),
+        ({"type": "integer", "minimum": 0, "maximum": 10}, "got 11 levels"),
+        ({"type": "integer", "minimum": 1, "maximum": 0}, "got 0 levels"),
+        ({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 1}}, "a list of integers"),
+        ({"type": "number", "minimum": 0, "maximum": 1}, "not a number"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        run("scales", output_schema=of({"a": schema}))
 
 
 # options of a run

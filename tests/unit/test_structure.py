@@ -21,7 +21,7 @@ SET_ELSEWHERE = {
     "sie_runtime.http.protocol self.cycle.transport": "uvicorn makes its cycles itself",
     "sie_adapter.packed.backbone model.config.use_cache": "the configuration of a model of transformers",
     "sie_adapter.loading.checkpoint model.config.use_cache": "the configuration of a model of transformers",
-    "sie_adapter.families.gliner_relations self._gliner.model.select_span_target_embedding": "bounds a model of gliner",
+    "sie_adapter.extractors.gliner_relations self._gliner.model.select_span_target_embedding": "bounds its pairs",
     "sie_adapter.families.dual_encoder model.text_model.embeddings": "replaced in a model of transformers",
     "sie_adapter.families.dual_encoder model.text_model.head": "taken out of a model of transformers",
     "sie_adapter.families.colpali language.config.is_causal": "the configuration of a model of transformers",

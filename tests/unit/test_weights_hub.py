@@ -27,6 +27,7 @@ from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of
 from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
 from sie_store.weights.progress import FetchProgress
+from sie_store.weights.selection import wanted_by
 from sie_store.weights.sources import WeightSources
 
 BIG = "model.safetensors"
@@ -247,6 +248,15 @@ def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_p
     manifest = LocalCache(tmp_path).manifest(REPOSITORY, COMMIT)
     assert manifest is not None
     assert manifest.left_out == ("onnx/model.onnx",)
+
+
+def test_a_family_that_names_its_files_has_no_other_fetched() -> None:
+    """The repository of Laya has its other checkpoints in folders beside the files of the first."""
+    wanted = wanted_by(entry(family="laya"))
+    names = ("rl_agent_config.json", BIG, "tokenizer/tokenizer.json", "encoder/config.json", "README.md")
+    others = (f"multilingual/{BIG}", "multilingual/tokenizer/tokenizer.json", "encoder/.x", "config.json")
+    assert [all(map(wanted, names)), any(map(wanted, others))] == [True, False]
+    assert wanted_by(entry())(f"multilingual/{BIG}")
 
 
 def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def by_part(texts: Sequence[str], options: Sequence[ExtractOptions]) -> tuple[li
 def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
     if not options.parts:
         return [options]
-    own = [replace(options, parts=())] if options.labels else []
+    own = [replace(options, parts=())] if options.labels or options.parameters.get("relation_labels") else []
     return own + [_options_of_part(options, part) for part in options.parts]
 
 
@@ -274,6 +274,7 @@ def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
         "entities": [*labelled.get("entities", ()), *answer.entities],
         "classifications": [*labelled.get("classifications", ()), *answer.classifications],
         "data": answer.data,
+        **({"relations": labelled["relations"]} if "relations" in labelled else {}),
     }
 
 

@@ -10,6 +10,8 @@ from sie_adapter.loading.tokenizer import UNLIMITED, tokenizer_limit
 from sie_store.folder_files import read_json
 
 # tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
+UNLIMITED = 1 << 24
+LAYA = "rl_agent_config.json"
 _GLINER_WORDS = 384
 # If the encoder has no limit, a window of words may have up to this number of tokens per word. The package sets no
 # limit on tokens, although it counts a Chinese clause, which has many, as one word.
@@ -32,6 +34,8 @@ def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
     """Return part of an entry for `folder`, whose config.json is `raw`; None unless an extraction package reads it."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
+    if (folder / LAYA).is_file():
+        return _laya(read_json(folder / LAYA))
     if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):
         return _gliner2(folder, raw)
     if raw.get("model_type") == "GLiClass" or "GLiClassModel" in (raw.get("architectures") or ()):
@@ -59,6 +63,16 @@ def _gliner(folder: Path) -> Described:
             f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
         )
     return Described(entry, findings)
+
+
+def _laya(raw: dict[str, Any]) -> Described:
+    entry = {
+        "description": "Typed decisions about a text among the choices of a request, by Laya.",
+        "family": "laya",
+        "outputs": {"classifications": 0},
+        "max_tokens": int(raw.get("max_len", _WINDOW)),
+    }
+    return Described(entry, [f"family laya: {LAYA}"])
 
 
 def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:

@@ -41,6 +41,8 @@ from sie_store.weights.selection import FILES, PICKLED
 
 # files that influence results: all that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
+# folders of a model's parts, as the extraction packages name them
+_PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # prefixes of the model_type of models whose states overflow in float16: Gemma (model card of EmbeddingGemma; ColPali
 # has one as its language model), and T5, which was trained in bfloat16
@@ -118,7 +120,11 @@ def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
 
 def digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256, in hex, of every file that influences results, by its path below `folder`."""
-    places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
+    places = [
+        folder,
+        *(folder / name for name in _PARTS_OF_PACKAGES),
+        *(place for place in _module_folders(folder) if place != folder),
+    ]
     patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
     files = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
     digests = {}

@@ -133,7 +133,7 @@ class ExtractParams(_Params, kw_only=True):
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
     relation_labels: Annotated[
-        Texts, Meta(description="GLiNER with relations: the relations to look for between the entities.")
+        Texts, Meta(description="GLiNER with relations, GLiNER2: the relations to look for.")
     ] = UNSET
     relation_threshold: Annotated[
         Number, Meta(description="The least score of a relation, from 0 to 1. The default is `threshold`.")
@@ -145,6 +145,7 @@ class ExtractParams(_Params, kw_only=True):
         Text,
         Meta(
             description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of."
+            " Laya: `score` for labels that are the levels of a scale."
         ),
     ] = UNSET
     language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET

@@ -34,6 +34,7 @@ class Family:
     reads_answer: bool = False  # the model is a decoder that scores: the score comes from the logits of its next token
     takes_lora: bool = False
     needs_labels: bool = False  # an extraction must name labels
+    relates_alone: bool = False  # an extraction with `relation_labels` needs no other labels
     # an extraction must have an instruction, for example the question that the text answers
     needs_instruction: bool = False
     reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
@@ -44,6 +45,8 @@ class Family:
     # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads, if not those of other families
+    reads_scales: bool = False  # an output schema may have integers with bounds, whose level the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
@@ -132,7 +135,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             separates_pairs=True,
         ),
         "gliner": Family(
-            implementation="sie_adapter.families.gliner:GlinerModel",
+            implementation="sie_adapter.extractors.gliner:GlinerModel",
             parameters=frozenset(
                 {"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}
             ),
@@ -142,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliner-relations": Family(
-            implementation="sie_adapter.families.gliner_relations:GlinerRelationModel",
+            implementation="sie_adapter.extractors.gliner_relations:GlinerRelationModel",
             parameters=frozenset({"threshold", "flat_ner", "multi_label", "relation_labels", "relation_threshold"}),
             config_file="gliner_config.json",
             needs_labels=True,
@@ -150,12 +153,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliner2": Family(
-            implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
+            implementation="sie_adapter.extractors.gliner2:Gliner2Model",
+            parameters=frozenset({"threshold", "multi_label", "task", "relation_labels", "relation_threshold"})
+            | _ANSWERS,
             needs_labels=True,
+            relates_alone=True,
         ),
         "glirel": Family(
-            implementation="sie_adapter.families.glirel:GlirelModel",
+            implementation="sie_adapter.extractors.glirel:GlirelModel",
             parameters=frozenset({"threshold", "top_k"}),
             config_file="glirel_config.json",
             needs_labels=True,
@@ -164,9 +169,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names_backbones=True,
         ),
         "gliclass": Family(
-            implementation="sie_adapter.families.gliclass:GliclassModel",
+            implementation="sie_adapter.extractors.gliclass:GliclassModel",
             parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
             needs_labels=True,
+        ),
+        "laya": Family(
+            implementation="sie_adapter.extractors.laya:LayaModel",
+            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
+            config_file="rl_agent_config.json",
+            files=("rl_agent_config.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
+            needs_labels=True,
+            reads_scales=True,
         ),
         "document-reader": Family(
             implementation="sie_adapter.readers.document_reader:DocumentReader",

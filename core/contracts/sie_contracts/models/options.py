@@ -384,7 +384,12 @@ def _extract(
 ) -> dict[str, Any]:
     path, labels = request.get("labels")
     parts = output_schemas.parts_of(parameters)
-    if labels is None and not parts and needs_labels(entry):
+    relations = parameters.get("relation_labels")
+    if relations and entry.family in FAMILIES and "relations" not in entry.outputs:
+        message = f"{entry.id} has no output relations"
+        raise InvalidInput.at(request.get("relation_labels")[0], message, reason="unsupported_output")
+    is_enough = parts or (relations and families.row(entry.family).relates_alone)
+    if labels is None and not is_enough and needs_labels(entry):
         schema = ", or an output_schema" if "output_schema" in families.row(entry.family).parameters else ""
         raise InvalidInput.at("labels", f"{entry.id} needs the labels to look for{schema}", reason="labels_required")
     if labels is not None and not (
@@ -432,7 +437,9 @@ def _schema_parts(
     if schema is None:
         return ()
     path, _ = request.get("output_schema")
-    return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans="entities" in entry.outputs)
+    reads_scales = families.row(entry.family).reads_scales
+    finds_spans = "entities" in entry.outputs
+    return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans=finds_spans, reads_scales=reads_scales)
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ MAX_FIELDS = 64  # maximum number of properties that have a value, summed over b
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
+MAX_LEVELS = 10  # maximum number of integers between the bounds of a scale
 MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
 YES_NO = ("yes", "no")  # choices that stand for the values of a boolean property of an object
 
@@ -46,7 +47,8 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
     """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores. `values`:
     the value of each label. A boolean has one label: a statement, which is true or false. `is_many`: any number of
-    labels may apply. `question`: description of the property.
+    labels may apply. `is_scale`: the labels are the levels of a scale, in ascending order. `question`: description of
+    the property.
     """
 
     path: tuple[str, ...]
@@ -54,6 +56,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
     values: tuple[Scalar, ...]
     question: str = ""
     is_many: bool = False
+    is_scale: bool = False
 
     @property
     def is_boolean(self) -> bool:
@@ -123,14 +126,17 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
     return tuple(parts)
 
 
-def parts_of_schema(path: str, schema: Any, model: str, *, finds_spans: bool) -> tuple[SchemaPart, ...]:
+def parts_of_schema(
+    path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
+) -> tuple[SchemaPart, ...]:
     """Return the parts of a JSON Schema. `finds_spans`: the model draws values from the text; otherwise a part that
-    needs it is refused with the name of the model.
+    needs it is refused with the name of the model. `reads_scales`: the model chooses the level of an integer with
+    bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
     any_value(path, schema)
-    parts = _SchemaReader(path, schema, model, finds_spans=finds_spans).parts()
+    parts = _SchemaReader(path, schema, model, finds_spans=finds_spans, reads_scales=reads_scales).parts()
     _check_choices(path, parts)
     return parts
 
@@ -151,8 +157,9 @@ class _SchemaNode(msgspec.Struct):
 class _SchemaReader:
     """Reader of a schema: its properties, and one level of objects below them."""
 
-    def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool) -> None:
+    def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool, reads_scales: bool) -> None:
         self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
+        self._decided = ("choice", "boolean", "integer") if reads_scales else ("choice", "boolean")
         self._count = 0
 
     def parts(self) -> tuple[SchemaPart, ...]:
@@ -165,7 +172,7 @@ class _SchemaReader:
             inner = self._items(node) if node.kind == "array" else node
             if inner.kind == "object":
                 parts += self._object(name, node, inner)
-            elif inner.kind in ("choice", "boolean"):
+            elif inner.kind in self._decided:
                 parts.append(self._decision((name,), node, inner))
             else:
                 fields.append(self._field(name, node, inner))
@@ -193,7 +200,7 @@ class _SchemaReader:
             yield TextRecord((name,), name, fields, is_many=is_many, is_nullable=node.is_nullable)
             return
         for key, member, value in members:
-            if value.kind not in ("choice", "boolean"):
+            if value.kind not in self._decided:
                 raise self._spanless(value)
             yield self._decision((name, key), member, value)
 
@@ -203,7 +210,10 @@ class _SchemaReader:
             labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
             return Decision(path, labels, values, description, is_many=node is not inner)
         if node is not inner:
-            raise InvalidInput.at(inner.path, "a list of booleans has no meaning for a text")
+            raise InvalidInput.at(inner.path, f"a list of {inner.kind}s has no meaning for a text")
+        if inner.kind == "integer":
+            levels = _levels(inner)
+            return Decision(path, tuple(map(str, levels)), tuple(levels), description, is_scale=True)
         return Decision(path, (description or path[-1].replace("_", " "),), (True, False))
 
     def _field(self, name: str, node: _SchemaNode, inner: _SchemaNode) -> TextField:
@@ -335,6 +345,20 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
     if not labels or len(set(labels)) < len(labels):
         raise InvalidInput.at(path, "expected at least one choice, and no choice twice")
     return tuple(labels), tuple(chosen)
+
+
+def _levels(node: _SchemaNode) -> range:
+    """Return the integers of a scale. Raises InvalidInput without bounds, and for too many."""
+    least, most = node.schema.get("minimum"), node.schema.get("maximum")
+    # a boolean is an instance of int too
+    if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
+        raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
+    levels = range(least, most + 1)
+    if not 1 <= len(levels) <= MAX_LEVELS:
+        raise InvalidInput.at(
+            node.path, f"got {len(levels)} levels from minimum to maximum, expected 1 to {MAX_LEVELS}"
+        )
+    return levels
 
 
 def _title(node: _SchemaNode, default: str) -> str:

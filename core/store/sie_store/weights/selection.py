@@ -52,6 +52,8 @@ def wanted_by(entry: ModelEntry) -> Wanted:
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))
+    if own := FAMILIES[entry.family].files:
+        return _matching(own)
     pickled = (PICKLED,) if FAMILIES[entry.family].has_pickled_weights else ()
     return _matching((*FILES, *(("*.py",) if runs_code(entry) else ()), *pickled))
 

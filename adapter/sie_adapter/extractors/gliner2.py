@@ -1,5 +1,6 @@
-"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types that a request names,
-or scores for the classes of a request, if the entry has the output classifications.
+"""GLiNER2, by the package `gliner2`: entities of the types and the relations that a request names, or scores for the
+classes of a request, if the entry has the output classifications. Models score all spans of words up to a width, or are
+of the boundary architecture (`gliner2_boundary.py`), which has neither relations nor records here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -12,6 +13,8 @@ in memory. For texts where none of this occurs, the results are equal.
 Classes share a prompt that begins with the name of their task (parameter `task`). Only the first window of a text is
 classified.
 
+Relations share the prompt of the entities (`gliner2_relations.py`).
+
 A record of a schema is a structure of the package: its properties are the labels, and the model predicts how many
 objects a window has. The choices of an object are words before the text.
 """
@@ -22,7 +25,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +35,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.schema_answers import LEAST
+from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities, window_candidates
+from sie_adapter.extractors.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
+from sie_adapter.extractors.gliner2_relations import FIELDS, WordPair, relations_of_text, window_relations
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -53,7 +59,6 @@ from sie_adapter.families.extraction import (
     windows,
     words_with_tokens,
 )
-from sie_adapter.families.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
 from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
@@ -71,7 +76,11 @@ _CANDIDATES = 16384  # largest number of candidate entities of a window; the bes
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
-Kind = Literal["entities", "classifications", "json_structures"]
+# For each task of a window: its logits [objects, labels, words, widths], -inf for spans beyond the last word; None if
+# the model predicts no object.
+_Logits = Sequence[Tensor | None]
+Kind = Literal["entities", "relations", "classifications", "json_structures"]
+_SHARED_WORDS = 16  # least number of words that windows share, if spans may have any width
 _TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
 
@@ -92,20 +101,25 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. `kind`: the package's name of the task. `words`: the prompt as words, for example ( [P]
-    entities ( [E] city [E] person ) ). `marks`: the positions of the words [P] and [E], whose states represent the task
-    and the labels. `owners`: for each token of the prompt, the index of its word. `before`: the tokens of the words
-    with choices, which precede the words of a text. `choices`: for each label the positions of its choices among these
+    """Tokens before each text. A prompt has one task, or the task of the entities and one for each relation. `kinds`:
+    the package's name of each task. `words`: each task as words, for example ( [P] entities ( [E] city [E] person ) ).
+    `marks`: for each task the positions of the words [P] and [E], whose states represent the task and the labels.
+    `owners`: for each token of the prompt, the indices of its word and its task. `before`: the tokens of the words with
+    choices, which precede the words of a text. `choices`: for each label the positions of its choices among these
     words.
     """
 
-    kind: Kind
+    kinds: list[Kind]
     ids: list[int]
-    marks: list[int]
-    words: list[str]
-    owners: list[int]
+    marks: list[list[int]]
+    words: list[list[str]]
+    owners: list[tuple[int, int]]
     before: list[list[int]]
     choices: list[list[int]]
+
+    @property
+    def is_classification(self) -> bool:
+        return self.kinds[0] == "classifications"
 
     @property
     def tokens(self) -> int:
@@ -122,6 +136,11 @@ class _Spans:
     scores: NDArray[np.float64]
 
 
+class _WindowAnswer(NamedTuple):
+    spans: _Spans
+    pairs: list[WordPair]
+
+
 @dataclass(frozen=True)
 class Gliner2Texts:
     """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: index of a
@@ -129,6 +148,7 @@ class Gliner2Texts:
     """
 
     labels: list[str]
+    relations: list[str]
     prompt: _Gliner2Prompt
     words: list[_Gliner2Words]
     errors: dict[int, SIEError]
@@ -143,7 +163,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
     has no entities. An input gets an InvalidInput if the labels cannot be used, or if the text holds a token that the
     model reserves, and an InferenceFailed if a state or score is not finite. With the output `classifications`, a
-    result is that of GliclassModel.
+    result is that of GliclassModel. With the output `relations` and `relation_labels`, it has `relations` [{head, tail,
+    relation, score}], best first; a relation in a long text is found within one window.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -165,6 +186,12 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         self._classifies = "classifications" in entry.outputs
         if self._classifies and "entities" in entry.outputs:
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
+        self._is_boundary = self._model.architecture == "boundary"
+        if self._is_boundary and "relations" in entry.outputs:
+            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which this family lacks")
+        settings = self._model.boundary_settings if self._is_boundary else None
+        self._temperature: float = settings.classification_temperature if settings else 1.0
+        self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -177,7 +204,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> Gliner2Texts:
         labels = list(dict.fromkeys(options.labels))
-        prompt = self._prompt(labels, options)
+        relations = [] if options.part else list(dict.fromkeys(options.parameters.get("relation_labels", ())))
+        prompt = self._prompt(labels, relations, options)
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
             index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
@@ -189,10 +217,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             TextWindow(index, *bounds)
             for index, own in enumerate(words)
             if index not in errors
-            for number, bounds in enumerate(
-                windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
-            )
-            if number == 0 or prompt.kind != "classifications"
+            for number, bounds in enumerate(windows(np.diff(own.places).tolist(), room, room, self._shared_words))
+            if number == 0 or not prompt.is_classification
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
@@ -201,20 +227,39 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             ([read[index] for index in part], self._processor._pad_batch([records[index] for index in part]))
             for part in chosen
         ]
-        return Gliner2Texts(labels, prompt, words, errors, batches, padding_of(lengths, chosen))
+        return Gliner2Texts(labels, relations, prompt, words, errors, batches, padding_of(lengths, chosen))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
-        if prepared.prompt.kind == "classifications":
+        if prepared.prompt.is_classification:
             return self._classes(texts, options, prepared)
+        if self._is_boundary:
+            return self._bounded_entities(texts, options, prepared)
         if isinstance(options.part, TextRecord):
             return self._records(texts, options, options.part, prepared)
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_label.get(label, least) for label in prepared.labels]
-        by_text, errors = self._by_text(prepared, lambda logits, at: _above(logits, at, thresholds))
-        return [
-            errors[index] if index in errors else {"entities": _entities(text, words, spans, prepared.labels)}
-            for index, (text, words, spans) in enumerate(zip(texts, prepared.words, by_text, strict=True))
-        ]
+        least_relation = float(options.parameters.get("relation_threshold", least))
+        first = 1 if prepared.labels else 0  # place of the first relation among the tasks
+
+        def read(logits: _Logits, at: TextWindow) -> _WindowAnswer | SIEError:
+            spans = _above(logits[0] if first else None, at, thresholds)
+            pairs = window_relations(zip(prepared.relations, logits[first:], strict=True), at, least_relation)
+            if isinstance(spans, SIEError):
+                return spans
+            return pairs if isinstance(pairs, SIEError) else _WindowAnswer(spans, pairs)
+
+        by_text, errors = self._by_text(prepared, read)
+        results: list[Result] = []
+        for index, (text, words, answers) in enumerate(zip(texts, prepared.words, by_text, strict=True)):
+            result: dict[str, Any] = {}
+            if first:
+                spans = {at: answer.spans for at, answer in answers.items()}
+                result["entities"] = _entities(text, words, spans, prepared.labels)
+            if prepared.relations:
+                pairs = [pair for answer in answers.values() for pair in answer.pairs]
+                result["relations"] = relations_of_text(text, words, pairs)
+            results.append(errors.get(index, result))
+        return results
 
     def _classes(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
         results: list[Result] = [prepared.errors.get(index, {"classifications": []}) for index in range(len(texts))]
@@ -223,9 +268,32 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             states = self._model.encode_tokens(batch)
             _, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
             for at, own in zip(read, marks, strict=True):
-                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1)
+                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1) / self._temperature
                 results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
         return results
+
+    def _bounded_entities(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
+        thresholds = [by_label.get(label, least) for label in prepared.labels]
+        errors = dict(prepared.errors)
+        by_text: list[dict[TextWindow, list[BoundedSpan]]] = [{} for _ in texts]
+        for read, batch in prepared.passes:
+            batch = batch.to(self._device)
+            states = self._model.encode_tokens(batch)
+            words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+            for at, own, task in zip(read, words, marks, strict=True):
+                candidates = window_candidates(self._model, own, torch.stack(list(task[0][1:])), at, thresholds)
+                if isinstance(candidates, SIEError):
+                    errors[at.text] = candidates
+                else:
+                    by_text[at.text][at] = candidates
+        policy = self._model.boundary_settings.overlap_policy
+        return [
+            errors[index]
+            if index in errors
+            else {"entities": bounded_entities(text, words, own, prepared.labels, policy)}
+            for index, (text, words, own) in enumerate(zip(texts, prepared.words, by_text, strict=True))
+        ]
 
     def _records(
         self, texts: Sequence[str], options: ExtractOptions, record: TextRecord, prepared: Gliner2Texts
@@ -234,9 +302,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         thresholds = [by_path.get(".".join((*record.path, text_field.name)), least) for text_field in record.fields]
         choices, before = prepared.prompt.choices, len(prepared.prompt.before)
 
-        def objects(logits: Tensor | None, at: TextWindow) -> list[FieldCandidates] | SIEError:
+        def objects(logits: _Logits, at: TextWindow) -> list[FieldCandidates] | SIEError:
             words = prepared.words[at.text]
-            return window_objects(logits, texts[at.text], record, choices, before, words, at, thresholds)
+            return window_objects(logits[0], texts[at.text], record, choices, before, words, at, thresholds)
 
         by_text, errors = self._by_text(prepared, objects)
         return [
@@ -245,7 +313,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         ]
 
     def _by_text(
-        self, prepared: Gliner2Texts, convert: Callable[[Tensor | None, TextWindow], T | SIEError]
+        self, prepared: Gliner2Texts, convert: Callable[[_Logits, TextWindow], T | SIEError]
     ) -> tuple[list[dict[TextWindow, T]], dict[int, SIEError]]:
         """Run all passes. Return for each text the results of `convert` for the logits of its windows, and the errors
         by index of the text.
@@ -261,19 +329,28 @@ class Gliner2Model(Extractor[Gliner2Texts]):
                     by_text[at.text][at] = result
         return by_text, errors
 
-    def _prompt(self, labels: list[str], options: ExtractOptions) -> _Gliner2Prompt:
+    def _prompt(self, labels: list[str], relations: list[str], options: ExtractOptions) -> _Gliner2Prompt:
         """Return the prompt of a record, or of these labels. Raises InvalidInput for labels that cannot be used."""
         processor = self._processor
         if isinstance(options.part, TextRecord):
+            if self._is_boundary:
+                message = "output_schema: a GLiNER2 of the boundary architecture answers enums and booleans alone here"
+                raise InvalidInput(message, reason="unsupported_output", param="output_schema")
             return self._record_prompt(options.part)
-        if not labels:
+        if not labels and not relations:
             raise labels_refused("expected at least one")
         if self._classifies or options.part is not None:
             task = str(options.parameters.get("task", _TASK))
             words = processor._transform_schema(task, labels, processor.L_TOKEN, example_mode="none")
-            return self._prompt_of_words("classifications", words)
-        words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
-        return self._prompt_of_words("entities", words)
+            return self._prompt_of_tasks([("classifications", words)])
+        tasks: list[tuple[Kind, list[str]]] = []
+        if labels:
+            words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
+            tasks.append(("entities", words))
+        tasks += [
+            ("relations", processor._transform_schema(label, list(FIELDS), processor.R_TOKEN)) for label in relations
+        ]
+        return self._prompt_of_tasks(tasks)
 
     def _record_prompt(self, record: TextRecord) -> _Gliner2Prompt:
         processor = self._processor
@@ -283,12 +360,11 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             record.name, names, processor.C_TOKEN, label_descriptions=described, example_mode="descriptions"
         )
         before, choices = words_of_choices(processor, record)
-        return self._prompt_of_words("json_structures", words, before, choices, descriptions=len(described))
+        return self._prompt_of_tasks([("json_structures", words)], before, choices, descriptions=len(described))
 
-    def _prompt_of_words(
+    def _prompt_of_tasks(
         self,
-        kind: Kind,
-        words: list[str],
+        tasks: Sequence[tuple[Kind, list[str]]],
         before: Sequence[str] = (),
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
@@ -296,30 +372,47 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Return the prompt. `descriptions`: the number of descriptions in it, before each of which the package puts a
         special token. Raises InvalidInput for unusable labels.
         """
-        parts = self._ids([*words, self._processor.SEP_TEXT])
+        processor = self._processor
+        ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]
+        sizes = [len(words) + 1 for _, words in tasks]
+        parts = self._ids([word for (_, words), end in zip(tasks, ends, strict=True) for word in (*words, end)])
         words_before = self._ids(before) if before else []
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # ( [P] entities ( [E] label .. ) ), or ( [P] task ( [L] label .. ) ), or ( [P] record ( [C] property .. ) )
-        marks = [1, *range(4, len(words) - 2, 2)]
-        named = [*(parts[place] for place in range(5, len(words) - 2, 2)), *words_before]
-        if not all(map(len, named)):
-            raise labels_refused("one of them is empty after tokenisation")
-        if any(np.isin(ids, self._reserved).any() for ids in named):
-            raise labels_refused("one of them holds a token that the model reserves")
-        mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
-        reserved = parts[2][np.isin(parts[2], self._reserved)].tolist()
-        if not len(parts[2]) or reserved != [mark] * descriptions:
-            raise InvalidInput("task: it has no token, or one that the model reserves", reason="schema", param="task")
+        marks: list[list[int]] = []
+        for (kind, words), first in zip(tasks, np.cumsum([0, *sizes]).tolist(), strict=False):
+            # ( [P] entities ( [E] label .. ) ), or with [L] and [C] for classes and properties, [R] for head and tail
+            at = [first + 1, *range(first + 4, first + len(words) - 2, 2)]
+            named = [*(parts[place + 1] for place in at[1:]), *words_before]
+            self._check_task(kind, parts[first + 2], named, descriptions)
+            marks.append([places[place] for place in at])
         self._check_room(places[-1] + sum(map(len, words_before)))
+        owners = [(place, task) for place, task in enumerate(np.repeat(np.arange(len(tasks)), sizes).tolist())]
         return _Gliner2Prompt(
-            kind,
+            [kind for kind, _ in tasks],
             np.concatenate(parts).tolist(),
-            [places[place] for place in marks],
-            words,
-            np.repeat(np.arange(len(parts)), [len(part) for part in parts]).tolist(),
+            marks,
+            [words for _, words in tasks],
+            [owner for owner, part in zip(owners, parts, strict=True) for _ in part],
             [ids.tolist() for ids in words_before],
             list(choices),
         )
+
+    def _check_task(
+        self, kind: Kind, name: NDArray[np.int32], labels: Sequence[NDArray[np.int32]], descriptions: int
+    ) -> None:
+        """Raise InvalidInput for the name of a task, or the labels of one, that cannot be used."""
+        if not all(map(len, labels)):
+            raise labels_refused("one of them is empty after tokenisation")
+        if any(np.isin(ids, self._reserved).any() for ids in labels):
+            raise labels_refused("one of them holds a token that the model reserves")
+        mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
+        if len(name) and name[np.isin(name, self._reserved)].tolist() == [mark] * descriptions:
+            return
+        fault = "has no token, or one that the model reserves"
+        if kind == "relations":
+            message = f"relation_labels: one of them {fault}"
+            raise InvalidInput(message, reason="labels", param="relation_labels")
+        raise InvalidInput(f"task: it {fault}", reason="schema", param="task")
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
         ids, sizes = tokens_of(self._counter, words)
@@ -358,34 +451,33 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         mapped: list[tuple[str, int, int]] = []
         if self._processor.token_pooling in ("mean", "max"):
             sizes = np.diff([*places, len(ids)])
-            owners = np.repeat(np.arange(len(places)) + len(prompt.words) + 1, sizes).tolist()
-            mapped = [("schema" if owner < len(prompt.words) else "sep", owner, 0) for owner in prompt.owners]
-            mapped += [("text", owner, 1) for owner in owners]
+            last = prompt.owners[-1][0]  # the word that ends the prompt
+            owners = np.repeat(np.arange(len(places)) + last + 1, sizes).tolist()
+            mapped = [("schema" if owner < last else "sep", owner, task) for owner, task in prompt.owners]
+            mapped += [("text", owner, len(prompt.kinds)) for owner in owners]
         return TransformedRecord(
             input_ids=prompt.ids + ids,
             mapped_indices=mapped,
-            schema_tokens_list=[prompt.words],
+            schema_tokens_list=prompt.words,
             text_tokens=[],
-            structure_labels=[[1, []]],
-            task_types=[prompt.kind],
+            structure_labels=[[1, []] for _ in prompt.kinds],
+            task_types=prompt.kinds,
             start_token_idx=[],
             end_token_idx=[],
             text="",
             schema={},
             text_word_first_positions=[len(prompt.ids) + place for place in places],
-            schema_special_positions=[prompt.marks],
+            schema_special_positions=prompt.marks,
         )
 
-    def _logits(self, batch: Any) -> list[Tensor | SIEError | None]:
-        """Return the logits of each window, [objects, labels, words, widths], -inf for spans beyond the last word; None
-        if the model predicts no object.
-        """
+    def _logits(self, batch: Any) -> list[_Logits | SIEError]:
+        """Return the logits of each window."""
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
         logits, _ = model._compute_direct_span_logits_batched(batch, words, marks)
         is_finite = (torch.isfinite(states).all(-1) | (batch.attention_mask == 0)).all(1).tolist()
-        return [row[0] if finite else scores_not_finite() for row, finite in zip(logits, is_finite, strict=True)]
+        return [row if finite else scores_not_finite() for row, finite in zip(logits, is_finite, strict=True)]
 
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
@@ -446,12 +538,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
     weights.
     """
     from gliner2.configuration import ExtractorConfig
-    from gliner2.inference.engine import SpanExtractor
+    from gliner2.inference.engine import BoundaryExtractor, SpanExtractor
     from gliner2.processor import SchemaTransformer
 
     raw = read_json(folder / "config.json")
-    if (kind := raw.get("architecture") or "span") != "span":
-        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
+    kinds = {"span": SpanExtractor, "boundary": BoundaryExtractor}
+    if (kind := raw.get("architecture") or "span") not in kinds:
+        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs {' or '.join(kinds)}")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
         raise incompatible(f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")
@@ -467,7 +560,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
     # set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
-        model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
+        model = kinds[kind](config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
     # Give the model's table of embeddings as many rows as the weights have. More rows than tokens are normal;

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.extractors.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -38,7 +39,6 @@ from sie_adapter.families.extraction import (
     windows,
     words_with_tokens,
 )
-from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.loading.extraction_folders import TOKENS_PER_WORD
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault
 from sie_contracts.errors import SIEError

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.extractors.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult, WordRelation
 from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, scores_not_finite
-from sie_adapter.families.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult, WordRelation
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 

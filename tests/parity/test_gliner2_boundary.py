@@ -1,0 +1,142 @@
+"""GLiNER2 of the boundary architecture through the adapter against the package called directly on the same folder."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gliner2 import AutoExtractor
+from oracle import WORDS, ragged_texts
+from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder, on_device
+from parity.table import ParityTable, Scores, path_of
+
+from sie_adapter.extractors.gliner2 import Gliner2Model
+from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities
+from sie_adapter.families.extraction import ExtractOptions, TextWindow
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.models.output_schemas import parts_of_schema
+
+LABELS = ("person", "river mountain", "Engine")
+THRESHOLD = 0.5
+KINDS: dict[str, dict[str, Any]] = {
+    "candidates of each label": {},
+    "candidates of all labels": {"candidate_pool": "shared"},
+    "nested entities": {"overlap_policy": "nested", "enable_abstention": False},
+    "a predicted number": {"adaptive_threshold": True, "pair_temperature": 2.0, "classification_temperature": 1.5},
+}
+TEXTS = [f"{text}." for text in ragged_texts(7, seed=4, longest=40)]
+
+
+def load(folder: Path, **changes: Any) -> Gliner2Model:
+    entry = entry_of(folder, "gliner2", **changes)
+    return Gliner2Model(folder, entry, entry.load, on_device())
+
+
+def oracle(folder: Path) -> Any:
+    return AutoExtractor.from_pretrained(str(folder), map_location="cpu").eval()
+
+
+def rows(entities: Any) -> list[tuple[int, int, str, float]]:
+    return sorted((row["start"], row["end"], row["label"], row["score"]) for row in entities)
+
+
+def assert_equal(ours: list[Any], expected: list[Any]) -> float:
+    assert [row[:3] for row in ours] == [row[:3] for row in expected]
+    assert [row[3] for row in ours] == pytest.approx([row[3] for row in expected], abs=1e-5)
+    return max((abs(row[3] - exact[3]) for row, exact in zip(ours, expected, strict=True)), default=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: ParityTable) -> None:
+    folder = gliner2_boundary_folder(tmp_path / "model", **KINDS[kind])
+    model, package = load(folder), oracle(folder)
+    count = 0
+    for text, result in zip(TEXTS, model.extract(TEXTS, [ExtractOptions(LABELS, THRESHOLD)] * len(TEXTS)), strict=True):
+        assert isinstance(result, dict)
+        theirs = package.extract_entities(
+            text, list(LABELS), threshold=THRESHOLD, include_confidence=True, include_spans=True
+        )["entities"]
+        expected = sorted(
+            (row["start"], row["end"], label, row["confidence"]) for label in theirs for row in theirs[label]
+        )
+        difference = assert_equal(rows(result["entities"]), expected)
+        assert all(text[row["start"] : row["end"]] == row["text"] for row in result["entities"])
+        [alone] = model.extract([text], [ExtractOptions(LABELS, THRESHOLD)])
+        assert_equal(rows(alone["entities"]), rows(result["entities"]))  # type: ignore[index]
+        table.record(f"gliner2 boundary, {kind}", path_of(model.attention), model.precision, Scores(difference))
+        count += len(expected)
+    assert count > 5
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_classes_equal_those_of_the_package(multi_label: bool, tmp_path: Path, table: ParityTable) -> None:
+    folder = gliner2_boundary_folder(tmp_path / "model", **KINDS["a predicted number"])
+    model, package = load(folder, output="classifications"), oracle(folder)
+    options = ExtractOptions(LABELS, 0.0, {"multi_label": multi_label, "task": "topic"})
+    config = {"labels": list(LABELS), "multi_label": multi_label, "cls_threshold": 0.0}
+    for text, result in zip(TEXTS, model.extract(TEXTS, [options] * len(TEXTS)), strict=True):
+        theirs = package.classify_text(text, {"topic": config}, include_confidence=True)["topic"]
+        expected = {row["label"]: row["confidence"] for row in (theirs if multi_label else [theirs])}
+        own = {row["label"]: row["score"] for row in result["classifications"]}  # type: ignore[index]
+        assert set(own) == set(LABELS)
+        assert {label: own[label] for label in expected} == pytest.approx(expected, abs=1e-5)
+        assert multi_label or next(iter(own)) in expected
+        difference = max(abs(own[label] - score) for label, score in expected.items())
+        table.record("gliner2 boundary, classes", path_of(model.attention), model.precision, Scores(difference))
+
+
+def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
+    """No entity overlaps another of its label, and those of the first words are those of a text of these words."""
+    model = load(gliner2_boundary_folder(tmp_path / "model"), max_tokens=96)
+    text = " ".join(WORDS * 8)
+    [result] = model.extract([text], [ExtractOptions(LABELS, 0.3)])
+    assert isinstance(result, dict)
+    entities = result["entities"]
+    assert max(row["start"] for row in entities) > len(text) // 2
+    for label in LABELS:
+        own = [(row["start"], row["end"]) for row in entities if row["label"] == label]
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
+
+
+def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:
+    """The set with the largest sum of scores stays: two short ones instead of the better long one."""
+    words = types.SimpleNamespace(starts=[0, 2, 4, 6, 8, 10], ends=[1, 3, 5, 7, 9, 11])
+    first, second = TextWindow(0, 0, 4), TextWindow(0, 2, 6)
+    by_window = {
+        first: [
+            BoundedSpan(0.5, 0, 1, 0),
+            BoundedSpan(0.9, 0, 3, 0),
+            BoundedSpan(0.5, 1, 3, 0),
+            BoundedSpan(0.9, 3, 4, 0),
+        ],
+        second: [BoundedSpan(0.6, 2, 3, 0), BoundedSpan(0.8, 3, 6, 0), BoundedSpan(0.7, 5, 6, 1)],
+    }
+    entities = bounded_entities("a b c d e f", words, by_window, ["x", "y"], "flat")
+    assert rows(entities) == [(0, 1, "x", 0.5), (2, 5, "x", 0.5), (6, 11, "x", 0.8), (10, 11, "y", 0.7)]
+
+
+def test_a_schema_has_decisions_alone(tmp_path: Path) -> None:
+    model = load(gliner2_boundary_folder(tmp_path / "model"))
+    schemas = (
+        {"mood": {"enum": ["calm", "angry"]}, "is_late": {"type": "boolean"}},
+        {"buyer": {"type": "string"}},
+    )
+    parts = [
+        parts_of_schema("s", {"type": "object", "properties": own}, "test/model", finds_spans=True) for own in schemas
+    ]
+    decided, refused = model.extract(TEXTS[:2], [ExtractOptions((), parts=own) for own in parts])
+    assert isinstance(decided, dict)
+    assert set(decided["data"]) == {"mood", "is_late"}
+    assert isinstance(refused, InvalidInput)
+    assert (refused.reason, refused.param) == ("unsupported_output", "output_schema")
+
+
+def test_an_entry_with_relations_is_refused(tmp_path: Path) -> None:
+    folder = gliner2_boundary_folder(tmp_path / "model")
+    entry = msgspec.structs.replace(entry_of(folder, "gliner2"), outputs={"entities": 0, "relations": 0})
+    with pytest.raises(ModelLoadFailed, match="relations are of the boundary architecture"):
+        Gliner2Model(folder, entry, entry.load, on_device())

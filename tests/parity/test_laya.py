@@ -1,0 +1,249 @@
+"""Laya through the adapter against the package called directly on the same folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laya import Agent
+from laya.structured import decide
+from oracle import WORDS, ragged_texts
+from parity.decision_checkpoints import laya_folder
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import edit_weights, entry_of, on_device
+from parity.table import ParityTable, Scores, path_of
+
+from sie_adapter.extractors.laya import LayaModel
+from sie_adapter.families.extraction import ExtractOptions
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
+from sie_contracts.models.output_schemas import parts_of_schema
+
+LABELS = ("person", "river mountain: where water runs", "Engine")
+QUESTION = "Who is it of?"
+TEXTS = [*ragged_texts(8, seed=4, longest=70), " ".join(WORDS * 12), "Zürich [MASK] [SEP] search: 3.14!", "queue"]
+ROUNDED = 6e-5  # the package rounds probabilities to four digits
+
+Question = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return laya_folder(tmp_path_factory.mktemp("laya") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LayaModel:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path) -> Any:
+    return agent(folder)
+
+
+def load(folder: Path, **changes: Any) -> LayaModel:
+    entry = entry_of(folder, "laya", output="classifications", **{"max_tokens": 256, **changes})
+    return LayaModel(folder, entry, entry.load, on_device())
+
+
+def agent(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it applies another temperature than the folder has, as this product does
+        return Agent(str(folder), device="cpu")
+
+
+def choice(labels: tuple[str, ...] = LABELS) -> Question:
+    criteria = {label.partition(": ")[0]: label.partition(": ")[2] or None for label in labels}
+    return {"type": "choice", "instructions": QUESTION, "criteria": criteria}
+
+
+QUESTIONS: dict[str, tuple[Question, ExtractOptions]] = {
+    "choice": (choice(), ExtractOptions(LABELS, instruction=QUESTION)),
+    "score": (
+        {"type": "score", "instructions": QUESTION, "criteria": list(LABELS)},
+        ExtractOptions(LABELS, instruction=QUESTION, parameters={"task": "score"}),
+    ),
+    # with this many options each is cut, and a temperature below the least of the package applies
+    "choice of many": (
+        choice(tuple(WORDS[:8])),
+        ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION),
+    ),
+    "choice of long labels": (
+        choice(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4])),
+        ExtractOptions(tuple(f"{word} {' '.join(WORDS[:25])}" for word in WORDS[:4]), instruction=QUESTION),
+    ),
+}
+
+
+def probabilities(result: Any) -> dict[str, float]:
+    return {row["label"]: row["score"] for row in result["classifications"]}
+
+
+@pytest.mark.parametrize("head_layers", [0, 2])
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_probabilities_equal_those_of_the_package(
+    kind: str, head_layers: int, tmp_path: Path, table: ParityTable
+) -> None:
+    """Ragged texts in one batch, one of which is cut, and each of them alone."""
+    folder = laya_folder(tmp_path / "model", head_layers=head_layers)
+    model, package = load(folder), agent(folder)
+    question, options = QUESTIONS[kind]
+    together = model.extract(TEXTS, [options] * len(TEXTS))
+    worst = 0.0
+    for text, result in zip(TEXTS, together, strict=True):
+        answer = package.predict(text, {"q": question})["answers"]["q"]
+        own = probabilities(result)
+        theirs = dict(zip(options.labels, answer["probabilities"].values(), strict=True))
+        assert own == pytest.approx(theirs, abs=ROUNDED)
+        assert list(own.values()) == sorted(own.values(), reverse=True)
+        [alone] = model.extract([text], [options])
+        assert probabilities(alone) == pytest.approx(own, abs=1e-5)
+        worst = max(worst, *(abs(own[label] - theirs[label]) for label in own))
+    table.record(f"laya {kind}", path_of(model.attention), model.precision, Scores(worst))
+    assert len({max(probabilities(result), key=probabilities(result).__getitem__) for result in together}) > 1
+
+
+def test_labels_that_are_statements_equal_those_of_the_package(model: LayaModel, package: Any) -> None:
+    options = ExtractOptions(LABELS, parameters={"multi_label": True})
+    questions = {label: {"type": "noul", "instructions": label} for label in LABELS}
+    for text, result in zip(TEXTS, model.extract(TEXTS, [options] * len(TEXTS)), strict=True):
+        answers = package.predict(text, questions)["answers"]
+        assert probabilities(result) == pytest.approx({label: answers[label]["noul"] for label in LABELS}, abs=ROUNDED)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "mood": {"enum": ["calm", "angry", "sad"]},
+        "topic_of_text": {"enum": ["river", "engine"], "description": "Of what does it speak?"},
+        "is_late": {"type": "boolean"},
+        "leaves": {"type": "boolean", "description": "The buyer wants to leave."},
+        "urgency": {"type": "integer", "minimum": 2, "maximum": 6},
+        "size": {"type": "integer", "minimum": -1, "maximum": 1, "description": "How large is it?"},
+    },
+}
+
+
+def test_a_schema_is_answered_as_the_package_answers_it(model: LayaModel, package: Any) -> None:
+    parts = parts_of_schema("output_schema", SCHEMA, "test/model", finds_spans=False, reads_scales=True)
+    results = model.extract(TEXTS, [ExtractOptions((), parts=parts)] * len(TEXTS))
+    values = set()
+    for text, result in zip(TEXTS, results, strict=True):
+        assert isinstance(result, dict)
+        answer = decide(package, text, schema=SCHEMA, return_details=True)
+        assert result["data"] == answer.values
+        first = {name: own.get("minimum", 0) for name, own in SCHEMA["properties"].items()}
+        expected = {
+            f"{name}.{int(label) + first[name] if label.isdigit() else label}": score
+            for name, scores in answer.probabilities.items()
+            for label, score in scores.items()
+        }
+        assert probabilities(result) == pytest.approx(expected, abs=ROUNDED)
+        values.add(tuple(result["data"].values()))
+    assert len(values) > 3
+
+
+def test_a_list_of_choices_has_those_that_apply(model: LayaModel) -> None:
+    schema = {"type": "object", "properties": {"topics": {"type": "array", "items": {"enum": ["river", "engine"]}}}}
+    parts = parts_of_schema("output_schema", schema, "test/model", finds_spans=False, reads_scales=True)
+    results = model.extract(TEXTS, [ExtractOptions((), parts=parts)] * len(TEXTS))
+    alone = model.extract(
+        TEXTS, [ExtractOptions(("river", "engine"), 0.5, {"multi_label": True}, instruction="topics:")] * len(TEXTS)
+    )
+    for result, expected in zip(results, alone, strict=True):
+        assert isinstance(result, dict)
+        assert set(result["data"]["topics"]) == set(probabilities(expected))
+
+
+def test_one_batch_may_have_questions_of_all_types(model: LayaModel) -> None:
+    wanted = [options for _, options in QUESTIONS.values()]
+    wanted.append(ExtractOptions(LABELS, parameters={"multi_label": True}))
+    texts = TEXTS[: len(wanted)]
+    for text, options, result in zip(texts, wanted, model.extract(texts, wanted), strict=True):
+        [alone] = model.extract([text], [options])
+        assert probabilities(result) == pytest.approx(probabilities(alone), abs=1e-5)
+
+
+def test_labels_that_cannot_be_told_apart_fail_their_text_alone(model: LayaModel) -> None:
+    alike = tuple(f"{' '.join(WORDS[:30])} {number}" for number in range(20))
+    crowded = tuple(f"{first}{second}" for first in "abc" for second in string.ascii_lowercase)
+    wanted = [QUESTIONS["choice"][1], ExtractOptions(()), ExtractOptions(alike), ExtractOptions(crowded)]
+    fine, none, same, many = model.extract(["queue"] * 4, wanted)
+    assert isinstance(fine, dict)
+    for result, text in ((none, "at least one"), (same, "begin alike"), (many, "too few for the text")):
+        assert isinstance(result, InvalidInput)
+        assert text in result.message
+        assert result.param == "labels"
+
+
+def test_a_text_of_white_space_has_no_class(model: LayaModel) -> None:
+    assert model.extract([" \n"], [QUESTIONS["choice"][1]]) == [{"classifications": []}]
+
+
+def test_logits_that_are_not_finite_fail_their_text_alone(model: LayaModel) -> None:
+    options = QUESTIONS["choice"][1]
+    expected = model.extract(["queue"], [options])
+
+    def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill(torch.arange(len(output))[:, None, None] == len(output) - 1, float("nan"))
+
+    handle = model._model.scorer.register_forward_hook(poison)
+    first, second = model.extract(["queue", "river"], [options] * 2)
+    handle.remove()
+    assert isinstance(second, InferenceFailed)
+    assert probabilities(first) == pytest.approx(probabilities(expected[0]), abs=1e-5)
+
+
+def test_16_bit_weights_give_near_probabilities(folder: Path, model: LayaModel) -> None:
+    entry = entry_of(folder, "laya", output="classifications", max_tokens=256)
+    near = LayaModel(folder, entry, entry.load, on_device(SIXTEEN_TYPE))
+    assert near.precision == SIXTEEN
+    options = QUESTIONS["choice"][1]
+    for own, exact in zip(*(some.extract(TEXTS, [options] * len(TEXTS)) for some in (near, model)), strict=True):
+        assert probabilities(own) == pytest.approx(probabilities(exact), abs=0.08)
+
+
+def test_folders_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "rl_agent_config.json").read_text())
+    encoder = json.loads((folder / "encoder" / "config.json").read_text())
+    for number, (file, changed, message) in enumerate(
+        (
+            ("rl_agent_config.json", config | {"option_layout": "parallel"}, "lays its options out parallel"),
+            ("rl_agent_config.json", config | {"temperature": [1.0]}, "a temperature for each of choice, score, noul"),
+            ("rl_agent_config.json", config | {"head_layers": 3}, "missing keys: head.layers.2"),
+            ("encoder/config.json", encoder | {"model_type": "none"}, "no encoder none"),
+            ("encoder/config.json", {}, "has no encoder/config.json"),
+        )
+    ):
+        copied = shutil.copytree(folder, tmp_path / str(number))
+        (copied / file).write_text(json.dumps(changed))
+        with pytest.raises(ModelLoadFailed, match=message):
+            load(copied)
+    copied = shutil.copytree(folder, tmp_path / "weights")
+    edit_weights(copied, lambda weights: weights.update(extra=torch.zeros(1)))
+    with pytest.raises(ModelLoadFailed, match="1 unexpected keys: extra"):
+        load(copied)
+
+
+def test_a_loaded_model_describes_itself(model: LayaModel) -> None:
+    weights = sum(parameter.nbytes for parameter in model._model.parameters())
+    assert weights <= model.memory_bytes < 2.5 * weights
+    assert not model.attention.endswith("padded")
+    assert model.max_tokens == 256
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_a_fault(folder: Path, tmp_path: Path) -> None:
+    entry = entry_of(folder, "laya", output="classifications", max_tokens=256)
+    assert LayaModel.fault_of_files(folder, entry) == ""
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    name = "encoder.embeddings.tok_embeddings.weight"
+    edit_weights(copied, lambda weights: weights.update({name: weights[name][:40].clone()}))
+    config = json.loads((copied / "encoder" / "config.json").read_text())
+    (copied / "encoder" / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    assert "ids up to" in LayaModel.fault_of_files(copied, entry)
