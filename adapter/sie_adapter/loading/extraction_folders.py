@@ -9,8 +9,6 @@ from typing import Any
 from sie_adapter.loading.tokenizer import UNLIMITED, tokenizer_limit
 from sie_store.folder_files import read_json
 
-# tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
-UNLIMITED = 1 << 24
 LAYA = "rl_agent_config.json"
 _GLINER_WORDS = 384
 # If the encoder has no limit, a window of words may have up to this number of tokens per word. The package sets no

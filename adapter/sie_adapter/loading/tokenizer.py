@@ -82,7 +82,7 @@ class TokenNeeds(NamedTuple):
         )
 
 
-UNLIMITED = 1 << 24  # a larger model_max_length stands for no limit
+UNLIMITED = 1 << 24  # a larger model_max_length stands for no limit: transformers writes 10^30
 _NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
