@@ -283,7 +283,7 @@ class JobRun:
         """Return the state in which the job ends without further answers, with its error; None if its work continues.
         An earlier leader may have begun this end. A job in the state finalizing does not expire any more.
         """
-        if self._job.ending not in ("", "completed"):
+        if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
         if self._job.wanted == "cancel":
             return "cancelled", None
