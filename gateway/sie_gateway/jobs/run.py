@@ -489,8 +489,8 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. If this leader dies, the next one reads the end from the record. If the store fails, a completed job retries without a limit; other
-        jobs retry for LAST_TRIES_S.
+        """Complete the output, then end the job. If this leader dies, the next one reads the end from the record. If
+        the store fails, a completed job retries without a limit; other jobs retry for LAST_TRIES_S.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
