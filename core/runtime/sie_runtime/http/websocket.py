@@ -21,6 +21,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
+from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
@@ -41,6 +42,11 @@ class _Handshake(ServerProtocol):
         super().__init__(max_size=max_bytes, logger=logging.getLogger("uvicorn.error"))
         self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
 
+    def begin(self, scope: Scope) -> None:
+        """Use the scope that the application gets for the headers of the reply, and give it the id of the request."""
+        scope[REQUEST_ID] = self.scope[REQUEST_ID]
+        self.scope = scope
+
     def accept(self, request: Request) -> Response:
         self.scope["headers"] = [
             (name.lower().encode(), value.encode(errors="surrogateescape"))
@@ -49,14 +55,13 @@ class _Handshake(ServerProtocol):
         return super().accept(request)
 
     def reject(self, status: Any, text: str) -> Response:
-        response = super().reject(status, "")
-        is_refusal = response.status_code < InternalFailure.status
+        plain = super().reject(status, "")
+        is_refusal = plain.status_code < InternalFailure.status
         error = InvalidInput(text.strip(), reason="malformed") if is_refusal else InternalFailure(FAILED)
-        response.body, headers = refusal(error, self.scope[REQUEST_ID])
-        del response.headers["Content-Type"], response.headers["Content-Length"]
-        headers |= {"Content-Type": "application/json", "Content-Length": str(len(response.body))}
-        response.headers.update(headers)
-        return response
+        body, own = refusal(error, self.scope[REQUEST_ID])
+        headers = {**dict(plain.headers.raw_items()), **own, "Content-Type": "application/json"}
+        headers["Content-Length"] = str(len(body))
+        return Response(plain.status_code, plain.reason_phrase, Headers(headers), body)
 
     def send_response(self, response: Response) -> None:
         sent = [(name.lower().encode(), value.encode()) for name, value in response.headers.raw_items()]
@@ -67,7 +72,7 @@ class _Handshake(ServerProtocol):
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's websocket protocol with three changes: when the server ends, it sends close code 1001; the application
-    can disconnect a client; and every handshake is answered, as `_Handshake` does.
+    can disconnect a client; and every handshake is answered by `_Handshake`.
     """
 
     scope: Any
@@ -85,8 +90,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions["abort"] = self.transport.abort
-        self.scope[REQUEST_ID] = self._handshake.scope[REQUEST_ID]
-        self._handshake.scope = self.scope
+        self._handshake.begin(self.scope)
         await super().run_asgi()
 
     def shutdown(self) -> None:
