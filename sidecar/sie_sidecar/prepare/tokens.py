@@ -155,15 +155,6 @@ class ModelTokenizer:
         """Return the text of these ids. All must be valid token ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
-    def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Return each text's ids, truncated to `limit` (0: the model's), with special tokens, which always stay."""
-        special = len(self.first) + len(self.last)
-        room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
-        contents = self.contents(texts, room, truncate)
-        return [
-            Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents
-        ]
-
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""
         spans = []
