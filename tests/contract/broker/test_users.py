@@ -350,7 +350,7 @@ async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> 
             assert len([line for line in server.log if "Violation" in line]) == 1
             await own(streams)
             await bucket.write([Write("a", b"1")])
-            await asyncio.gather(*(each.open() for each in buckets))
+            await asyncio.gather(*(each.get("a") for each in buckets))
             assert gateway.troubles == {}
         entry = await RecordBucket(gateway, topology.JOBS_BUCKET).get("a")
         assert entry is not None
