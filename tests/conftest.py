@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import shutil
-import tempfile
 from typing import Any
 
 import public_certificates  # noqa: F401
@@ -50,7 +49,9 @@ def _isolate(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(("SIE_", "OTEL_"))]:
         del os.environ[name]
     if not hasattr(config, "workerinput"):
-        data = tempfile.mkdtemp(prefix="sie-tests-")
+        import zygote
+
+        data = zygote.folder_of_this_process("sie-tests")
         config.add_cleanup(lambda: shutil.rmtree(data))
         os.environ["XDG_DATA_HOME"] = data
 

@@ -11,13 +11,12 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
 
 import asyncpg
-from zygote import end_with_parent
+from zygote import end_with_parent, folder_of_this_process
 
 from sie_cli.serve.ports import free_port
 
@@ -38,7 +37,7 @@ class PostgresServer:
     """
 
     def __init__(self, version: int = 18, *, extension: bool = True) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="sie-postgres-"))
+        self.folder = Path(folder_of_this_process("sie-postgres"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._install(version, extension)

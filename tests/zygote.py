@@ -195,10 +195,21 @@ def _given_to(folder: Path, pid: int) -> Path:
     return folder / f"{pid}.environ"
 
 
+def folder_of_this_process(kind: str) -> str:
+    """Make a temporary folder, which the caller removes at its end. Those of processes that were killed before that are
+    removed now.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{kind}-*-*"):
+        pid = folder.name.removeprefix(f"{kind}-").partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)  # another process may remove it now, or it is another user's
+    return tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-")
+
+
 def share() -> None:
     """Have this process and those that it starts share their zygotes, which end with this one."""
     if _SHARED not in os.environ:
-        folder = tempfile.mkdtemp(prefix="zygotes-")
+        folder = folder_of_this_process("zygotes")
         os.environ[_SHARED] = f"{os.getpid()}:{folder}"
         atexit.register(shutil.rmtree, folder)
 

@@ -65,3 +65,23 @@ def test_it_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
         tests.kill()
         psutil.wait_procs([forked], timeout=WAIT_S)
         assert not forked.is_running() or forked.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from zygote import folder_of_this_process\n"
+        "print(folder_of_this_process('sie-tests'), flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    folders = []
+    for _ in range(3):  # the first one is alive throughout, the second one is killed
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        folders.append((process, Path(process.stdout.readline().strip())))
+        if len(folders) == 2:
+            process.kill()
+            process.wait()
+            assert folders[-1][1].is_dir()
+    assert [folder.is_dir() for _, folder in folders] == [True, False, True]
+    for process, _ in folders:
+        process.communicate()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from parity.device import new_engine
+from text_rows import text_rows
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
@@ -47,7 +48,7 @@ class Served:
 
     def tokens(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, special tokens included, cut to the model's limit."""
-        return [found.ids for found in self.tokenizer.encode(texts, "END", 0)]
+        return [row.ids for row in text_rows(self.tokenizer, texts)]
 
     def encode(self, texts: Sequence[str], *, pooling: str = "", normalize: bool = False) -> Vectors:
         """One batch: float32 [texts, width]. `pooling` empty: the one that the folder stores. Fails unless every item

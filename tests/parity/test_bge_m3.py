@@ -18,6 +18,7 @@ from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
 from parity.heads_engine import Array, HeadsEngine, HeadsModel
 from parity.table import Agreement, ParityTable, Scores
 from sentence_transformers import SentenceTransformer
+from text_rows import text_rows
 from transformers import AutoTokenizer
 
 from sie_adapter.loading.inspection import inspect
@@ -106,9 +107,7 @@ def record(table: ParityTable, model: HeadsModel, rows: Sequence[dict[str, Any]]
 
 
 def test_texts_become_the_oracle_s_ids(model: HeadsModel) -> None:
-    assert [row.ids.tolist() for row in model.tokenizer.encode(TEXTS, "END", 0)] == [
-        row["ids"] for row in GOLDEN["texts"]
-    ]
+    assert [row.ids.tolist() for row in text_rows(model.tokenizer, TEXTS)] == [row["ids"] for row in GOLDEN["texts"]]
 
 
 def test_three_outputs_of_one_pass_equal_the_oracle(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from parity.checkpoints import ARCHITECTURES, WIDTH, add_modules, build, dense, pooling
 from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
 from parity.heads_engine import HeadsEngine, HeadsModel
+from text_rows import text_rows
 from transformers import AutoModel, AutoTokenizer
 
 from sie_contracts.errors import InvalidInput
@@ -201,7 +202,7 @@ def test_a_prompt_stands_in_each_window(model: Load, folder: Callable[[str], Pat
         [WorkItemInput([_chunks(text, [(0, len(text))])], None, RunOptions(prefix="passage: "))],
     )[0]
     assert len(made.rows) > 1
-    prompt = served.tokenizer.encode(["passage: "], "END", 0)[0].ids[:-1]
+    prompt = text_rows(served.tokenizer, ["passage: "])[0].ids[:-1]
     assert all(row.ids[: len(prompt)].tolist() == prompt.tolist() for row in made.rows)
     short = _text(60)
     (got,) = served.encode_inputs([_chunks(short, [(0, len(short))])], "dense", prefix="passage: ", normalize=False)

@@ -23,6 +23,7 @@ from parity.heads_engine import MAX_DIFFERENCE, Array, HeadsEngine, HeadsModel, 
 from parity.table import ParityTable
 from selection import long_but
 from sentence_transformers import MultiVectorEncoder
+from text_rows import text_rows
 
 from sie_adapter.heads import States
 from sie_adapter.heads.multivector import MultivectorHead
@@ -239,7 +240,7 @@ def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_
         assert difference(found, oracle(stock, texts, is_query=is_query)) <= MAX_DIFFERENCE
     bare = load(engine, place, query_expansion=False, query_marker="", skip_punctuation=False)
     for is_query, found in ((True, ["river"]), (False, ["river, river"])):
-        tokens = len(bare.tokenizer.encode(found, "END", 0)[0].ids)
+        tokens = len(text_rows(bare.tokenizer, found)[0].ids)
         assert [len(row) for row in rows(bare.encode(found, "multivector", is_query=is_query))] == [
             tokens + (not is_query)
         ]

@@ -15,7 +15,7 @@ import pytest
 from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, placing, settings_of, until
+from inprocess import GatewayProcess, InProcess, placing, settings_of, until, until_told
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
@@ -527,6 +527,22 @@ def test_work_at_a_worker_that_was_moved_is_waited_for_until_it_reports_no_work(
         fleet.note(replace(beat(), pool="team"))
         assert fleet.is_lane_alive(LANE) is is_alive
         assert fleet.is_lane_alive(reserved)
+
+
+async def test_work_at_a_worker_that_was_moved_within_the_hold_is_waited_for(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0.5")
+    await tell(cluster, beat())
+
+    async def is_known() -> bool:
+        return (await gateway.get(SCALING)).json()["ready_workers"] == 1
+
+    await until_told(is_known, "the worker is known")
+    asked = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
+    await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
+    await tell(cluster, replace(beat(), pool="team", queue_depth=1))
+    answer = await asked
+    assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
+    assert (await gateway.encode("x")).json()["error"]["code"] == "PROVISIONING", "of a request that arrives later"
 
 
 def test_a_worker_that_never_stops_working_counts_for_a_limited_number_of_lanes() -> None:

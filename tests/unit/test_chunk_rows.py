@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import tokenizer_recipes as recipes
+from text_rows import text_rows
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Rows
@@ -77,19 +78,17 @@ def test_a_text_without_chunks_has_one_row_beside_those_that_have() -> None:
     rows = made(Input("first"), Input(text, chunks=spans((0, len(text)))), Input("last"))
     assert [described.rows for described in rows.chunked] == [1, len(rows.rows) - 2, 1]
     assert len(rows.rows) > 3
-    assert rows.rows[0].ids.tolist() == tokenizer().encode(["first"], "END", 0)[0].ids.tolist()
-    assert rows.rows[-1].ids.tolist() == tokenizer().encode(["last"], "END", 0)[0].ids.tolist()
+    assert rows.rows[0].ids.tolist() == text_rows(tokenizer(), ["first"])[0].ids.tolist()
+    assert rows.rows[-1].ids.tolist() == text_rows(tokenizer(), ["last"])[0].ids.tolist()
 
 
 def test_a_chunk_without_context_is_a_row() -> None:
     text = WORDS * 2
     rows = made(Input(text, chunks=spans((0, 10), (10, 40), context=False)), prefix="p: ")
-    alone = [
-        tokenizer().encode(["p: " + text[first:end]], "END", 0)[0].ids.tolist() for first, end in ((0, 10), (10, 40))
-    ]
+    alone = [row.ids.tolist() for row in text_rows(tokenizer(), ["p: " + text[:10], "p: " + text[10:40]])]
     assert [row.ids.tolist() for row in rows.rows] == alone
     assert not rows.chunked[0].segments
-    prompt = len(tokenizer().encode(["p: "], "END", 0)[0].ids)
+    prompt = len(text_rows(tokenizer(), ["p: "])[0].ids)
     assert [tokens for _, _, tokens in table(rows.chunked[0].spans, 3)] == [len(ids) - prompt for ids in alone]
 
 

@@ -716,6 +716,48 @@ async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) 
     assert world.output.finished == ["expired"]
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_an_end_that_a_leader_began_outlives_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_batch: bool
+) -> None:
+    """The job expires, or its batch fails, with three shards unanswered; the leader dies while it writes the output."""
+    finishing, finish = asyncio.Event(), Writing.finish
+
+    async def held(self: Writing, *args: Any) -> dict[str, Any]:
+        finishing.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def before(number: int) -> None:
+        if number == 3:
+            raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Writing, "finish", held)
+    now_s = 1000.0
+    world.now_s = lambda: now_s
+    ledger = world.gateway("g1")
+    if is_batch:
+        world.output.before = before
+        world.output.held.set()
+        batch = BatchRequest(input_file_id="f", endpoint="/v1/embeddings")
+        await ledger.create(runs.replace(JOB, created_s=now_s, request=None, batch=batch))
+    else:
+        expires = JobRequest(model="m", input=JobInput(file="f"), deadline=2000.0, expires=True)
+        await ledger.create(runs.replace(JOB, request=expires))
+        await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
+        now_s = 3000.0
+        await ledger.change(JOB.id, lambda job: runs.replace(job, updated_s=now_s))
+    await asyncio.wait_for(finishing.wait(), 10)
+    await world.kill("g1")
+    monkeypatch.setattr(Writing, "finish", finish)
+    world.output.before = lambda number: None
+    world.output.held.set()
+    computed, end = len(world.output.computed), "failed" if is_batch else "expired"
+    job = await state(world, world.gateway("g2"), end)
+    assert (world.output.finished, len(world.output.computed)) == ([end], computed)
+    assert (job.error and job.error.code) == ("INTERNAL_ERROR" if is_batch else None)
+
+
 async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world: World) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)

@@ -43,6 +43,7 @@ class Relay:
         self._to = httpx.URL(url)
         self.change: Change = bytes
         self.status = 0
+        self.info = {"model_id": MODEL, "model_sha": "1", "model_dtype": "float32", "max_input_length": 128}
         self.requests: list[tuple[bytes, bytes]] = []  # head and body
         self._server: asyncio.Server | None = None
         self.url = ""
@@ -81,8 +82,9 @@ class Relay:
                     name.strip().lower(): value.strip()
                     for name, _, value in (line.partition(":") for line in head.decode().split("\r\n")[1:])
                 }
-                body = await reader.readexactly(int(fields["content-length"]))
-                self.requests.append((head, body))
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                if head.startswith(b"POST"):
+                    self.requests.append((head, body))
                 if self.holds and await reader.read(1) == b"":
                     self.left += 1
                     break
@@ -93,6 +95,8 @@ class Relay:
     async def _answer(self, path: str, body: bytes, fields: dict[str, str]) -> tuple[int, bytes, str]:
         if self.status:
             return self.status, b"{}", "location: http://127.0.0.1:1/\r\n"
+        if path == "/info":
+            return 200, json.dumps(self.info).encode(), ""
         kept = {
             name: fields[name] for name in ("content-type", "accept", "authorization", "x-sie-remote") if name in fields
         }
@@ -268,14 +272,19 @@ async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_ba
     assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
 
 
-@pytest.mark.parametrize(("kind", "field"), [("sie", "fingerprint"), ("openai", "model")])
+@pytest.mark.parametrize(("kind", "field"), [("sie", "fingerprint"), ("openai", "model"), ("tei", "model_sha")])
 async def test_an_answer_of_another_model_than_in_the_proof_is_not_used(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, field: str
 ) -> None:
     """The server is replaced by one with another model of the same width, then by the first one."""
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     fallback = await proven(start, kind)
-    fallback.relay.change = lambda raw: json.dumps({**json.loads(moved(0.0, -1.0)(raw)), field: "another"}).encode()
+    negative, report = moved(0.0, -1.0), {field: "another"}
+    fallback.relay.change = negative
+    if kind == "tei":
+        fallback.relay.info |= report
+    else:
+        fallback.relay.change = lambda raw: json.dumps({**json.loads(negative(raw)), **report}).encode()
     assert (await fallback.gateway.encode("a text")).status_code == 503
     await fallback.finding("its vectors are not those of")
     monkeypatch.setattr(module, "DEVIATES_S", 0.1)
@@ -303,6 +312,13 @@ async def test_one_failed_call_brings_a_probe(start: Start, monkeypatch: pytest.
     assert (await fallback.gateway.encode("a text")).status_code == 503
     fallback.relay.status, fallback.relay.change = 0, moved(0.0, -1.0)
     await fallback.finding("its vectors are not those of")
+
+
+async def test_a_server_of_kind_tei_without_its_report_is_not_used(start: Start) -> None:
+    fallback = await proven(start, "tei")
+    fallback.relay.info.clear()
+    assert (await fallback.gateway.encode("a text")).status_code == 503
+    assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="failed") == 1
 
 
 async def test_a_changed_entry_voids_the_proof(start: Start) -> None:

@@ -138,11 +138,22 @@ async def test_an_application_that_fails_and_answers_to_handshakes() -> None:
         "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
     }
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-        for path, status, headers in (("/", 500, {}), ("/refused", 403, upgrade), ("/foreign", 403, upgrade)):
-            foreign = {"host": "evil.example"} if path == "/foreign" else {}
-            answer = await client.get(path, headers=headers | foreign)
+        for path, status, headers in (
+            ("/", 500, {}),
+            ("/", 500, upgrade),
+            ("/refused", 403, upgrade),
+            ("/foreign", 403, upgrade | {"host": "evil.example"}),
+            ("/", 400, upgrade | {"sec-websocket-version": "8", "x-request-id": "mine"}),
+            ("/", 400, {name: upgrade[name] for name in ("connection", "upgrade")}),
+            ("/", 431, upgrade | {f"x-{number}": "" for number in range(200)}),
+        ):
+            answer = await client.get(path, headers=headers)
             assert answer.status_code == status
             check(answer)
+            if path != "/refused":
+                assert answer.json()["error"]["request_id"] == answer.headers["x-sie-request-id"]
+                assert answer.headers["x-sie-error-code"] == answer.json()["error"]["code"]
+                assert answer.headers["x-should-retry"] == "false"
         async with client.stream("GET", "/accepted", headers=upgrade) as answer:
             assert answer.status_code == 101
             await answer.aread()

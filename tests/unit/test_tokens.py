@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import long_but
+from text_rows import text_rows
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from sie_contracts.wire.messages import Truncate
@@ -146,7 +147,7 @@ def test_pieces_give_the_ids_of_the_whole_text(
     """Whatever the text holds; `truncated` is exact, and with NONE so is the number of tokens."""
     whole = text * times
     ids, full = oracle(tokenizer, whole, truncate, limit), len(oracle(tokenizer, whole, truncate, 0))
-    (found,) = eager(tokenizer).encode([whole], truncate, limit)
+    (found,) = text_rows(eager(tokenizer), [whole], truncate, limit)
     assert found.ids.tolist() == ids
     assert found.truncated == (full > limit)
     assert found.full == full or (truncate != "NONE" and limit < found.full <= full)
@@ -191,7 +192,7 @@ def test_a_tokenizer_that_looks_across_spaces_is_never_cut(make: object) -> None
     ours = eager(tokenizer)
     text = "a x a x " * 200
     for truncate in ("END", "START"):
-        (found,) = ours.encode([text], truncate, 7)  # type: ignore[arg-type]
+        (found,) = text_rows(ours, [text], truncate, 7)  # type: ignore[arg-type]
         assert found.ids.tolist() == oracle(tokenizer, text, truncate, 7)
 
 
@@ -241,7 +242,7 @@ def test_a_long_text_costs_what_is_kept_of_it() -> None:
         assert count <= len(piece)
     pieces = list(ours._long._pieces(text, 512 * 8, False))
     assert max(len(piece) for piece, _ in pieces) < (1 << 18) + 50
-    (found,) = ours.encode([text], "NONE", 0)
+    (found,) = text_rows(ours, [text], "NONE")
     assert found.full == 40_000 * 12 + 2
 
 
@@ -250,19 +251,19 @@ def test_a_long_text_without_spaces_is_read_whole_and_right() -> None:
     ours = ModelTokenizer(tokenizer.to_str().encode(), 512)
     for text in ("ab" * 150_000, "x" * 300_000 + " y z"):
         for truncate in ("END", "START"):
-            (found,) = ours.encode([text], truncate, 16)  # type: ignore[arg-type]
+            (found,) = text_rows(ours, [text], truncate, 16)  # type: ignore[arg-type]
             assert found.ids.tolist() == oracle(tokenizer, text, truncate, 16)
 
 
 def test_long_and_short_texts_of_a_batch_keep_their_order(tokenizer: Tokenizer) -> None:
     ours = ModelTokenizer(tokenizer.to_str().encode(), 64)
     texts = [word * times for times in (2000, 1, 1500, 0, 3) for word in ("hello ", "The naive ")]
-    found = ours.encode(texts, "END", 0)
+    found = text_rows(ours, texts)
     assert [each.ids.tolist() for each in found] == [oracle(tokenizer, text, "END", 64) for text in texts]
 
 
 def test_a_limit_below_the_special_tokens_keeps_them_alone() -> None:
-    (found,) = ModelTokenizer(trained("minilm").to_str().encode(), 64).encode(["some words"], "END", 1)
+    (found,) = text_rows(ModelTokenizer(trained("minilm").to_str().encode(), 64), ["some words"], limit=1)
     assert found.ids.tolist() == [101, 102]
     assert found.truncated
 
@@ -273,12 +274,13 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
     pool = TokenizerPool(4)
     options: list[tuple[Truncate, int]] = [(truncate, limit) for limit in range(3, 67) for truncate in ("END", "START")]
     try:
-        found = await asyncio.gather(*(pool.run(len(text), partial(ours.encode, [text], *each)) for each in options))
+        calls = [pool.run(len(text), partial(text_rows, ours, [text], *each)) for each in options]
+        rows = await asyncio.gather(*calls)
     finally:
         pool.close()
     library = trained("minilm")
-    for (truncate, limit), (tokens,) in zip(options, found, strict=True):
-        assert tokens.ids.tolist() == oracle(library, text, truncate, limit)
+    for (truncate, limit), (row,) in zip(options, rows, strict=True):
+        assert row.ids.tolist() == oracle(library, text, truncate, limit)
 
 
 async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:

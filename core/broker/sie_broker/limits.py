@@ -14,14 +14,14 @@ STOP_TIMEOUT_S = 5.0  # seconds for which the end of a subscription waits for it
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
-def check_room(spec: StreamSpec, held_bytes: int, counts: Mapping[str, int]) -> None:
+def check_room(spec: StreamSpec, present_limit: int, counts: Mapping[str, int]) -> None:
     """Raise BrokerError if a new limit per subject could drop messages: the broker drops messages above a new limit.
 
-    `held_bytes`: the stream's present limit of messages per subject (0: no limit). A new limit that is not lower
+    `present_limit`: the stream's present limit of messages per subject (0: no limit). A new limit that is not lower
     passes. For a lower limit, no subject may have more than half of it, because publishers continue during the update.
     """
     limit = spec.max_per_subject
-    if limit <= 0 or 0 < held_bytes <= limit:
+    if limit <= 0 or 0 < present_limit <= limit:
         return
     subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
     if count > limit // 2:

@@ -179,6 +179,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     updated_s: float = 0.0
     started_s: float = 0.0
     finalizing_s: float = 0.0
+    ending: JobState | Literal[""] = ""  # state in which the job ends after `finalizing`
     cancelling_s: float = 0.0
     ended_s: float = 0.0
     output_file: str = ""

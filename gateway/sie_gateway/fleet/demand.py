@@ -163,8 +163,9 @@ class ColdStarts:
         """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model,
         False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
 
-        `was_hosted`: an earlier check of this request returned True. Its work is in the queue or at a worker then, so
-        it also waits while the worker is started again or loads the model again.
+        `was_hosted`: a worker had the model when the request arrived, or at an earlier check of it. Its work is in the
+        queue or at a worker then, so it also waits while the worker is started again, loads the model again, or
+        finishes its work after a move to another pool.
         """
         if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True

@@ -155,7 +155,7 @@ class Runner:
                 try:
                     await sending.start()
                     finished.publish_ms = (time.perf_counter() - published_s) * 1000
-                    await self._results(call, request, collector, deadline_s)
+                    await self._results(call, request, collector, deadline_s, was_hosted=not permits.is_cold)
                     await sending.finish()
                 except BaseException:
                     self._queue.undo(sending.withdraw())
@@ -184,13 +184,13 @@ class Runner:
         return catalogue.revisions.get(entry.id, 0)
 
     async def _results(
-        self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
+        self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. After `load_hold_s`, `ColdStarts.check` decides every
-        CHECK_AGAIN_S seconds whether to wait on. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error
-        that failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
+        a worker loads the model or has it. `was_hosted`: a worker had it when the request arrived. Raises ModelLoading,
+        NotProvisioned, GatewayTimeout, and the error that failed the collector.
         """
-        until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
+        until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
             try:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
@@ -198,7 +198,7 @@ class Runner:
             except TimeoutError as error:
                 # also after `load_hold_s`, the begin of a load and the loss of the last worker end the wait with an
                 # error
-                hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=hosted)
+                was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
             until_s = min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)

@@ -46,7 +46,7 @@ LEADERS_LOST = "LEADERS_LOST"
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 # final state of a job, by the reason for which its work was stopped
-ENDS = {"cancel": "cancelled", "expired": "expired"}
+ENDS: dict[str, JobState] = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -220,7 +220,7 @@ class JobRun:
         return self._trouble is not None and self._trouble.code == OUTSIDE_WINDOW
 
     async def _steps(self) -> None:
-        if self._job.wanted == "pause" and not self._is_late:
+        if self._job.wanted == "pause" and self._early_end is None:
             await self._pause(self._job.error, is_asked=True)
             return
         if len(self._job.lost) >= (2 * MAX_LOST if _has_shards(self._job) else MAX_LOST):
@@ -233,11 +233,12 @@ class JobRun:
         try:
             work = self._make(self._job, self)
         except SIEError as error:  # for example, an input or output folder is no longer allowed
-            if not self._is_late and self._job.wanted != "cancel":
+            if (end := self._early_end) is None:
                 if self._job.is_planned and self._job.batch is None and not error.retryable:
                     raise Halted(error.info()) from error
                 raise
-            await self._end("cancelled" if self._job.wanted == "cancel" else "expired", error=error.info())
+            state, cause = end
+            await self._end(state, error=cause or error.info())
             return
         try:
             await self._led(work)
@@ -245,8 +246,8 @@ class JobRun:
             await work.close()
 
     async def _led(self, work: JobWork) -> None:
-        if self._job.wanted == "cancel" or self._is_late:
-            await self._finish(work, "cancelled" if self._job.wanted == "cancel" else "expired")
+        if (end := self._early_end) is not None:
+            await self._finish(work, *end)
             return
         first: JobState = self._state if self._job.is_planned else "planning"
         started_s = self._job.started_s or self._now_s()
@@ -278,9 +279,16 @@ class JobRun:
         await self._finish(work, "completed")
 
     @property
-    def _is_late(self) -> bool:
-        """Return whether the job has expired. A job in the state finalizing does not expire any more."""
-        return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
+    def _early_end(self) -> tuple[JobState, ErrorInfo | None] | None:
+        """Return the state in which the job ends without further answers, with its error; None if its work continues.
+        An earlier leader may have begun this end. A job in the state finalizing does not expire any more.
+        """
+        if self._job.ending and self._job.ending != "completed":
+            return self._job.ending, self._job.error
+        if self._job.wanted == "cancel":
+            return "cancelled", None
+        is_late = expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
+        return ("expired", None) if is_late else None
 
     @property
     def _state(self) -> JobState:
@@ -476,13 +484,13 @@ class JobRun:
         def paused(job: JobRecord) -> dict[str, Any]:
             if job.wanted == "cancel" or (is_asked and job.wanted == "run"):
                 return {"leader": ""}
-            return {"state": "paused", "wanted": "pause", "leader": "", "error": error}
+            return {"state": "paused", "wanted": "pause", "leader": "", "error": error, "ending": ""}
 
         await self._change(paused)
 
-    async def _finish(self, work: JobWork, state: str, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. If the store fails, a completed job retries without a limit; other
-        jobs retry for LAST_TRIES_S.
+    async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
+        """Complete the output, then end the job. If this leader dies, the next one reads the end from the record. If
+        the store fails, a completed job retries without a limit; other jobs retry for LAST_TRIES_S.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -491,7 +499,8 @@ class JobRun:
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
             state, error = "failed", broken[0]
-        await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
+        finalizing_s = self._job.finalizing_s or self._now_s()
+        await self._note(state="finalizing", finalizing_s=finalizing_s, ending=state, error=error)
         fields: dict[str, Any] = {}
         if state == "completed":
             fields = await self._patiently(lambda: self._completed(work, state, done))

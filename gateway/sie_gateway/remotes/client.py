@@ -28,7 +28,7 @@ Vectors = NDArray[np.float32]
 
 class RemoteAnswer(NamedTuple):
     """Vectors of a remote server. `tokens`: number that it reports, if any. `models`: names that it reports: for SIE
-    the fingerprint, for TEI an empty name. Replicas behind one address may report several.
+    the fingerprint, for TEI the model and its revision. Replicas behind one address may report several.
     """
 
     vectors: Vectors
@@ -81,6 +81,12 @@ class _SIEAnswer(msgspec.Struct):
         return [item.dense.values for item in self.items]
 
 
+class _TEIInfo(msgspec.Struct):
+    model_id: str
+    model_sha: str | None = None
+    model_dtype: str = ""
+
+
 class RemoteClient:
     """HTTP client of one remote server. It follows no redirect, uses no proxy, and verifies TLS."""
 
@@ -104,20 +110,14 @@ class RemoteClient:
         until_s = time.monotonic() + timeout_s
         for start in range(0, len(texts), MAX_TEXTS):
             piece = texts[start : start + MAX_TEXTS]
-            left_s = until_s - time.monotonic()
-            try:
-                async with asyncio.timeout(min(left_s, self._server.timeout_s)):
-                    raw = await self._post(*self._request(piece, normalize=normalize), len(piece) * width)
-            except TimeoutError:
-                is_fault = left_s > self._server.timeout_s
-                raise RemoteFailed("no answer in time", is_fault=is_fault) from None
-            except httpx.HTTPError as error:
-                raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
+            path, body = self._request(piece, normalize=normalize)
+            raw = await self._send("POST", path, body, len(piece) * width, until_s)
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
-        return RemoteAnswer(
-            np.concatenate(vectors), None if None in tokens else sum(tokens), frozenset().union(*models)
-        )
+        reported = frozenset().union(*models)
+        if self._server.kind == "tei":  # after the vectors: they are of this model, or of one before it
+            reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
+        return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 
     def _request(self, texts: Sequence[str], *, normalize: bool) -> tuple[str, dict[str, Any]]:
         """Return path and body of a request that adds no prompt to the texts."""
@@ -131,9 +131,19 @@ class RemoteClient:
             "params": options,
         }
 
-    async def _post(self, path: str, body: dict[str, Any], values: int) -> bytes:
-        limit = ENVELOPE_BYTES + VALUE_BYTES * values
-        async with self._http.stream("POST", self._server.url.rstrip("/") + path, json=body) as answer:
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, values: int, until_s: float) -> bytes:
+        """Return the answer to a request, with at most `values` numbers. Raises RemoteFailed, also after `until_s`."""
+        left_s = until_s - time.monotonic()
+        try:
+            async with asyncio.timeout(min(left_s, self._server.timeout_s)):
+                return await self._answer(method, path, body, ENVELOPE_BYTES + VALUE_BYTES * values)
+        except TimeoutError:
+            raise RemoteFailed("no answer in time", is_fault=left_s > self._server.timeout_s) from None
+        except httpx.HTTPError as error:
+            raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
+
+    async def _answer(self, method: str, path: str, body: dict[str, Any] | None, limit: int) -> bytes:
+        async with self._http.stream(method, self._server.url.rstrip("/") + path, json=body) as answer:
             if answer.status_code != 200:
                 raise RemoteFailed(f"it answered {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
             if answer.headers.get("content-encoding", "identity").lower() != "identity":
@@ -173,3 +183,12 @@ class RemoteClient:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _tei_model(raw: bytes) -> str:
+    """Return the model that a TEI server reports, with its revision and precision. Raises RemoteFailed."""
+    try:
+        info = msgspec.json.decode(raw, type=_TEIInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise RemoteFailed("its /info is not that of a server of kind tei") from None
+    return f"{info.model_sha or ''} {info.model_dtype} {info.model_id}"[:MAX_NAME]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.wire.messages import Truncate
-from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
+from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, MAX_UNCUT_CHARACTERS, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
@@ -103,6 +103,10 @@ class ModelTokenizer:
                 contents.append(Tokens(cut(ids, room, truncate), len(ids)))
         return contents
 
+    def is_uncut(self, text: str) -> bool:
+        """Return whether a text has more than MAX_UNCUT_CHARACTERS in a row, which can only be tokenised together."""
+        return len(text) > MAX_UNCUT_CHARACTERS and self._long.is_uncut(text)
+
     @property
     def vocabulary(self) -> int:
         """Return the number of tokens. The largest id is nearly always one less."""
@@ -154,15 +158,6 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of these ids. All must be valid token ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-
-    def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Return each text's ids, truncated to `limit` (0: the model's), with special tokens, which always stay."""
-        special = len(self.first) + len(self.last)
-        room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
-        contents = self.contents(texts, room, truncate)
-        return [
-            Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents
-        ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""

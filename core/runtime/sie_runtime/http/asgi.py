@@ -35,6 +35,7 @@ SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", f"default-src 'none'; {_NO_FRAMES}".encode()),
 )
+FAILED = "the server failed; its log has the details"
 _VERSION = __version__.encode()
 _SDK_VERSION = sdk_versions.HEADER.encode()
 _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
@@ -164,12 +165,9 @@ async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
 
 async def refuse_upgrade(scope: Scope, send: Send, error: SIEError) -> None:
     """Reject the handshake of a websocket with an error, as a plain HTTP response."""
-    body = msgspec.json.encode(envelope(error, scope[REQUEST_ID]))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-sie-error-code", error.code.encode()),
-    ]
+    body, own = refusal(error, scope[REQUEST_ID])
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(name.lower().encode(), value.encode()) for name, value in own.items()]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})

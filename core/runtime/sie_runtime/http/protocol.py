@@ -41,6 +41,7 @@ from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, 
 from sie_contracts.loopback import is_loopback
 from sie_runtime.descriptors import max_connections
 from sie_runtime.http.asgi import (
+    FAILED,
     FIRST_BYTE,
     INCOMPRESSIBLE,
     REQUEST_ID,
@@ -134,7 +135,7 @@ class _Cycle(RequestResponseCycle):
     _compressed: CompressedReply | None = None
 
     async def send_500_response(self) -> None:
-        await refuse(self.scope, self.write, InternalFailure("the server failed; its log has the details"))
+        await refuse(self.scope, self.write, InternalFailure(FAILED))
 
     async def send(self, message: Any) -> None:
         if self._compressed is None and not self.response_started and not self.scope.get(INCOMPRESSIBLE):

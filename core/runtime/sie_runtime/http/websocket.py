@@ -18,34 +18,80 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
+from websockets.server import ServerProtocol
 
-from sie_contracts.errors import ResourceExhausted
-from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, common_headers, uuid7
+from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted
+from sie_runtime.http.asgi import FAILED, REQUEST_ID, Receive, Scope, Send, common_headers, refusal, uuid7
 
 PATIENCE_S = 10.0
-_HANDSHAKES = frozenset({"websocket.accept", "websocket.http.response.start"})
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # close codes, from RFC 6455 and IANA's registry
 _logger = logging.getLogger("sie.websocket")
 
 
+class _Handshake(ServerProtocol):
+    """Handshake of a websocket. Its replies have the headers of every reply; those of this library, its own envelope
+    of an error.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_size=max_bytes, logger=logging.getLogger("uvicorn.error"))
+        self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
+
+    def begin(self, scope: Scope) -> None:
+        """Use the scope that the application gets for the headers of the reply, and give it the id of the request."""
+        scope[REQUEST_ID] = self.scope[REQUEST_ID]
+        self.scope = scope
+
+    def accept(self, request: Request) -> Response:
+        self.scope["headers"] = [
+            (name.lower().encode(), value.encode(errors="surrogateescape"))
+            for name, value in request.headers.raw_items()
+        ]
+        return super().accept(request)
+
+    def reject(self, status: Any, text: str) -> Response:
+        plain = super().reject(status, "")
+        is_refusal = plain.status_code < InternalFailure.status
+        error = InvalidInput(text.strip(), reason="malformed") if is_refusal else InternalFailure(FAILED)
+        body, own = refusal(error, self.scope[REQUEST_ID])
+        headers = {**dict(plain.headers.raw_items()), **own, "Content-Type": "application/json"}
+        headers["Content-Length"] = str(len(body))
+        return Response(plain.status_code, plain.reason_phrase, Headers(headers), body)
+
+    def send_response(self, response: Response) -> None:
+        sent = [(name.lower().encode(), value.encode()) for name, value in response.headers.raw_items()]
+        for name, value in common_headers(self.scope, sent)[len(sent) :]:
+            response.headers[name.decode()] = value.decode("latin-1")
+        super().send_response(response)
+
+
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's websocket protocol with three changes: when the server ends, it sends close code 1001; the application
-    can disconnect a client; and the reply to a handshake has the headers of every reply.
+    can disconnect a client; and every handshake is answered by `_Handshake`.
     """
 
     scope: Any
 
+    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
+        super().__init__(config, server_state, app_state)
+        self.conn = self._handshake = _Handshake(config.ws_max_size)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.handshake_initiated:  # the whole head is here, and could not be read: uvicorn would send nothing
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions["abort"] = self.transport.abort
-        self.scope[REQUEST_ID] = uuid7()
+        self._handshake.begin(self.scope)
         await super().run_asgi()
-
-    async def send(self, message: Any) -> None:
-        if message["type"] in _HANDSHAKES:
-            message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
-        await super().send(message)
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
