@@ -95,6 +95,10 @@ NEEDS = {"uvicorn.protocols.websockets": "websockets"}
 NEVER = {
     **{(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")},
     ("evals", "sentence-transformers"): "sie_cli.evals.packages ends the command first and names the package",
+    **{
+        (extra, "pydantic"): "sie_client.verbs gets a class of pydantic, so the caller has it"
+        for extra in ("sdk", "watch", "cli", "mcp", "evals", "mteb", "serve")
+    },
 }
 # named for others that use them
 USED_BY_OTHERS = {
