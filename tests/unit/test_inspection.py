@@ -25,6 +25,7 @@ from parity import (
     heads_checkpoints,
     qwen_checkpoints,
     reader_checkpoints,
+    tiled_checkpoints,
 )
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
@@ -282,6 +283,8 @@ def test_other_folders_load_and_answer_too(
         ),
         (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
         (qwen_checkpoints.colqwen, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
+        (qwen_checkpoints.colqwen3, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
+        (tiled_checkpoints.colidefics3, "vision-language", {"multivector": tiled_checkpoints.WIDTH}, 2048),
         (qwen_checkpoints.qwen3_vl, "multimodal-encoder", {"dense": 48}, 4096),
         (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
         (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
