@@ -1,4 +1,4 @@
-"""Small random ColIdefics3 (ColSmol), laid out on disk as hub repositories are: a base with a projection, and a LoRA."""
+"""Small random ColIdefics3 (ColSmol), laid out on disk as hub repositories are: a base with its projection, a LoRA."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{t
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
+_PARAKEET_POSITIONS = 375  # of 80 ms, largest max_tokens of an entry: a window of 30 s
 _ASSUMED = {
     "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
     "vision-language": "no LoRA: one that the model was trained with is named by run.lora",
@@ -100,6 +101,16 @@ def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
         "inputs": ["audio"],
         "outputs": {"entities": 0, "data": 0},
         "max_tokens": config.max_target_positions,
+    }
+
+
+def _parakeet(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": "What is said in a recording, with the times of its words, Parakeet TDT.",
+        "family": "sound-reader",
+        "inputs": ["audio"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": min(config.encoder_config.max_position_embeddings, _PARAKEET_POSITIONS),
     }
 
 
@@ -215,6 +226,7 @@ _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "siglip": _dual_encoder,
     "clap": _sound_encoder,
     "whisper": _sound_reader,
+    "parakeet_tdt": _parakeet,
     "colpali": _pages,
     "qwen2_5_vl": _qwen_pages,
     "qwen3_vl": _qwen3,
