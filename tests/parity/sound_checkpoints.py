@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from parity.reader_checkpoints import byte_pieces
 from parity.tokenizer_recipes import ROBERTA, TokenizerRecipe
 from parity.toys import randomised
+from sound_files import tone
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
 WIDTH = 24
@@ -151,6 +153,7 @@ def parakeet(folder: Path, **rules: Any) -> Path:
     from transformers import ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
 
     words = PARAKEET_TOKENIZER.save(folder, 4096)
+    extractor = ParakeetFeatureExtractor(feature_size=PARAKEET_BINS)
     config = ParakeetTDTConfig(
         vocab_size=words + 1,
         blank_token_id=words,
@@ -178,7 +181,8 @@ def parakeet(folder: Path, **rules: Any) -> Path:
         # else all positions of a sound have the same tokens, and few are blank
         model.decoder.decoder_projector.weight.mul_(0.4)
         model.decoder.decoder_projector.bias.mul_(0.4)
-        levels = torch.randn(1, 400, PARAKEET_BINS, generator=generator).cumsum(1) / 8
+        sound = np.concatenate([tone(0.9, rate=RATE, seed=seed) for seed in range(6)])
+        levels = extractor(sound, sampling_rate=RATE, return_tensors="pt").input_features
         states = model.get_audio_features(input_features=levels).pooler_output[0]
         model.encoder_projector.weight.mul_(2 / states.std())
         states = model.get_audio_features(input_features=levels).pooler_output[0]
@@ -188,6 +192,7 @@ def parakeet(folder: Path, **rules: Any) -> Path:
         model.joint.head.bias.sub_(scores.mean(0))
         others = scores[:, :words] - scores[:, :words].mean(0)
         blank = scores[:, words] - scores[:, words].mean()
+        model.joint.head.bias[words + 1] -= 1.5 * scores[:, words + 1].std()  # else most sounds end at the limit
         model.joint.head.bias[words] += (others.max(1).values - blank).quantile(0.3)
     model.save_pretrained(folder)
     durations = list(range(config.vocab_size, config.vocab_size + len(config.durations)))
@@ -197,5 +202,5 @@ def parakeet(folder: Path, **rules: Any) -> Path:
         "suppress_tokens": durations,  # `generate` compares the scores of tokens and durations
     }
     (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
-    ParakeetFeatureExtractor(feature_size=PARAKEET_BINS).save_pretrained(folder)
+    extractor.save_pretrained(folder)
     return folder

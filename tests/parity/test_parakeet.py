@@ -229,7 +229,10 @@ def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracl
         bounds.append((window.seek, window.stop))
         levels = torch.from_numpy(window.sound.levels[:, window.seek : window.stop])
         mean, deviation = levels.mean(1, keepdim=True), levels.std(1, keepdim=True)
-        found = oracle.generated((levels - mean) / (deviation + 1e-5))
+        normalised = torch.nn.functional.pad((levels - mean) / (deviation + 1e-5), (0, 0, 0, 1))
+        mask = torch.ones(normalised.shape[:2], dtype=torch.bool)
+        mask[:, -1] = False  # the library's features have one more frame
+        found = oracle.generated(normalised, mask)
         with torch.inference_mode():
             reader.begin([window])
         assert window.read is not None
@@ -247,7 +250,7 @@ def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracl
     assert result["data"]["text"] == " ".join(filter(None, texts))
     starts = [word["seconds"][0] for word in result["data"]["words"]]
     assert starts == sorted(starts)
-    assert starts[-1] > bounds[-1][0] / 100
+    assert starts[-1] >= bounds[-1][0] / 100
 
 
 def test_a_window_ends_at_its_quietest_moment(served: Served) -> None:
