@@ -29,7 +29,7 @@ from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
 from sie_adapter.readers.reading import GeneratedText
 from sie_adapter.readers.slots import DecoderSlots, RowStart
-from sie_adapter.readers.transducer import SpokenText, Transcription, decoded, sentences_of, words_of
+from sie_adapter.readers.transducer import DecodedSound, SpokenText, decoded, sentences_of, words_of
 from sie_adapter.readers.written import IsGone, Read, ReaderCall, check_rules, text_entity
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.languages import UNDETERMINED
@@ -63,14 +63,14 @@ class ParakeetTranscription:
 
 @dataclass(eq=False)
 class ParakeetWindow:
-    """Window of a sound, from frame `seek` to before frame `stop`. `read`: its transcription, once it is known."""
+    """Window of a sound, from frame `seek` to before frame `stop`. `read`: its tokens, None before they are decoded."""
 
     reader: ParakeetReader
     sound: ParakeetTranscription
     seek: int
     stop: int
     rules: Rules
-    read: Transcription | None = None
+    read: DecodedSound | None = None
 
     def following(self, written: GeneratedText) -> ParakeetWindow | None:
         """Append the words of this window, and return the next window; None after the last one."""
@@ -230,7 +230,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
     encoder = config.encoder_config
     recipe = extractor_of(folder, entry, encoder.subsampling_factor)
     check_rules(entry, model, encoder.max_position_embeddings)
-    others = Greedy(rules, torch.device("cpu"), ends_of(rules)).rules((), 1).processors
+    processors = Greedy(rules, torch.device("cpu"), ends_of(rules)).rules((), 1).processors
     suppressed = [number for number in rules.suppress_tokens or () if number < config.vocab_size]
     if recipe.levels != "natural" or recipe.bins != encoder.num_mel_bins:
         cause = f"preprocessor_config.json makes {recipe.bins} bins, the model reads {encoder.num_mel_bins} of Parakeet"
@@ -240,7 +240,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
         cause = "generation_config.json has no decoder_start_token_id"
     elif own := next((name for name in _UNSET if getattr(rules, name, None) is not None), ""):
         cause = f"generation_config.json sets {own}, which is not supported"
-    elif suppressed or not all(isinstance(processor, SuppressTokensLogitsProcessor) for processor in others):
+    elif suppressed or not all(isinstance(processor, SuppressTokensLogitsProcessor) for processor in processors):
         cause = "generation_config.json changes the scores of tokens, which is not supported"
     else:
         return recipe

@@ -35,7 +35,7 @@ class TranscribedToken(NamedTuple):
     duration: int
 
 
-class Transcription(NamedTuple):
+class DecodedSound(NamedTuple):
     """Tokens of a sound. `is_cut`: decoding has ended at its limit, before the end of the sound."""
 
     tokens: list[TranscribedToken]
@@ -52,7 +52,7 @@ class SpokenText(NamedTuple):
 
 def decoded(
     model: Any, states: Tensor, lengths: Sequence[int], limits: Sequence[int], first: int
-) -> list[Transcription]:
+) -> list[DecodedSound]:
     """Return the tokens of each sound. `states` [sounds, positions, width]: the projected states of the encoder.
     `lengths`: positions of each sound. `limits`: largest number of steps for each. `first`: the id before all tokens.
     Raises InferenceFailed if the scores are not finite.
@@ -78,12 +78,12 @@ def decoded(
     if not bool(is_finite):
         raise scores_not_finite()
     skipped = {config.blank_token_id, config.pad_token_id}
-    taken = torch.stack(steps, 1).tolist() if steps else [[] for _ in lengths]
+    by_sound = torch.stack(steps, 1).tolist() if steps else [[] for _ in lengths]
     return [
-        Transcription(
+        DecodedSound(
             [TranscribedToken(*token) for *token, is_active in row if is_active and token[0] not in skipped], is_cut
         )
-        for row, is_cut in zip(taken, (places < ends).tolist(), strict=True)
+        for row, is_cut in zip(by_sound, (places < ends).tolist(), strict=True)
     ]
 
 
