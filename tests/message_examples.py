@@ -9,7 +9,7 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.media.documents import DocumentFile, DocumentLimits
-from sie_contracts.media.images import ImageTokens, Recipe
+from sie_contracts.media.images import ImageTokens, Recipe, TileTokens
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire import device_reports, ipc, messages
@@ -518,10 +518,45 @@ EXAMPLES: dict[str, Any] = {
             )
         },
     ),
+    "ipc3-Ready-sounds-natural": ipc.Ready(
+        _LOADED,
+        b"{}",
+        512,
+        {
+            "extract": Rows(
+                "raw",
+                sounds=SoundRecipe(
+                    16000,
+                    512,
+                    512,
+                    160,
+                    128,
+                    1280,
+                    high=8000.0,
+                    filling="none",
+                    levels="natural",
+                    whole=True,
+                    emphasis=0.97,
+                    span=400,
+                ),
+            )
+        },
+    ),
     "ipc3-Ready-chunks": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(chunks=True, pooling="mean")}),
     "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
+    ),
+    "ipc3-Ready-images-tiles": ipc.Ready(
+        _LOADED,
+        b"{}",
+        512,
+        {
+            "encode": Rows(
+                images=Recipe("tiles", longest=64, multiple=32, block_tokens=4),
+                image_tokens=ImageTokens(9, 2, (1,), (2,), tiles=TileTokens((((1, 3), (4,)), ((5,), (6,))), (7, 8))),
+            )
+        },
     ),
     "ipc3-Ready-images-beside": ipc.Ready(
         _LOADED,

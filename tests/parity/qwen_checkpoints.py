@@ -99,6 +99,23 @@ def colqwen(folder: Path) -> Path:
     return with_processor(folder, images, "Qwen2VLImageProcessor")
 
 
+def colqwen3(folder: Path) -> Path:
+    """ColQwen3: a Qwen3-VL with a projection, as colpali-engine saves it."""
+    qwen3_vl(folder)
+    stored = load_file(folder / "model.safetensors")
+    backbone = {
+        name.removeprefix("model."): tensor for name, tensor in stored.items() if not name.startswith("lm_head.")
+    }
+    generator = torch.Generator().manual_seed(5)
+    projection = {
+        "custom_text_proj.weight": torch.randn(WIDTH, 48, generator=generator) * 48**-0.5,
+        "custom_text_proj.bias": torch.randn(WIDTH, generator=generator) * 0.3,
+    }
+    save_file({**backbone, **projection}, folder / "model.safetensors", {"format": "pt"})
+    _name(folder, "ColQwen3")
+    return folder
+
+
 def colqwen_lora(folder: Path, base: Path) -> Path:
     """A LoRA of every layer of the language model and of the projection, by the names that published files have."""
     folder.mkdir(parents=True)

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from parity.reader_checkpoints import byte_pieces
-from parity.tokenizer_recipes import ROBERTA
+from parity.tokenizer_recipes import ROBERTA, TokenizerRecipe
 from parity.toys import randomised
+from sound_files import tone
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
 WIDTH = 24
 RATE, SECONDS = 16_000, 1
 TOKENS = 120
 WHISPER_SECONDS, WHISPER_TOKENS, WHISPER_BINS = 2, 64, 20
+PARAKEET_BINS = 16
+PARAKEET_TOKENIZER = TokenizerRecipe("unigram", ("<unk>", "<pad>"), {"unk": "<unk>", "pad": "<pad>"}, "$A", "$A $B")
 LANGUAGES = ("en", "de", "fr")
 _AUDIO: dict[str, Any] = {
     "num_mel_bins": 64,
@@ -139,4 +143,64 @@ def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
     WhisperFeatureExtractor(feature_size=WHISPER_BINS, chunk_length=WHISPER_SECONDS).save_pretrained(folder)
+    return folder
+
+
+def parakeet(folder: Path, **rules: Any) -> Path:
+    """Parakeet TDT, whose tokens and durations depend on the sound, with the rules of generation of published files, on
+    which `rules` are laid.
+    """
+    from transformers import ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
+
+    words = PARAKEET_TOKENIZER.save(folder, 4096)
+    extractor = ParakeetFeatureExtractor(feature_size=PARAKEET_BINS)
+    config = ParakeetTDTConfig(
+        vocab_size=words + 1,
+        blank_token_id=words,
+        pad_token_id=PARAKEET_TOKENIZER.vocabulary["<pad>"],
+        decoder_hidden_size=24,
+        num_decoder_layers=2,
+        encoder_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": PARAKEET_BINS,
+            "max_position_embeddings": 500,
+        },
+    )
+    model = randomised(ParakeetForTDT(config).eval(), 0.2)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            elif name.endswith("running_var"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+        # else all positions of a sound have the same tokens, and few are blank
+        model.decoder.decoder_projector.weight.mul_(0.4)
+        model.decoder.decoder_projector.bias.mul_(0.4)
+        sound = np.concatenate([tone(0.9, rate=RATE, seed=seed) for seed in range(6)])
+        levels = extractor(sound, sampling_rate=RATE, return_tensors="pt").input_features
+        states = model.get_audio_features(input_features=levels).pooler_output[0]
+        model.encoder_projector.weight.mul_(2 / states.std())
+        states = model.get_audio_features(input_features=levels).pooler_output[0]
+        model.encoder_projector.bias.sub_(states.mean(0))
+        states = model.get_audio_features(input_features=levels).pooler_output
+        scores = model.joint(model.decoder(torch.tensor([[words]])), states)[0]
+        model.joint.head.bias.sub_(scores.mean(0))
+        others = scores[:, :words] - scores[:, :words].mean(0)
+        blank = scores[:, words] - scores[:, words].mean()
+        model.joint.head.bias[words + 1] -= 1.5 * scores[:, words + 1].std()  # else most sounds end at the limit
+        model.joint.head.bias[words] += (others.max(1).values - blank).quantile(0.3)
+    model.save_pretrained(folder)
+    durations = list(range(config.vocab_size, config.vocab_size + len(config.durations)))
+    given = {
+        "decoder_start_token_id": words,
+        "pad_token_id": config.pad_token_id,
+        "suppress_tokens": durations,  # `generate` compares the scores of tokens and durations
+    }
+    (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
+    extractor.save_pretrained(folder)
     return folder

@@ -37,8 +37,10 @@ ORACLES = {
     "static-embedding": "sentence-transformers, SentenceTransformer of a StaticEmbedding",
     "dual-encoder": "transformers, CLIPModel and SiglipModel with their processors; open_clip 3.3.0 by a stored file",
     "sound-encoder": "transformers, ClapModel with its feature extractor",
-    "sound-reader": "transformers, WhisperForConditionalGeneration, `generate` greedily, with its feature extractor",
-    "vision-language": "transformers, ColPaliForRetrieval with its processor, Qwen2_5_VLModel with a projection",
+    "sound-reader": "transformers, WhisperForConditionalGeneration and ParakeetForTDT, `generate` greedily, with their"
+    " feature extractors",
+    "vision-language": "transformers, ColPaliForRetrieval with its processor; Qwen2_5_VLModel, Qwen3VLModel and"
+    " Idefics3Model with a projection",
     "multimodal-encoder": "transformers, Qwen3VLModel, read as its vendor reads it",
     "multimodal-reranker": "transformers, Qwen3VLForConditionalGeneration, read as its vendor reads it",
     "gliner": "gliner, GLiNER",

@@ -1,9 +1,10 @@
-"""Token vectors of questions and of pages equal those of transformers' own Qwen2.5-VL, its image processor and a
-projection, as colpali-engine puts them together.
+"""Token vectors of questions and of pages equal those of transformers' own Qwen2.5-VL and Qwen3-VL, their image
+processor and a projection, as colpali-engine puts them together.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,16 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import qwen_checkpoints
-from parity.device import SIXTEEN
+from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Given, Served, Vectors, at_once, served_by
-from parity.qwen_checkpoints import BLOCK, MOST, SPECIALS, WIDTH
+from parity.qwen_checkpoints import BLOCK, LEAST, MOST, SPECIALS, WIDTH
 from parity.table import Agreement, ParityTable
 from parity.toys import image, png
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.families.qwen_vl import axes_of
 from sie_adapter.packed.packing import PackedBatch
+from sie_adapter.pages.qwen_vl import axes_of
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
@@ -57,29 +58,35 @@ def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
 class Oracle:
     """The library's model and image processor, one input at a time, with weights to which the LoRA was added."""
 
-    def __init__(self, folder: Path, lora: Path | None) -> None:
-        from transformers import AutoConfig, Qwen2_5_VLModel
+    def __init__(self, folder: Path, lora: Path | None, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoConfig, AutoModel
 
         weights = qwen_checkpoints.merged(folder, lora)
-        self._projection = [weights.pop(f"custom_text_proj.{part}") for part in ("weight", "bias")]
+        self._projection = [weights.pop(f"custom_text_proj.{part}").to(dtype) for part in ("weight", "bias")]
         config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
-        self._model = Qwen2_5_VLModel(config).eval()
-        self._model.load_state_dict(
-            {name.replace("model.", "language_model.", 1): each for name, each in weights.items()}
-        )
-        self.inputs = qwen_checkpoints.Inputs(folder, max_pixels=MOST)
+        self._model = AutoModel.from_config(config).eval()
+        names = {name: re.sub(r"^model\.", "language_model.", name) for name in weights}
+        self._model.load_state_dict({names[name]: each for name, each in weights.items()})
+        self._model.to(dtype)
+        self.inputs = qwen_checkpoints.Inputs(folder, min_pixels=LEAST, max_pixels=MOST)
 
     def __call__(self, given: Given) -> Vectors:
         """[tokens, width], each row of the length one."""
         asked = self.inputs(QUESTION.format(text=given)) if isinstance(given, str) else self.inputs(PAGE, [given])
         with torch.inference_mode():
             states = self._model(**asked).last_hidden_state[0]
-            return F.normalize(F.linear(states, *self._projection), dim=-1).numpy()  # type: ignore[no-any-return]
+            return F.normalize(F.linear(states, *self._projection).float(), dim=-1).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=["colqwen2.5", "colqwen3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen_checkpoints.colqwen(tmp_path_factory.mktemp("pages") / "colqwen")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = {"colqwen2.5": qwen_checkpoints.colqwen, "colqwen3": qwen_checkpoints.colqwen3}[kind]
+    return build(tmp_path_factory.mktemp("pages") / "colqwen")
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +95,14 @@ def lora(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: AdapterEngine, folder: Path, lora: Path) -> Callable[..., Served]:
+def load(cpu_engine: AdapterEngine, kind: str, folder: Path, lora: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32", *, plain: bool = False) -> Served:
         named = {} if plain else {"lora": str(lora)}
         entry = entry_of(
             folder,
-            f"pages/{'plain' if plain else 'colqwen'}-{precision}",
-            load={"precision": precision, "max_pixels": MOST},
+            f"pages/{kind}-{'plain' if plain else 'lora'}-{precision}",
+            load={"precision": precision, "min_pixels": LEAST, "max_pixels": MOST},
             run=named,
         )
         served = served_by(cpu_engine, entry)
@@ -117,16 +124,27 @@ def _mixed() -> list[Given]:
 
 @pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
-    precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
+    precision: str,
+    kind: str,
+    load: Callable[..., Served],
+    folder: Path,
+    lora: Path,
+    oracle: Oracle,
+    table: ParityTable,
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)
     found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
     assert [each.shape for each in found] == [each.shape for each in expected]
     agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
-    table.record("vision-language colqwen2.5", served.path, precision, agreement)
+    table.record(f"vision-language {kind}", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert served.path == "packed"
+    if precision == SIXTEEN:
+        stock = Oracle(folder, lora, SIXTEEN_TYPE)
+        own = Agreement.of(np.concatenate([stock(each) for each in _mixed()]), np.concatenate(expected))
+        table.record(f"vision-language {kind}", "stock", precision, own)
+        assert agreement.mean_distance <= 1.5 * own.mean_distance
 
 
 @pytest.mark.long
@@ -154,7 +172,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
 @pytest.mark.long
 def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
-    entry = entry_of(folder, "pages/padded", load={"max_pixels": MOST})
+    entry = entry_of(folder, f"{folder.parent.name}/padded", load={"min_pixels": LEAST, "max_pixels": MOST})
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()
     for one, other in zip(padded.run("encode", _mixed()), load(plain=True).run("encode", _mixed()), strict=True):
@@ -200,9 +218,12 @@ def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
+        (
+            {"outputs": {"multivector": WIDTH + 1}, "load": {"max_pixels": MOST, "min_pixels": LEAST}},
+            "outputs.multivector is 25, the vectors of the model are 24 wide",
+        ),
         ({"max_tokens": 30}, "max_tokens is 30, one image needs"),
-        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 40}, "max_tokens is 40, one image"),
+        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 20}, "max_tokens is 20, one image"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(

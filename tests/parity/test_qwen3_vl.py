@@ -272,7 +272,7 @@ def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served
     [
         ({"pair": []}, "a multimodal-reranker needs pair, head.yes_token and head.no_token"),
         ({"head": {"yes_token": "yes and", "no_token": NO}}, "the answer 'yes and' is not one token"),
-        ({"family": "vision-language"}, "model_type is qwen3_vl, a vision-language is colpali or qwen2_5_vl"),
+        ({"family": "vision-language"}, "the weights have no custom_text_proj.weight"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(

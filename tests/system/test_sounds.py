@@ -158,6 +158,46 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "language")
 
 
+def test_parakeet_writes_words_with_their_times_as_the_library_does(
+    open_cluster: Cluster, open_models: LocalModels
+) -> None:
+    """A recording of one window, natively and at the route of OpenAI, which names no language."""
+    from parity import sound_checkpoints
+    from parity.test_parakeet import Oracle
+
+    model, positions = "nvidia/parakeet-tdt-0.6b-v3", 60
+    folder = sound_checkpoints.parakeet(open_models.weights / "parakeet")
+    outputs = {"entities": 0, "data": 0}
+    entry = {"id": model, "family": "sound-reader", "inputs": ["audio"], "outputs": outputs, "max_tokens": positions}
+    open_models.add("parakeet", entry)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{model}", timeout=10).json().get("max_sequence_length") == positions
+            for url in open_cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{model} to be replaced",
+        open_cluster.log,
+    )
+    recording = encoded(tone(2.6, rate=RATE, seed=1), "FLAC", rate=RATE)
+    oracle = Oracle(folder)
+    expected = oracle.written(oracle.features(soundfile.read(io.BytesIO(recording), dtype="float32")[0]))
+    body = {"items": [{"audio": base64.b64encode(recording).decode()}]}
+    (written,) = httpx.post(f"{open_cluster.url}/v1/extract/{model}", json=body, timeout=60).json()["items"]
+    assert written["data"]["text"] == expected.text
+    assert expected.text
+    assert " ".join(word["text"] for word in written["data"]["words"]).split() == expected.text.split()
+    form = {"model": model, "response_format": "verbose_json"}
+    files = {"file": ("a.flac", recording)}
+    spoken = httpx.post(f"{open_cluster.url}/v1/audio/transcriptions", data=form, files=files, timeout=60).json()
+    assert (spoken["text"], spoken["language"]) == (expected.text, "und")
+    refused = httpx.post(
+        f"{open_cluster.url}/v1/audio/transcriptions", data={**form, "language": "de"}, files=files, timeout=60
+    )
+    assert refused.status_code == 400
+    assert "the model recognises the language itself" in refused.json()["error"]["message"]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client's own
 def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
     open_cluster: Cluster, whisper: Path

@@ -226,6 +226,8 @@ WITHOUT_AUTO_CLASS = {
     "docling",  # a package
     "openai/whisper-small",
     "openai/whisper-large-v3-turbo",
+    "nvidia/parakeet-tdt-0.6b-v3",
+    "vidore/colSmol-256M",
 }
 # the entry names what this product lacks
 UNBUILT = {
@@ -243,11 +245,9 @@ UNBUILT = {
     "naver/v-splade-quality",
     "nomic-ai/nomic-embed-text-v1.5",
     "nvidia/nemotron-colembed-vl-4b-v2",
-    "nvidia/parakeet-tdt-0.6b-v3",
     "opendatalab/MinerU2.5-Pro-2604-1.2B",
     "topk-io/topk-embed-v1-small",
     "topk-io/topk-embed-v1-xsmall",
-    "vidore/colSmol-256M",
 }
 UNPROVEN = REMOTE | UNBUILT | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {
@@ -372,6 +372,7 @@ LATE = {  # the width of a fixed dimensional encoding
     "mixedbread-ai/mxbai-edge-colbert-v0-32m": 10240,
     "nvidia/llama-nemoretriever-colembed-3b-v1": 10240,
     "vidore/colpali-v1.3-hf": 10240,
+    "vidore/colSmol-256M": 10240,
     "vidore/colqwen2.5-v0.2": 10240,
     "lightonai/mLateOn": 10240,
     "topk-io/Iso-ModernColBERT": 10240,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -26,8 +27,10 @@ from sie_contracts.media.images import (
     UnknownProcessor,
     check,
     from_processor,
+    max_tiles,
     pixels_of,
     resizes,
+    tiles_of,
 )
 from sie_contracts.media.media import cause_of
 from sie_sidecar.prepare.images import FORMATS, Pixels, prepare
@@ -43,6 +46,9 @@ RECIPES = {
     "fit": Recipe("fit", longest=154, multiple=14),
     "bounded": Recipe("bounded", shorter=80, longest=133),
     "page": Recipe("page", height=256, width=192),
+    "tiles": Recipe("tiles", longest=128, multiple=32),
+    "odd tiles": Recipe("tiles", longest=97, multiple=48),
+    "one tile": Recipe("tiles", longest=30, multiple=32),
 }
 
 
@@ -214,6 +220,18 @@ def test_what_an_image_needs_more_memory_for_than_there_is_is_too_large(monkeypa
     assert refusal(encoded(picture())).startswith("too_large: decoding the image takes more memory")
 
 
+def test_the_tiles_of_an_image_lie_row_by_row_and_then_comes_the_whole() -> None:
+    made = levels(prepare(encoded(picture(90, 60)), Recipe("tiles", longest=96, multiple=32)))
+    image = Image.fromarray(levels(prepare(encoded(picture(90, 60)), Recipe("squash", height=64, width=96))))
+    whole = np.asarray(picture(90, 60).resize((96, 64), Image.Resampling.BICUBIC))
+    assert made.shape == (7 * 32, 32, 3)
+    for row in range(2):
+        for column in range(3):
+            tile = made[(row * 3 + column) * 32 :][:32]
+            assert np.array_equal(tile, whole[row * 32 :, column * 32 :][:32, :32])
+    assert np.array_equal(made[-32:], np.asarray(image.resize((32, 32), Image.Resampling.BICUBIC)))
+
+
 def test_the_middle_is_cropped_and_the_page_is_centred() -> None:
     stripes = Image.new("RGB", (60, 20), "red")
     stripes.paste("blue", (20, 0, 40, 20))
@@ -262,6 +280,10 @@ def test_sizes_are_what_each_kind_promises(name: str, height: int, width: int) -
         case "fit":
             assert made.height % recipe.multiple == made.width % recipe.multiple == 0
             assert max(made) < recipe.longest + recipe.multiple
+        case "tiles":
+            cut = tiles_of(recipe, size)
+            assert 0 <= max_tiles(recipe) - max(cut) <= recipe.longest % 2
+            assert made == (recipe.multiple * (math.prod(cut) + (max(cut) > 1)), recipe.multiple)
         case "bounded":
             assert min(made) <= recipe.shorter
             # a picture whose shorter edge would not change is kept as it is, as by the original processors
@@ -288,6 +310,7 @@ def test_every_small_image_gets_pixels_of_the_foretold_size(name: str, height: i
         {"kind": "crop", "height": 30, "width": 20, "shorter": 24},
         {"kind": "blocks", "multiple": 28, "min_pixels": 0, "max_pixels": 9},
         {"kind": "bounded", "shorter": 800, "longest": 600},
+        {"kind": "tiles", "longest": 2048},
         {"kind": "page", "height": 20, "width": 20, "fill": (0, 0, 256)},
         {"kind": "squash", "height": 224, "width": 224, "tokens": 0},
         {"kind": "stretch", "height": 224, "width": 224},
@@ -306,6 +329,7 @@ def test_a_recipe_travels() -> None:
 
 CLIP = {"image_processor_type": "CLIPImageProcessor"}
 SIGLIP = {"image_processor_type": "SiglipImageProcessor"}
+IDEFICS = {"image_processor_type": "Idefics3ImageProcessor"}
 OLD = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 224, "crop_size": 224, "resample": 3}
 READ: list[tuple[dict[str, Any], Recipe]] = [
     (CLIP, Recipe("crop", height=224, width=224, shorter=224)),
@@ -323,6 +347,7 @@ READ: list[tuple[dict[str, Any], Recipe]] = [
         Recipe("squash", height=384, width=256, resample="bilinear"),
     ),
     ({**SIGLIP, "resample": None, "do_convert_rgb": None}, Recipe("squash", height=224, width=224)),
+    (IDEFICS, Recipe("tiles", longest=1456, multiple=364, resample="lanczos")),
 ]
 
 
@@ -348,6 +373,9 @@ def test_the_file_of_a_checkpoint_is_read(config: dict[str, Any], recipe: Recipe
         ({**SIGLIP, "size": 384}, "shortest_edge, without do_center_crop"),
         ({**SIGLIP, "do_pad": True}, "do_pad"),
         ({"image_processor_type": "Qwen2VLImageProcessor"}, "bound the pixels"),
+        ({**IDEFICS, "do_image_splitting": False}, "do_image_splitting is false"),
+        ({**IDEFICS, "max_image_size": {"height": 9, "width": 9}}, "max_image_size has height, width"),
+        ({**IDEFICS, "size": {"longest_edge": 4097}}, "size is 4097, expected at most 4096"),
     ],
 )
 def test_a_file_that_no_recipe_repeats_is_refused_with_what_is_in_the_way(config: dict[str, Any], says: str) -> None:

@@ -26,6 +26,7 @@ from parity import (
     heads_checkpoints,
     qwen_checkpoints,
     reader_checkpoints,
+    tiled_checkpoints,
 )
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
@@ -285,6 +286,8 @@ def test_other_folders_load_and_answer_too(
         ),
         (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
         (qwen_checkpoints.colqwen, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
+        (qwen_checkpoints.colqwen3, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
+        (tiled_checkpoints.colidefics3, "vision-language", {"multivector": tiled_checkpoints.WIDTH}, 2048),
         (qwen_checkpoints.qwen3_vl, "multimodal-encoder", {"dense": 48}, 4096),
         (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
         (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
@@ -335,7 +338,9 @@ def test_what_float16_does_not_hold_is_not_computed_in_it(
     assert any("precision bfloat16" in line for line in report.findings) == (precision is not None)
 
 
-@pytest.mark.parametrize("build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper"])
+@pytest.mark.parametrize(
+    "build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper", "parakeet"]
+)
 def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
     build_folder: Any, tmp_path: Path, engine: AdapterEngine
 ) -> None:
@@ -369,13 +374,16 @@ def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: A
     assert engine.residency.ensure("me/heard", entry).weights.rows["encode"].sounds
 
 
-def test_a_reader_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: AdapterEngine) -> None:
+@pytest.mark.parametrize(("kind", "max_tokens"), [("whisper", 64), ("parakeet", 375)])
+def test_a_reader_of_sounds_becomes_an_entry_that_loads(
+    kind: str, max_tokens: int, tmp_path: Path, engine: AdapterEngine
+) -> None:
     from parity import sound_checkpoints
 
-    folder = sound_checkpoints.whisper(tmp_path / "model")
+    folder = getattr(sound_checkpoints, kind)(tmp_path / "model")
     entry = entry_of(inspect(folder, "me/written", {"path": str(folder)}))
     assert (entry.family, entry.outputs) == ("sound-reader", {"entities": 0, "data": 0})
-    assert (set(entry.inputs), entry.max_tokens) == ({"audio"}, sound_checkpoints.WHISPER_TOKENS)
+    assert (set(entry.inputs), entry.max_tokens) == ({"audio"}, max_tokens)
     assert {"preprocessor_config.json", "generation_config.json"} <= set(entry.weights.digests)
     assert engine.residency.ensure("me/written", entry).weights.rows["extract"].sounds
 

@@ -24,7 +24,7 @@ SET_ELSEWHERE = {
     "sie_adapter.extractors.gliner_relations self._gliner.model.select_span_target_embedding": "bounds its pairs",
     "sie_adapter.families.dual_encoder model.text_model.embeddings": "replaced in a model of transformers",
     "sie_adapter.families.dual_encoder model.text_model.head": "taken out of a model of transformers",
-    "sie_adapter.families.colpali language.config.is_causal": "the configuration of a model of transformers",
+    "sie_adapter.pages.colpali language.config.is_causal": "the configuration of a model of transformers",
     "sie_adapter.engine.device torch.backends.cudnn.allow_tf32": "a switch of torch",
     "sie_adapter.engine.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
     "sie_adapter.engine.graph self._of_thread.request": "a value of each thread, as threading.local has them",

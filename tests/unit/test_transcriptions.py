@@ -270,6 +270,18 @@ async def test_a_long_recording_is_read_part_by_part_and_each_word_once(
     assert response.headers["x-sie-units-input-tokens"] == str(1500 * len(parts))
 
 
+async def test_a_language_that_the_model_does_not_name_is_not_given_to_the_next_part(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    def hear(item: WorkItem) -> Outcome:
+        return outcome([(0.0, 580.0, "river")], 900.0, language="und")
+
+    response, parts = await heard(cluster, post(gateway, response_format="verbose_json"), hear)
+    assert [part.options.parameters.get("language") for part in parts] == [None] * len(parts)
+    assert len(parts) > 1
+    assert response.json()["language"] == "und"
+
+
 async def test_parts_of_a_language_without_spaces_are_joined_without_spaces(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:

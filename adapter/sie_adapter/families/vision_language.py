@@ -5,7 +5,7 @@ image ──► tower ──► features ─────────────
 ids of a text, and those around an image ─┘
 
 family                 model                                       heads
-vision-language        ColPali, ColQwen2.5 (arXiv 2407.01449)      multivector
+vision-language        ColPali, ColQwen2.5, ColQwen3, ColIdefics3  multivector
 multimodal-encoder     Qwen3-VL-Embedding                          dense
 multimodal-reranker    Qwen3-VL-Reranker                           answer
 """
@@ -24,10 +24,7 @@ from torch import Tensor, nn
 from sie_adapter.engine import item_results
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
-from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
-from sie_adapter.families.qwen_vl import ColQwen
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Row
@@ -36,7 +33,11 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
-from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_blocks
+from sie_adapter.pages.colpali import ColPali
+from sie_adapter.pages.idefics3 import ColIdefics
+from sie_adapter.pages.qwen3_vl import Qwen3Encoder, Qwen3Reranker
+from sie_adapter.pages.qwen_vl import ColQwen
+from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_ids
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
@@ -93,6 +94,8 @@ class VisionLanguageKind(Protocol):
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
     ("vision-language", "colpali"): ColPali,
     ("vision-language", "qwen2_5_vl"): ColQwen,
+    ("vision-language", "qwen3_vl"): ColQwen,
+    ("vision-language", "idefics3"): ColIdefics,
     ("multimodal-encoder", "qwen3_vl"): Qwen3Encoder,
     ("multimodal-reranker", "qwen3_vl"): Qwen3Reranker,
 }
@@ -128,13 +131,13 @@ class VisionLanguage(PackedModel):
         check_width(entry, reader.output, self.width)
         tokenizer = reader.framed(fitted(load_tokenizer(folder, load), self.vocabulary)[0])
         self.tokenizer = tokenizer.to_str().encode()
+        recipe = reader.priced(recipe)
         tokens = reader.tokens(tokenizer, recipe)
         if tokenizer.id_to_token(tokens.token) is None:
             raise incompatible(f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
-        most = tokens.count or max_blocks(recipe)
-        if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
+        if (length := max_ids(recipe, tokens)) > entry.max_tokens:
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens")
-        self.rows = reader.rows(reader.priced(recipe), tokens)
+        self.rows = reader.rows(recipe, tokens)
         self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:

@@ -17,12 +17,16 @@ from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_l
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
 # prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
-_QWEN_PAGE_PIXELS = 768 * 28**2  # largest number of pixels of a page, from the class in colpali-engine
+# largest number of blocks of a page, from the class of ColQwen2.5 in colpali-engine and its training of ColQwen3
+_QWEN_PAGE_BLOCKS = 768
+# prompt of a query. Source: colpali-engine 0.3.18, ColIdefics3Processor
+_IDEFICS_QUESTION = "{text}" + "<end_of_utterance>" * 10
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
+_PARAKEET_POSITIONS = 375  # of 80 ms, largest max_tokens of an entry: a window of 30 s
 _ASSUMED = {
     "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
     "vision-language": "no LoRA: one that the model was trained with is named by run.lora",
@@ -47,7 +51,7 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     if entry is None:
         return None
     finding = f"family {entry['family']}: model_type {config.model_type} of config.json"
-    assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
+    assumed = _ASSUMED.get(entry["family"], "")
     input_name = "a sound" if "audio" in entry["inputs"] else "an image"
     findings = [
         finding,
@@ -100,38 +104,55 @@ def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _pages(config: Any, folder: Path) -> dict[str, Any]:
-    limit = tokenizer_limit(folder) or UNLIMITED
+def _parakeet(config: Any, folder: Path) -> dict[str, Any]:
     return {
-        "description": "Late interaction between questions and pictures of pages, ColPali.",
-        "family": "vision-language",
-        "inputs": _BOTH,
-        "outputs": {"multivector": config.embedding_dim},
-        "max_tokens": min(limit, _PAGES_TOKENS),
-        "prompts": {"query": _QUESTION, "document": _QUESTION},
-        "default_prompt_name": "document",
+        "description": "What is said in a recording, with the times of its words, Parakeet TDT.",
+        "family": "sound-reader",
+        "inputs": ["audio"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": min(config.encoder_config.max_position_embeddings, _PARAKEET_POSITIONS),
     }
 
 
+def _pages(config: Any, folder: Path) -> dict[str, Any]:
+    return _projected_pages("pictures of pages, ColPali", config.embedding_dim, _QUESTION, folder)
+
+
 def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
-    """Return part of an entry for ColQwen2.5; None for a Qwen2.5-VL without a projection to token vectors."""
+    """Return part of an entry for ColQwen; None for a Qwen-VL without a projection to token vectors."""
     if not (width := stored_rows(folder, "custom_text_proj.weight")):
         return None
+    name, vision = "ColQwen3" if config.model_type == "qwen3_vl" else "ColQwen2.5", config.vision_config
     return {
-        "description": "Late interaction between questions and pictures of pages of any size, ColQwen2.5.",
+        **_projected_pages(f"pictures of pages of any size, {name}", width, _QWEN_QUESTION, folder),
+        "load": {"max_pixels": _QWEN_PAGE_BLOCKS * (vision.patch_size * vision.spatial_merge_size) ** 2},
+    }
+
+
+def _tiled_pages(config: Any, folder: Path) -> dict[str, Any] | None:
+    """Return part of an entry for ColIdefics3; None for an Idefics3 without a projection to token vectors."""
+    if not (width := stored_rows(folder, "linear.weight")):
+        return None
+    return _projected_pages("pictures of pages, ColIdefics3", width, _IDEFICS_QUESTION, folder)
+
+
+def _projected_pages(pages: str, width: int, question: str, folder: Path) -> dict[str, Any]:
+    return {
+        "description": f"Late interaction between questions and {pages}.",
         "family": "vision-language",
         "inputs": _BOTH,
         "outputs": {"multivector": width},
         "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, _PAGES_TOKENS),
-        "prompts": {"query": _QWEN_QUESTION, "document": _QWEN_QUESTION},
+        "prompts": {"query": question, "document": question},
         "default_prompt_name": "document",
-        "load": {"max_pixels": _QWEN_PAGE_PIXELS},
     }
 
 
-def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Return an entry of Qwen3-VL-Embedding, also for Qwen3-VL-Reranker, whose files have the same form."""
-    return {
+def _qwen3(config: Any, folder: Path) -> dict[str, Any]:
+    """Return an entry of ColQwen3, else of Qwen3-VL-Embedding, also for Qwen3-VL-Reranker, whose files have the same
+    form.
+    """
+    return _qwen_pages(config, folder) or {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",
         "inputs": _BOTH,
@@ -205,9 +226,11 @@ _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "siglip": _dual_encoder,
     "clap": _sound_encoder,
     "whisper": _sound_reader,
+    "parakeet_tdt": _parakeet,
     "colpali": _pages,
     "qwen2_5_vl": _qwen_pages,
-    "qwen3_vl": _qwen_vectors,
+    "qwen3_vl": _qwen3,
+    "idefics3": _tiled_pages,
     "grounding-dino": _detector,
     "owlv2": _detector,
     "vision-encoder-decoder": _donut,

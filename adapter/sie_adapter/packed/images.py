@@ -1,6 +1,7 @@
 """Input of image towers: passes of a bounded size over the uint8 pixels of a batch, normalised on the device.
 
   Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
+  Shown, of tiles ──► TileTower: the same, each tile an image
   Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
 Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, an image
@@ -9,6 +10,7 @@ whose output is cached has a separate pass, so that its bits do not depend on ot
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -119,6 +121,34 @@ class Tower:
     def _pixels(self, images: Sequence[Shown]) -> Tensor:
         stacked = np.stack([image.pixels for image in images])
         return self._levels.normalised(stacked).permute(0, 3, 1, 2).to(self._compute.dtype)
+
+
+class TileTower:
+    """Image encoder for images that are cut into tiles, squares of `edge` pixels one below the other. It calls `run`
+    like `Tower`, with a tile as an image. The outputs of images are cached.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor], Tensor], edge: int, normalisation: Normalisation, compute: Compute
+    ) -> None:
+        self._tower = Tower(run, normalisation, compute)
+        self._edge = edge
+        self._outputs = compute.outputs.of_tower()
+        self._is_alone = compute.device.type == "cpu"
+
+    def forward(self, images: Sequence[Shown]) -> Tensor:
+        """Return the outputs of `run` for the tiles of all images, in order."""
+        return torch.cat([own for (own,) in self._outputs.for_images(images, self._read)])
+
+    def _read(self, images: Sequence[Shown]) -> list[Output]:
+        tiles = [self._cut(image) for image in images]
+        passes_of = tiles if self._is_alone else [list(itertools.chain.from_iterable(tiles))]
+        outputs = torch.cat([self._tower.forward(part) for part in passes_of])
+        return [(own,) for own in outputs.split([len(part) for part in tiles])]
+
+    def _cut(self, image: Shown) -> list[Shown]:
+        tiles = image.pixels.reshape(-1, self._edge, *image.pixels.shape[1:])
+        return [image._replace(pixels=pixels) for pixels in tiles]
 
 
 def per_pass(compute: Compute) -> int:

@@ -173,7 +173,8 @@ class ModelLoras:
         """
         prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
-        for candidate in (path, path.removeprefix(prefix), bare, bare.removeprefix("language_model.")):
+        in_language = bare.removeprefix("language_model.").removeprefix("text_model.")
+        for candidate in (path, path.removeprefix(prefix), bare, in_language):
             if candidate in layers:
                 return candidate
         return ""

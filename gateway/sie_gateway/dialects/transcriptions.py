@@ -22,7 +22,7 @@ import msgspec
 import orjson
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.languages import NAMES
+from sie_contracts.media.languages import NAMES, UNDETERMINED
 from sie_contracts.media.sounds import MAX_SECONDS
 from sie_contracts.wire.messages import Ok
 from sie_gateway.dialects import fields
@@ -127,7 +127,7 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
         own = replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
         # the language is recognised once, in the first part
-        language = {"language": transcript.language} if transcript.language else {}
+        language = {"language": transcript.language} if transcript.language not in ("", UNDETERMINED) else {}
         parameters = {**run.parameters, **language}
         part = planned.with_run(msgspec.structs.replace(run, sound_from_s=from_s, parameters=parameters))
         finished = call.finished = await inference.execute(own, part)

@@ -32,7 +32,7 @@ from typing import Literal
 import msgspec
 
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.media.images import max_blocks
+from sie_contracts.media.images import max_blocks, max_ids
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, profile_fingerprint
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
@@ -71,9 +71,8 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
-            blocks, ids = max_blocks(recipe), rows.image_tokens
-            count = len(ids.before) + (ids.count or blocks) + len(ids.after) if ids else 0
-            costs.append((recipe.tokens + blocks * recipe.block_tokens, count))
+            count = max_ids(recipe, rows.image_tokens) if rows.image_tokens else 0
+            costs.append((recipe.tokens + max_blocks(recipe) * recipe.block_tokens, count))
     return max((patches + ids for patches, ids in costs), default=0), max((ids for _, ids in costs), default=0)
 
 

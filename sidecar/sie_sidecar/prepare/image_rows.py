@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.images import ImageTokens, Size, cost, grid_of, has_one_size
+from sie_contracts.media.images import ImageTokens, Size, cost, has_one_size, image_ids, placeholders
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.media_frames import PreparedImage
@@ -103,34 +103,32 @@ def ids_of(images: PreparedImages, layout: Rows) -> Ids:
     tokens = layout.image_tokens
     if tokens is None:
         return _NONE
-    parts = [(*tokens.before, *(tokens.token,) * _count(image, layout, tokens), *tokens.after) for image in images]
+    assert layout.images is not None
+    parts = [image_ids(layout.images, tokens, _size(image), image.upright) for image in images]
     return np.array([number for part in parts for number in part], np.int32)
 
 
 def cost_of(images: PreparedImages, layout: Rows) -> int:
     """Return the cost of computing these images on the device, as a number of tokens."""
     assert layout.images is not None
-    return sum(cost(layout.images, Size(image.height, image.width)) for image in images)
+    return sum(cost(layout.images, _size(image)) for image in images)
 
 
-def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
-    """Return the number of token ids that stand for the pixels of an image."""
-    if tokens.count:
-        return tokens.count
-    assert layout.images is not None
-    rows, columns = grid_of(layout.images, Size(image.height, image.width))
-    return rows * columns
+def _size(image: PreparedImage) -> Size:
+    return Size(image.height, image.width)
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
     """Return the rows. An input whose text contains the token that stands for images is marked as not runnable, because
     the model would read it as an image.
     """
+    assert layout.images is not None
     error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")
     bad = [
         number
         for number, row in enumerate(work_rows.rows)
-        if np.count_nonzero(row.ids == tokens.token) != sum(_count(image, layout, tokens) for image in row.images)
+        if np.count_nonzero(row.ids == tokens.token)
+        != sum(placeholders(layout.images, tokens, _size(image)) for image in row.images)
     ]
     if any(number < work_rows.shared for number in bad):
         return WorkRows([], error=error)

@@ -159,7 +159,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
     """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of an empty page of this
-    size instead.
+    size instead; for `tiles`, put its tiles one below the other, then the whole image as one tile.
     """
     if (image.height, image.width) == size:
         return image
@@ -167,5 +167,18 @@ def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
         around = Image.new("RGB", (size.width, size.height), recipe.fill)
         around.paste(image, ((size.width - image.width) // 2, (size.height - image.height) // 2))
         return around
+    if recipe.kind == "tiles":
+        return _tiled(image, recipe, size)
     left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
     return image.crop((left, top, left + size.width, top + size.height))
+
+
+def _tiled(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
+    edge = recipe.multiple
+    strip = Image.new("RGB", (size.width, size.height))
+    for row in range(0, image.height, edge):
+        for column in range(0, image.width, edge):
+            number = row // edge * (image.width // edge) + column // edge
+            strip.paste(image.crop((column, row, column + edge, row + edge)), (0, number * edge))
+    strip.paste(image.resize((edge, edge), _FILTERS[recipe.resample]), (0, size.height - edge))
+    return strip

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import soundfile
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
-from sie_contracts.media.sounds import MAX_SECONDS, Shape, SoundHeader, SoundRecipe, check
+from sie_contracts.media.sounds import MAX_SECONDS, Levels, Shape, SoundHeader, SoundRecipe, check
 
 # (test of a file's first bytes, names of this format in libsndfile)
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
@@ -36,6 +36,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
 _BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
+_ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm
 _RANGE = 8.0  # dynamic range in powers of ten: lower levels are raised to this distance below the loudest one
 
 Float32 = NDArray[np.float32]
@@ -105,9 +106,11 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
     """Return the features of one channel at the recipe's rate, float32 [views, frames, bins]. Source: transformers,
-    ClapFeatureExtractor and WhisperFeatureExtractor.
+    ClapFeatureExtractor, ParakeetFeatureExtractor and WhisperFeatureExtractor.
     """
-    if recipe.whole and len(samples) > recipe.window:
+    if recipe.filling == "none" and len(samples) < 2 * recipe.hop:
+        raise fault("undecodable", f"the sound has {len(samples)} samples, the model reads {2 * recipe.hop} at least")
+    if recipe.whole and (recipe.filling == "none" or len(samples) > recipe.window):
         return _spectrogram(samples, recipe)[None]
     if len(samples) <= recipe.window:
         whole = _spectrogram(_filled(samples, recipe), recipe)
@@ -157,22 +160,40 @@ def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
     """Return the level in each frequency band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which is
     slower, as it computes one frame at a time.
     """
-    in_decibels = recipe.levels == "decibels"
     half = recipe.fft // 2
-    padded = np.pad(samples, (half, half), mode="reflect").astype(np.float64)
+    if recipe.emphasis:
+        samples = np.append(samples[:1], samples[1:] - np.float32(recipe.emphasis) * samples[:-1])
+    mode: Literal["constant", "reflect"] = "constant" if recipe.levels == "natural" else "reflect"
+    padded = np.pad(samples, (half, half), mode=mode).astype(np.float64)
     frames = np.lib.stride_tricks.sliding_window_view(padded, recipe.fft)[:: recipe.hop]
-    shape, bands = _hann(recipe.fft), _bands(recipe)
+    shape, bands = _shape(recipe), _bands(recipe)
     spectrogram = np.empty((len(frames), recipe.bins), np.float32)
     for start in range(0, len(frames), _BLOCK_FRAMES):
         spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * shape).astype(np.complex64)
         power = np.abs(spectrum, dtype=np.float64) ** 2.0
-        mel = np.maximum(_LEAST_POWER, np.dot(bands.T, power.T))
-        spectrogram[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel) if in_decibels else np.log10(mel)).T
-    if in_decibels:
+        spectrogram[start : start + _BLOCK_FRAMES] = _LEVELS[recipe.levels](np.dot(bands.T, power.T)).T
+    if recipe.levels == "decibels":
         return spectrogram
-    spectrogram = spectrogram[:-1]
+    spectrogram = spectrogram[: len(samples) // recipe.hop]
+    if recipe.levels == "natural":
+        return spectrogram
     result: Float32 = (np.maximum(spectrogram, spectrogram.max() - _RANGE) + 4.0) / 4.0
     return result
+
+
+_LEVELS: Mapping[Levels, Callable[[Float64], Float64]] = {
+    "decibels": lambda powers: 10.0 * np.log10(np.maximum(_LEAST_POWER, powers)),
+    "relative": lambda powers: np.log10(np.maximum(_LEAST_POWER, powers)),
+    "natural": lambda powers: np.log(powers + _ADDED_POWER),
+}
+
+
+def _shape(recipe: SoundRecipe) -> Float64:
+    """Return the weight of each sample of a frame, [samples]."""
+    if not recipe.span:
+        return _hann(recipe.fft)
+    before = (recipe.fft - recipe.span) // 2
+    return np.pad(np.hanning(recipe.span), (before, recipe.fft - recipe.span - before))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar, and the
 functions here compute the sizes that follow from it. No function here opens a file.
 
-    header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop or pad to `pixels_of`
+    header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
 
 The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that use Pillow
 (`...ImageProcessorPil`). The last step, from uint8 to the model's numbers (`Normalisation`), is done on the device.
@@ -22,8 +22,9 @@ MAX_DECODED_PIXELS = 100_000_000
 # maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
+MAX_TILED_EDGE = 4096  # largest `longest` of a recipe of kind tiles. Source: transformers, Idefics3ImageProcessorPil
 
-Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page"]
+Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page", "tiles"]
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 Raised = Literal["no", "rounded", "floored"]
 
@@ -43,6 +44,10 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         fit      longest multiple                shrink to `longest` at most; then enlarge edges to multiples
         bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
         page     height width                    resize as large as fits; then add a border of the colour `fill`
+        tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
+
+    The squares of `tiles`, row by row, lie one below the other. The last one is the whole image, shrunk to a square; it
+    is the only one if the image fits into a square.
 
     `raised`, for blocks: `no`, or how an image with an edge below `multiple` is first enlarged: its other edge is
     `rounded` or `floored`. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to
@@ -84,12 +89,23 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
     "fit": ("longest", "multiple"),
     "bounded": ("shorter", "longest"),
     "page": ("height", "width"),
+    "tiles": ("longest", "multiple"),
 }
+
+
+class TileTokens(msgspec.Struct, frozen=True):
+    """Token ids between the tiles of an image that is cut into several. `before`: the ids before the tile of each row
+    and column, also those before the image. `overview`: the ids before the whole image, which follows the tiles.
+    """
+
+    before: tuple[tuple[tuple[int, ...], ...], ...]
+    overview: tuple[int, ...]
 
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token ids that stand for an image in a row of token ids: `before`, then `token` repeated `count` times, then
-    `after`. If `count` is 0, `token` is repeated once for each block of the image.
+    `after`. If `count` is 0, `token` is repeated once for each block of the image. With `tiles`, `token` is repeated
+    `count` times for each tile, and `before` is only for an image of one tile.
 
     If `beside_text` is false, an input has one image, these ids are its whole row, and its text is not read. If it is
     true, the ids of all images of the input are put before its text.
@@ -100,6 +116,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     beside_text: bool = False
+    tiles: TileTokens | None = None
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -154,12 +171,24 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
     """Return the size at which the model reads an upright image of size `size`."""
     if recipe.kind in ("crop", "page"):
         return Size(recipe.height, recipe.width)
+    if recipe.kind == "tiles":
+        tiles = math.prod(tiles_of(recipe, size))
+        return Size(recipe.multiple * (tiles if tiles == 1 else tiles + 1), recipe.multiple)
     return resizes(recipe, size)[-1]
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Return the numbers of rows and columns of blocks in an image that the model reads at the size `pixels`."""
+    """Return the numbers of rows and columns of blocks, or of tiles, in an image that the model reads at the size
+    `pixels`.
+    """
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
+
+
+def tiles_of(recipe: Recipe, size: Size) -> Size:
+    """Return the numbers of rows and columns of tiles into which an upright image of size `size` is cut, without the
+    tile of the whole image.
+    """
+    return grid_of(recipe, resizes(recipe, size)[-1])
 
 
 def has_one_size(recipe: Recipe) -> bool:
@@ -167,9 +196,42 @@ def has_one_size(recipe: Recipe) -> bool:
     return recipe.kind in ("squash", "crop", "page")
 
 
+def max_tiles(recipe: Recipe) -> int:
+    """Return the largest number of rows, and of columns, of tiles that one image can have."""
+    # the edge of a square that should be odd is rounded to an even number
+    return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
+
+
 def max_blocks(recipe: Recipe) -> int:
-    """Return the largest number of blocks that one image can have; 0 if images are not split into blocks."""
+    """Return the largest number of blocks or tiles that one image can have; 0 if images are not split."""
+    if recipe.kind == "tiles":
+        rows = max_tiles(recipe)
+        return 1 if rows == 1 else rows**2 + 1
     return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
+
+
+def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
+    """Return how often the placeholder id is among the ids of an image that the model reads at the size `pixels`."""
+    if tokens.tiles is None and tokens.count:
+        return tokens.count
+    return max(1, tokens.count) * math.prod(grid_of(recipe, pixels))
+
+
+def image_ids(recipe: Recipe, tokens: ImageTokens, pixels: Size, upright: Size) -> tuple[int, ...]:
+    """Return the token ids that stand for an image. `pixels`: the size at which the model reads it."""
+    if tokens.tiles is not None and max(tiles := tiles_of(recipe, upright)) > 1:
+        own = (tokens.token,) * tokens.count
+        before = [ids for row in tokens.tiles.before[: tiles.height] for ids in row[: tiles.width]]
+        return (*(number for ids in before for number in (*ids, *own)), *tokens.tiles.overview, *own, *tokens.after)
+    return (*tokens.before, *(tokens.token,) * placeholders(recipe, tokens, pixels), *tokens.after)
+
+
+def max_ids(recipe: Recipe, tokens: ImageTokens) -> int:
+    """Return the largest number of token ids that stand for one image."""
+    if tokens.tiles is None:
+        return len(tokens.before) + (tokens.count or max_blocks(recipe)) + len(tokens.after)
+    square = Size(recipe.longest, recipe.longest)
+    return len(image_ids(recipe, tokens, pixels_of(recipe, square), square))
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
@@ -237,6 +299,27 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
     return first, Size(height, width)
 
 
+def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    """Return the size with the longer edge `longest`, then the size in multiples. The arithmetic is that of
+    Idefics3ImageProcessorPil, also where it rounds.
+    """
+    ratio, longest = size.width / size.height, recipe.longest
+    is_wide = size.width >= size.height
+    shorter = int(longest / ratio) if is_wide else int(longest * ratio)
+    shorter = max(shorter + shorter % 2, 1)
+    first = Size(shorter, longest) if is_wide else Size(longest, shorter)
+    ratio = first.width / first.height
+    if first.width >= first.height:
+        width = _raised(first.width, recipe.multiple)
+        return first, Size(_raised(int(width / ratio), recipe.multiple), width)
+    height = _raised(first.height, recipe.multiple)
+    return first, Size(height, _raised(int(height * ratio), recipe.multiple))
+
+
+def _raised(edge: int, unit: int) -> int:
+    return math.ceil(edge / unit) * unit
+
+
 _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
     "squash": lambda recipe, size: (Size(recipe.height, recipe.width),),
     "crop": lambda recipe, size: (_with_shorter(size, recipe.shorter),),
@@ -244,6 +327,7 @@ _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
     "fit": _fit,
     "bounded": _bounded,
     "page": _page,
+    "tiles": _tiles,
 }
 
 
@@ -396,6 +480,19 @@ def _donut(settings: Mapping[str, Any]) -> Recipe:
     return Recipe("page", size["height"], size["width"])
 
 
+def _idefics(settings: Mapping[str, Any]) -> Recipe:
+    if not settings["do_image_splitting"]:
+        raise UnknownProcessor("do_image_splitting is false, which no recipe supports")
+    sizes = [_sides(settings, key, square=False) for key in ("size", "max_image_size")]
+    for key, size in zip(("size", "max_image_size"), sizes, strict=True):
+        if size.keys() != {"longest_edge"}:
+            raise UnknownProcessor(f"{key} has {', '.join(sorted(size))}, expected longest_edge")
+    longest, tile = (size["longest_edge"] for size in sizes)
+    if longest > MAX_TILED_EDGE:
+        raise UnknownProcessor(f"size is {longest}, expected at most {MAX_TILED_EDGE}")
+    return Recipe("tiles", longest=longest, multiple=tile)
+
+
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
@@ -411,6 +508,16 @@ _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[s
     ),
     "PaddleOCRVLImageProcessor": (lambda settings: _smart(settings, "rounded", 1), _PATCHES),
     "PixtralImageProcessor": (_pixtral, {"size": {"longest_edge": 1024}, "patch_size": 16}),
+    "Idefics3ImageProcessor": (
+        _idefics,
+        {
+            "size": {"longest_edge": 4 * 364},
+            "max_image_size": {"longest_edge": 364},
+            "do_image_splitting": True,
+            "resample": _FILTERS.index("lanczos"),
+            **_HALF,
+        },
+    ),
     "GroundingDinoImageProcessor": (
         _grounding_dino,
         {"size": {"shortest_edge": 800, "longest_edge": 1333}, "max_size": 1333, **_BILINEAR, **_IMAGENET},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# code of ISO 639-2 for a language that is not determined, of a model that writes in several and names none
+UNDETERMINED = "und"
 _NAMES = """
     af=afrikaans am=amharic ar=arabic as=assamese az=azerbaijani ba=bashkir be=belarusian bg=bulgarian
     bn=bengali bo=tibetan br=breton bs=bosnian ca=catalan cs=czech cy=welsh da=danish de=german el=greek

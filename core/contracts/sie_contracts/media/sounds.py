@@ -23,9 +23,9 @@ MAX_SAMPLES = 64_000_000  # maximum number of samples of a file or a part, summe
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
 MAX_FEATURE_BYTES = 64 << 20  # maximum number of bytes of the features of one sound
 
-Filling = Literal["repeatpad", "repeat", "pad"]
+Filling = Literal["repeatpad", "repeat", "pad", "none"]
 Scale = Literal["htk", "slaney"]
-Levels = Literal["decibels", "relative"]
+Levels = Literal["decibels", "relative", "natural"]
 
 
 class Shape(NamedTuple):
@@ -54,7 +54,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency bands from `low` to `high` Hz.
 
     `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
-    then add silence; repeat: repeat it up to the full length; pad: add silence only.
+    then add silence; repeat: repeat it up to the full length; pad: add silence only; none: keep it as it is.
 
     Of a sound longer than the window, only the middle is read. With `whole`, all of it is read, window by window. With
     `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
@@ -62,7 +62,9 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`, or
     `relative` to the loudest power, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a power,
-    without the frame after the last sample. `chunk`: number of samples that cost as much as one token.
+    without the frame after the last sample. `natural`, as in Parakeet: the natural logarithm of a power, also without
+    that frame, of which the middle `span` samples are read (0: all). `emphasis`: factor of the sample before each
+    sample, which is subtracted from it. `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -78,8 +80,12 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     fused: bool = False
     levels: Levels = "decibels"
     whole: bool = False
+    emphasis: float = 0.0
+    span: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.span <= self.fft:
+            raise ValueError(f"span is {self.span} samples, a frame has {self.fft}")
         for name in ("rate", "window", "fft", "hop", "bins", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a sound recipe needs {name} of at least 1")
@@ -97,8 +103,10 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of the features of a sound that is not longer than the window."""
-        return self._shape_of(self.window)
+        """Return the smallest shape of the features of a sound: that of a full window, or of two frames if the sound is
+        not filled up. Features of one frame have no variance.
+        """
+        return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
     @property
     def _largest(self) -> Shape:
@@ -156,8 +164,9 @@ FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
-    uses for one window; it determines the cost of a sound. Raises UnknownExtractor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound: the
+    number of positions that the model uses for one window, or the number of frames of one position for a model without
+    a window. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
@@ -204,9 +213,7 @@ _WHISPER_HIGH = 8000.0  # upper end of the highest frequency band, in Hz
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
     """Return the recipe of Whisper without truncation: a sound longer than the window keeps all its frames."""
-    settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
-    if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:
-        raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")
+    settings = {**_WHISPER, **_fixed(config, _WHISPER_FIXED)}
     window = settings["chunk_length"] * settings["sampling_rate"]
     return SoundRecipe(
         rate=settings["sampling_rate"],
@@ -222,4 +229,46 @@ def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
     )
 
 
-_EXTRACTORS = {"ClapFeatureExtractor": _clap, "WhisperFeatureExtractor": _whisper}
+_PARAKEET = {
+    "feature_size": 80,
+    "sampling_rate": 16_000,
+    "hop_length": 160,
+    "n_fft": 512,
+    "win_length": 400,
+    "preemphasis": 0.97,
+}
+_PARAKEET_FIXED = {"padding_value": 0, "padding_side": "right"}
+
+
+def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
+    """Return the recipe of Parakeet. `positions`: number of frames that become one position of the model."""
+    settings = {**_PARAKEET, **_fixed(config, _PARAKEET_FIXED)}
+    return SoundRecipe(
+        rate=settings["sampling_rate"],
+        window=settings["n_fft"],
+        fft=settings["n_fft"],
+        hop=settings["hop_length"],
+        bins=settings["feature_size"],
+        chunk=positions * settings["hop_length"],
+        high=settings["sampling_rate"] / 2,
+        filling="none",
+        levels="natural",
+        whole=True,
+        emphasis=settings["preemphasis"] if config.get("preemphasis", 0) is not None else 0.0,
+        span=settings["win_length"],
+    )
+
+
+def _fixed(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a file has. Raises UnknownExtractor if one of them is not its only supported value."""
+    settings = {**values, **{key: value for key, value in config.items() if value is not None}}
+    if changed := [name for name, value in values.items() if settings[name] != value]:
+        raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {values[changed[0]]}")
+    return settings
+
+
+_EXTRACTORS = {
+    "ClapFeatureExtractor": _clap,
+    "ParakeetFeatureExtractor": _parakeet,
+    "WhisperFeatureExtractor": _whisper,
+}

@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.colpali import late_rows
 from sie_adapter.heads import Head
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
 from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
+from sie_adapter.pages.projection import Projected, late_rows, projection_of, tensor_names
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
-# Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
+# Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor and ColQwen3Processor.
 _BEFORE_PAGE, _AFTER_PAGE = (
     "<|im_start|>user\n<|vision_start|>",
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
@@ -90,22 +89,23 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """Model class of ColQwen2.5 in `vision_language`: its output is one vector per token."""
+    """Model class of ColQwen2.5 and ColQwen3 in `vision_language`: its output is one vector per token."""
 
     output = "multivector"
-    consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")
+    consumed = (LANGUAGE_HEAD, *tensor_names(_PROJECTION))
+
+    @classmethod
+    def table_of_files(cls, folder: Path, entry: ModelEntry) -> int:
+        projection_of(folder, entry, _PROJECTION)
+        return super().table_of_files(folder, entry)
 
     def __init__(
         self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
     ) -> None:
         super().__init__(folder, entry, load, compute, normalisation)
-        weight, bias = (checkpoint.tensor(folder, f"{_PROJECTION}.{part}") for part in ("weight", "bias"))
-        if weight is None:
-            raise incompatible(
-                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors"
-            )
-        self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))
-        self.width = len(weight)
+        projection = projection_of(folder, entry, _PROJECTION).to(compute.device)
+        self.adapted = projected = Projected(self.language, _PROJECTION, projection)
+        self.width = projection.out_features
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
@@ -114,20 +114,6 @@ class ColQwen(QwenVL):
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         return late_rows(self.width, images, tokens)
-
-
-class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module with the layers that a LoRA of ColQwen changes, under the LoRA's names. Its forward pass is the projection
-    to token vectors.
-    """
-
-    def __init__(self, language: Any, projection: nn.Linear) -> None:
-        super().__init__()
-        self.layers, self.custom_text_proj = language.layers, projection
-
-    def forward(self, states: Tensor) -> Tensor:
-        vectors: Tensor = self.custom_text_proj(states)
-        return vectors
 
 
 def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:

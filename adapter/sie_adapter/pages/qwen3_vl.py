@@ -15,12 +15,12 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.qwen_vl import LANGUAGE_HEAD, QwenVL
 from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.tokenizer import load_tokenizer
+from sie_adapter.pages.qwen_vl import LANGUAGE_HEAD, QwenVL
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible

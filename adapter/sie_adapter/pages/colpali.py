@@ -16,6 +16,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import Tower
 from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
+from sie_adapter.pages.projection import late_rows
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
@@ -69,14 +70,6 @@ class ColPali:
     def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         features = self._tower.forward([image for row in images for image in row]).flatten(0, 1)
         packed.features = PlacedFeatures(self._vlm.config.image_token_id, features)
-
-
-def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return for each operation how inputs become rows of ids. Scores are computed from the token vectors."""
-    return {
-        "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
-        "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
-    }
 
 
 def _attend_both_ways(language: Any) -> None:

@@ -1,0 +1,1 @@
+"""Model classes of the language models that read images, for `families/vision_language.py`."""

@@ -1,0 +1,50 @@
+"""Parts of the model classes with a projection from states to token vectors: its weights, LoRAs of it, and rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sie_adapter.loading import checkpoint
+from sie_contracts.media.images import ImageTokens, Recipe
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.load_errors import incompatible
+from sie_contracts.wire.ipc import Rows
+
+
+class Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Module with the layers that a LoRA changes, under the LoRA's names: those of a language model, and a projection
+    called `name`. Its forward pass is the projection to token vectors.
+    """
+
+    def __init__(self, language: Any, name: str, projection: nn.Linear) -> None:
+        super().__init__()
+        self.layers, self._name = language.layers, name
+        self.add_module(name, projection)
+
+    def forward(self, states: Tensor) -> Tensor:
+        vectors: Tensor = getattr(self, self._name)(states)
+        return vectors
+
+
+def tensor_names(projection: str) -> tuple[str, str]:
+    """Return the names of the tensors of a projection."""
+    return f"{projection}.weight", f"{projection}.bias"
+
+
+def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
+    """Return the projection of a folder, float32. Raises ModelLoadFailed if the weights have none."""
+    weight, bias = (checkpoint.tensor(folder, tensor) for tensor in tensor_names(name))
+    if weight is None:
+        raise incompatible(f"{entry.id}: the weights have no {name}.weight, without which there are no token vectors")
+    return checkpoint.linear(weight, bias)
+
+
+def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+    """Return for each operation how inputs become rows of ids. Scores are computed from the token vectors."""
+    return {
+        "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
+        "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
+    }

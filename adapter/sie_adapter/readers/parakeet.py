@@ -1,0 +1,247 @@
+"""Parakeet TDT, a reader of sounds: it writes the speech in a recording, with the times of words and sentences.
+
+  levels ──► a window, normalised ──► encoder ──► states ──► decoding by tokens and durations ──► words, sentences
+                   └──► the next window begins at the quietest moment near the end of this one
+
+A recording that fits into a window is read as `generate` of transformers reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import ParakeetForTDT
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+
+from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_adapter.packed.images import extractor_of
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Heard
+from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart
+from sie_adapter.readers.transducer import DecodedSound, SpokenText, decoded, sentences_of, words_of
+from sie_adapter.readers.written import IsGone, Read, ReaderCall, check_rules, text_entity
+from sie_contracts.errors import InvalidInput
+from sie_contracts.media.languages import UNDETERMINED
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import incompatible
+from sie_contracts.wire.ipc import Rows
+
+_LABEL = "transcript"
+_EPSILON = 1e-5  # added to the deviation of levels. Source: transformers, ParakeetFeatureExtractor
+# A window that does not reach the end of the recording ends at the quietest moment of its last quarter: the mean level
+# of so many frames is lowest.
+_SEARCHED_SHARE = 4
+_QUIET_FRAMES = 10
+_UNSET = ("eos_token_id", "max_length", "max_new_tokens")  # options of generation_config.json that end a text earlier
+_WINDOWS_PER_PASS = 8  # of the encoder; a CPU is not faster with more than one
+_END = 0  # only token of a row in the loop of `reading`: a window is read in one step
+
+
+@dataclass(eq=False)
+class ParakeetTranscription:
+    """Transcription of a sound, window by window. `most`: the largest number of tokens of a window, 0: no limit."""
+
+    levels: Heard
+    most: int
+    words: list[SpokenText] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    finish: Finish = "stop"
+
+
+@dataclass(eq=False)
+class ParakeetWindow:
+    """Window of a sound, from frame `seek` to before frame `stop`. `read`: its tokens, None before they are decoded."""
+
+    reader: ParakeetReader
+    sound: ParakeetTranscription
+    seek: int
+    stop: int
+    rules: Rules
+    read: DecodedSound | None = None
+
+    def following(self, written: GeneratedText) -> ParakeetWindow | None:
+        """Append the words of this window, and return the next window; None after the last one."""
+        self.reader.add(self)
+        return self.reader.window(self.sound, self.stop) if self.stop < self.sound.levels.shape[1] else None
+
+
+class ParakeetReader:
+    """Loaded Parakeet TDT. `reading(..).extract` may run on several threads at once.
+
+    A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
+    UNDETERMINED, `finish_reason` and `completion_tokens`. The reason is `length` if a window was cut at its limit. An
+    input gets an InvalidInput if it does not have exactly one sound, or for a task, a language or an instruction, which
+    the model does not read; and an InferenceFailed if the scores are not finite.
+
+    `max_tokens`: limit for the positions of one window.
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        model: Any = empty_model(ParakeetForTDT, folder, entry.load, decodes=True)
+        _check(folder, entry, model)
+        return fault(bare_tokenizer(read_tokenizer(folder)), model.config.vocab_size)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        with torch.inference_mode():
+            model: Any = load_model(ParakeetForTDT, folder, load, compute, decodes=True)
+            recipe = _check(folder, entry, model)
+            self.memory_bytes = bytes_of(model)
+            block_linears(model.encoder)
+        self.rows = {"extract": Rows("raw", sounds=recipe, writes=True)}
+        self.precision = compute.precision
+        self.attention = f"{model.config.encoder_config._attn_implementation} padded"
+        self.max_tokens, self.vocabulary = entry.max_tokens, model.config.vocab_size
+        self.together = 1 if compute.device.type == "cpu" else _WINDOWS_PER_PASS
+        self._words = bare_tokenizer(read_tokenizer(folder))
+        self.tokenizer: bytes = self._words.to_str().encode()
+        self._model, self._device, self._dtype = model, compute.device, compute.dtype
+        self._first: int = model.generation_config.decoder_start_token_id
+        factor = model.config.encoder_config.subsampling_factor
+        self._frames, self._frame_s = factor * entry.max_tokens, recipe.hop / recipe.rate
+        self._seconds = factor * self._frame_s
+        self._rules = Rules((), 1, frozenset({_END}))
+
+    def reading(self, read: Read[ParakeetWindow], is_gone: IsGone) -> ReaderCall[ParakeetWindow, Heard]:
+        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
+        read all windows.
+        """
+        return ReaderCall(self, self.rows, read, is_gone, "audio")
+
+    def prompt(self, levels: Heard, options: ExtractOptions) -> ParakeetWindow:
+        """Return the first window of a sound. Raises InvalidInput for a task, language or instruction."""
+        parameters = options.parameters
+        if options.instruction.strip():
+            raise InvalidInput(
+                "instruction: the model does not read an instruction", reason="schema", param="instruction"
+            )
+        if parameters.get("language"):
+            cause = "the model recognises the language itself, and cannot be given one"
+            raise InvalidInput(f"language: {cause}", reason="language", param="language")
+        if (parameters.get("task") or "transcribe") != "transcribe":
+            raise InvalidInput("task: supported by the model: transcribe", reason="task", param="task")
+        return self.window(ParakeetTranscription(levels, int(parameters.get("max_new_tokens") or 0)), 0)
+
+    def window(self, sound: ParakeetTranscription, seek: int) -> ParakeetWindow:
+        """Return the window that begins at a frame."""
+        return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
+
+    def _end(self, levels: Any) -> int:
+        """Return the number of frames of the window that begins with `levels`. No frame follows it, or at least two."""
+        if len(levels) <= self._frames:
+            return len(levels)
+        start = self._frames - self._frames // _SEARCHED_SHARE
+        means = levels[start : self._frames].mean(1, dtype=np.float64)
+        around = min(_QUIET_FRAMES, len(means))
+        quiet = np.convolve(means, np.ones(around), "valid").argmin() + around // 2
+        return int(min(start + quiet, len(levels) - 2))
+
+    def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
+        """Read the windows of new rows. The scores that are returned end each row with its first token."""
+        frames = [window.stop - window.seek for window in prompts]
+        levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
+        for values, window in zip(levels, prompts, strict=True):
+            values[: window.stop - window.seek] = window.sound.levels[0, window.seek : window.stop]
+        counts = torch.tensor(frames, device=self._device)
+        mask = torch.arange(levels.shape[1], device=self._device) < counts[:, None]
+        encoded = self._model.get_audio_features(
+            input_features=_normalised(to_device(levels, self._device), mask).to(self._dtype), attention_mask=mask
+        )
+        lengths = encoded.attention_mask.sum(-1).tolist()
+        read = decoded(self._model, encoded.pooler_output, lengths, self._limits(counts), self._first)
+        for window, transcription in zip(prompts, read, strict=True):
+            window.read = transcription
+        end = torch.zeros(_END + 1, device=self._device)
+        return [RowStart((), end) for _ in prompts]
+
+    def _limits(self, frames: Tensor) -> list[int]:
+        """Return the largest number of steps for windows of so many frames, as `generate` of transformers computes it
+        for features with one more frame.
+        """
+        positions = self._model._get_subsampling_output_length(frames + 1)
+        return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
+
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
+        """Raise AssertionError: each row ends with its first token."""
+        raise AssertionError("a window is read in one step")
+
+    def add(self, window: ParakeetWindow) -> None:
+        """Append the words of a window that was read to its sound."""
+        sound, read = window.sound, window.read
+        assert read is not None
+        if not window.seek:  # after a failed batch, the sound is read a second time from its first window
+            sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
+        tokens = read.tokens[: sound.most or None]
+        if read.is_cut or len(tokens) < len(read.tokens):
+            sound.finish = "length"
+        sound.words += words_of(tokens, self._words, self._seconds, window.seek * self._frame_s)
+        sound.texts.append(self._words.decode([token.id for token in tokens]).strip())
+        sound.tokens += len(tokens)
+
+    def result(self, prompt: ParakeetWindow, written: GeneratedText) -> dict[str, Any]:
+        sound = prompt.sound
+        sentences = sentences_of(sound.words)
+        data = {
+            "text": " ".join(filter(None, sound.texts)),
+            "words": [{"text": word.text, "seconds": _seconds(word)} for word in sound.words],
+            "language": UNDETERMINED,
+            "finish_reason": sound.finish,
+            "completion_tokens": sound.tokens,
+        }
+        return {
+            "entities": [{**text_entity(spoken.text, _LABEL), "seconds": _seconds(spoken)} for spoken in sentences],
+            "data": data,
+        }
+
+
+def _seconds(spoken: SpokenText) -> list[float]:
+    return [round(spoken.start_s, 2), round(spoken.end_s, 2)]
+
+
+def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
+    """Return levels [sounds, frames, bins] whose mean is 0 and whose deviation is 1 in each sound and bin. `mask` is
+    False at frames beyond the end of a sound, which become 0. Source: transformers, ParakeetFeatureExtractor.
+    """
+    inside, frames = mask[..., None], mask.sum(1)[:, None]
+    mean = ((levels * inside).sum(1) / frames)[:, None]
+    variance = ((levels - mean) ** 2 * inside).sum(1) / (frames - 1)
+    return (levels - mean) / (variance.sqrt()[:, None] + _EPSILON) * inside
+
+
+def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
+    """Return the recipe of the model's sounds. Raises ModelLoadFailed: INCOMPATIBLE for rules of generation that are
+    not supported, for features that the model does not read, or for an entry with more tokens than the encoder has
+    positions; NOT_FOUND without a configuration of features.
+    """
+    config, rules = model.config, model.generation_config
+    encoder = config.encoder_config
+    recipe = extractor_of(folder, entry, encoder.subsampling_factor)
+    check_rules(entry, model, encoder.max_position_embeddings)
+    processors = Greedy(rules, torch.device("cpu"), ends_of(rules)).rules((), 1).processors
+    suppressed = [number for number in rules.suppress_tokens or () if number < config.vocab_size]
+    if recipe.levels != "natural" or recipe.bins != encoder.num_mel_bins:
+        cause = f"preprocessor_config.json makes {recipe.bins} bins, the model reads {encoder.num_mel_bins} of Parakeet"
+    elif list(config.durations) != list(range(len(config.durations))):
+        cause = f"durations are {list(config.durations)}, expected 0, 1, 2, .."
+    elif rules.decoder_start_token_id is None:
+        cause = "generation_config.json has no decoder_start_token_id"
+    elif own := next((name for name in _UNSET if getattr(rules, name, None) is not None), ""):
+        cause = f"generation_config.json sets {own}, which is not supported"
+    elif suppressed or not all(isinstance(processor, SuppressTokensLogitsProcessor) for processor in processors):
+        cause = "generation_config.json changes the scores of tokens, which is not supported"
+    else:
+        return recipe
+    raise incompatible(f"{entry.id}: {cause}")

@@ -1,0 +1,278 @@
+"""Whisper, a reader of sounds: it writes the speech in a recording, one token at a time, with the times of its
+segments.
+
+  features ──► a window of 30 s ──► encoder ──► states ──┐
+                                                         ├──► decoder, a token a step ──► segments ──► the next window
+  language, task, words before it ──► prompt ────────────┘
+
+Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import WhisperForConditionalGeneration
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_adapter.packed.images import PROCESSOR, extractor_of, passes
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Heard
+from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
+from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, PromptTokens, TranscriptSegment, segments
+from sie_adapter.readers.written import (
+    IsGone,
+    Read,
+    ReaderCall,
+    attended,
+    check_rules,
+    reserved,
+    text_entity,
+    tokens_left,
+)
+from sie_contracts.errors import InvalidInput
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import incompatible
+from sie_contracts.wire.ipc import Rows
+
+_BEFORE = "<|startofprev|>"
+_LABELS = {"transcribe": "transcript", "translate": "translation"}
+# refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
+_REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
+# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
+_WINDOWS_PER_PASS = 8
+
+
+@dataclass(eq=False)
+class SoundTranscription:
+    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
+    language token, which the first window determines; -1 if the language is known.
+    """
+
+    features: Heard
+    ids: list[int]
+    place: int
+    rules: Rules
+    prompt_tokens: PromptTokens
+    label: str
+    segments: list[TranscriptSegment] = field(default_factory=list)
+    tokens: int = 0
+    finish: Finish = "stop"
+
+    @property
+    def frames(self) -> int:
+        count: int = self.features.shape[1]
+        return count
+
+
+@dataclass(frozen=True, eq=False)
+class SoundWindow:
+    """Window of a sound: at most `max_frames` frames, from frame `seek` on."""
+
+    sound: SoundTranscription
+    max_frames: int
+    seek: int = 0
+
+    @property
+    def rules(self) -> Rules:
+        return self.sound.rules
+
+    @property
+    def frames(self) -> int:
+        return min(self.max_frames, self.sound.frames - self.seek)
+
+    def following(self, written: GeneratedText) -> SoundWindow | None:
+        """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
+        sound = self.sound
+        if not self.seek:  # after a failed batch, the sound is read a second time from its first window
+            sound.segments, sound.tokens, sound.finish = [], 0, "stop"
+        ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
+        new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
+        sound.segments += new_segments
+        sound.tokens += len(written.ids)
+        sound.finish = written.finish if sound.finish == "stop" else sound.finish
+        seek = self.seek + used
+        return SoundWindow(sound, self.max_frames, seek) if seek < sound.frames else None
+
+
+class WhisperReader:
+    """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
+
+    A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
+    `completion_tokens`. The reason is `length` if a window was cut at its limit. An input gets an InvalidInput if it
+    does not have exactly one sound, or if the model does not have the task or the language, and an InferenceFailed if
+    the scores are not finite.
+
+    `max_tokens`: limit for the prompt and the text of one window.
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
+        _check(folder, entry, model)
+        return fault(bare_tokenizer(read_tokenizer(folder)), model.get_input_embeddings().num_embeddings)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        with torch.inference_mode():
+            model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
+            self._prompt_tokens, recipe = _check(folder, entry, model)
+            self.memory_bytes = bytes_of(model)
+            block_linears(model.model.encoder)
+        self.rows = {"extract": Rows("raw", sounds=recipe, writes=True)}
+        self._frames = recipe.shape.frames
+        self.precision = compute.precision
+        self.attention = f"{model.config._attn_implementation} padded"
+        self.max_tokens, self.vocabulary = entry.max_tokens, model.get_input_embeddings().num_embeddings
+        self.together = 1 if compute.device.type == "cpu" else _WINDOWS_PER_PASS
+        self._words = bare_tokenizer(read_tokenizer(folder))
+        self.tokenizer: bytes = self._words.to_str().encode()
+        self._added = self._words.get_added_tokens_decoder()
+        self._before = self._words.token_to_id(_BEFORE)
+        self._codes = {number: code for code, number in self._prompt_tokens.languages.items()}
+        self._model, self._device, self._dtype = model, compute.device, compute.dtype
+        self._is_eager = model.config._attn_implementation == "eager"
+        self._config = model.generation_config
+        self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
+
+    def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
+        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
+        generate the text of all rows.
+        """
+        return ReaderCall(self, self.rows, read, is_gone, "audio")
+
+    def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
+        """Return the first window of a sound, with its prompt. Raises InvalidInput for a task, language or instruction
+        that the model cannot read.
+        """
+        parameters = options.parameters
+        ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
+        before = self._words_before(options.instruction.strip())
+        ids = [*before, *ids]
+        place = place + len(before) if place >= 0 else place
+        most = tokens_left(options, len(ids), self.max_tokens)
+        times = WhisperTimeStampLogitsProcessor(self._config, len(ids))
+        rules = self._greedy.rules(ids, most, [times])
+        is_translation = self._prompt_tokens.tasks.get(TASKS[1]) in ids
+        return SoundWindow(
+            SoundTranscription(features, ids, place, rules, self._prompt_tokens, _LABELS[TASKS[is_translation]]),
+            self._frames,
+        )
+
+    def _words_before(self, text: str) -> list[int]:
+        """Return the ids of the client's instruction, which precedes the sound and shows how names are spelt."""
+        if not text:
+            return []
+        ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
+        if self._before is None:
+            raise InvalidInput(
+                "instruction: the model does not read an instruction", reason="schema", param="instruction"
+            )
+        if not self._added.keys().isdisjoint(ids):
+            raise reserved("instruction")
+        return [self._before, *ids]
+
+    def begin(self, prompts: Sequence[SoundWindow]) -> list[RowStart]:
+        """Encode the windows of new rows, run the decoder over their prompts, and return the rows."""
+        encoded = [
+            states
+            for start, stop in passes(len(prompts), self.together)
+            for states in self._model.model.encoder(self._features(prompts[start:stop])).last_hidden_state
+        ]
+        return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
+
+    def _features(self, windows: Sequence[SoundWindow]) -> Tensor:
+        """Return the features of windows, [windows, bins, frames]. Missing frames at the end are 0."""
+        bins = windows[0].sound.features.shape[2]
+        batch = np.zeros((len(windows), self._frames, bins), np.float32)
+        for values, window in zip(batch, windows, strict=True):
+            values[: window.frames] = window.sound.features[0, window.seek : window.seek + window.frames]
+        return to_device(batch, self._device).transpose(1, 2).to(self._dtype)
+
+    def _begun(self, encoded: Tensor, sound: SoundTranscription) -> RowStart:
+        if sound.place >= 0 and sound.ids[sound.place] < 0:
+            sound.ids[sound.place] = self._language(encoded)
+        cache = empty(has_encoder=True)
+        ids = torch.tensor([sound.ids], device=self._device)
+        scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
+        own, encoder_states = prompted(cache)
+        return RowStart(own, scores[0], encoder_states)
+
+    def _language(self, encoded: Tensor) -> int:
+        first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
+        scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
+        languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
+        return int(languages[scores[languages].argmax()])
+
+    def _scores(self, ids: Tensor, **named: Any) -> Tensor:
+        """Run the decoder, and return the scores of the next token of each row, [rows, vocabulary]."""
+        states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
+        logits: Tensor = self._model.proj_out(states[:, -1])
+        return logits
+
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
+        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
+        return self._scores(
+            ids,
+            attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
+            # the decoder reads the encoder's keys and values from the cache; these zeros only show it that there is an
+            # encoder
+            encoder_hidden_states=torch.zeros(
+                len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
+            ),
+            past_key_values=slots.cache(),
+            position_ids=slots.positions,
+        ).float()
+
+    def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
+        sound = prompt.sound
+        entities = [
+            {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
+            for segment in sound.segments
+            if (text := self._text(segment.ids))
+        ]
+        data: dict[str, Any] = {
+            "text": self._text(number for segment in sound.segments for number in segment.ids),
+            "finish_reason": sound.finish,
+            "completion_tokens": sound.tokens,
+        }
+        spoken = [self._codes[number] for number in sound.ids if number in self._codes]
+        return {"entities": entities, "data": {**data, **({"language": spoken[0]} if spoken else {})}}
+
+    def _text(self, ids: Iterable[int]) -> str:
+        """Return the text of these ids, without time stamps and special tokens."""
+        words = [number for number in ids if number < self._prompt_tokens.times and number not in self._added]
+        return str(self._words.decode(words)).strip()
+
+
+def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
+    """Return the tokens of the model's prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for
+    unsupported generation rules, for features that the model does not read, or for an entry with more tokens than the
+    decoder has positions; NOT_FOUND without a configuration of features.
+    """
+    config, rules = model.config, model.generation_config
+    recipe = extractor_of(folder, entry, config.max_source_positions)
+    check_rules(entry, model, config.max_target_positions, _REFUSED)
+    own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
+    if own_shape != read:
+        shape = f"{own_shape.frames} frames of {own_shape.bins} bins"
+        cause = f"{PROCESSOR} makes {shape}, the model reads {read[1]} of {read[2]}"
+    elif not recipe.whole:
+        cause = f"{PROCESSOR} is not that of Whisper"
+    elif getattr(rules, "no_timestamps_token_id", None) is None:
+        cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
+    else:
+        return PromptTokens.from_config(rules, config), recipe
+    raise incompatible(f"{entry.id}: {cause}")

@@ -1,0 +1,226 @@
+"""Token vectors of questions and of pages equal those of transformers' own Idefics3, its processor and a projection, as
+colpali-engine puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import tiled_checkpoints
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.page_engine import Given, Served, Vectors, at_once, served_by
+from parity.table import Agreement, ParityTable
+from parity.tiled_checkpoints import END, LONGEST, TILE, TOKENS, WIDTH
+from parity.toys import image, png, seen
+from selection import long_but
+
+from sie_adapter.engine.engine import AdapterEngine
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_entry
+
+MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
+MAX_TOKENS = 300
+QUESTION = "{text}" + END * 10
+PAGE = f"<|im_start|>User:<image>Describe the image.{END}\nAssistant:"
+TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026", "", "river\n\nbank", "7 x"]
+# landscape, a strip, a square, portrait, smaller than a tile, as long as the longest edge
+PAGES = [
+    image(width, height, seed)
+    for seed, (width, height) in enumerate([(300, 200), (31, 290), (112, 112), (97, 140), (33, 20), (LONGEST, 60)])
+]
+
+
+def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "vision-language",
+            "inputs": ["text", "image"],
+            "outputs": {"multivector": WIDTH},
+            "max_tokens": MAX_TOKENS,
+            "prompts": {"query": QUESTION, "document": QUESTION},
+            **changed,
+        }
+    )
+
+
+class Oracle:
+    """The library's model and processor, one input at a time, with weights to which the LoRA was added."""
+
+    def __init__(self, folder: Path, lora: Path | None, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import (
+            AutoConfig,
+            AutoTokenizer,
+            Idefics3ImageProcessorPil,
+            Idefics3Model,
+            Idefics3Processor,
+        )
+
+        weights = tiled_checkpoints.merged(folder, lora)
+        self._dtype = dtype
+        self._projection = [weights.pop(f"linear.{part}").to(dtype) for part in ("weight", "bias")]
+        config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+        self._model = Idefics3Model(config).eval()
+        self._model.load_state_dict({name.removeprefix("model."): each for name, each in weights.items()})
+        self._model.to(dtype)
+        images, tokenizer = Idefics3ImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        self.processor = Idefics3Processor(images, tokenizer, image_seq_len=TOKENS)
+
+    def inputs(self, given: Given) -> Any:
+        if isinstance(given, str):
+            return self.processor(text=[QUESTION.format(text=given)], return_tensors="pt")
+        return self.processor(text=[PAGE], images=[given], return_tensors="pt")
+
+    def __call__(self, given: Given) -> Vectors:
+        """[tokens, width], each row of the length one."""
+        with torch.inference_mode():
+            states = self._model(**self.inputs(given)).last_hidden_state[0]
+            return F.normalize(F.linear(states, *self._projection).float(), dim=-1).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiled_checkpoints.colidefics3(tmp_path_factory.mktemp("tiles") / "colidefics3")
+
+
+@pytest.fixture(scope="module")
+def lora(folder: Path) -> Path:
+    return tiled_checkpoints.lora(folder.parent / "lora", folder)
+
+
+@pytest.fixture(scope="module")
+def load(cpu_engine: AdapterEngine, folder: Path, lora: Path) -> Callable[..., Served]:
+    @cache
+    def loaded(precision: str = "float32", *, plain: bool = False) -> Served:
+        name = f"tiles/{'plain' if plain else 'colidefics3'}-{precision}"
+        run = {} if plain else {"lora": str(lora)}
+        served = served_by(cpu_engine, entry_of(folder, name, load={"precision": precision}, run=run))
+        if not plain:
+            cpu_engine.ensure_lora(name, str(lora))
+        return served
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path, lora: Path) -> Oracle:
+    return Oracle(folder, lora)
+
+
+def _mixed() -> list[Given]:
+    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
+
+
+@pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
+def test_token_vectors_equal_the_oracle(
+    precision: str, load: Callable[..., Served], folder: Path, lora: Path, oracle: Oracle, table: ParityTable
+) -> None:
+    """Questions and pages of many sizes in one batch, against the library one by one."""
+    served = load(precision)
+    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    table.record("vision-language colidefics3", served.path, precision, agreement)
+    assert agreement.difference <= MAX_DIFFERENCE[precision]
+    assert served.path == "packed"
+    if precision == SIXTEEN:
+        stock = Oracle(folder, lora, SIXTEEN_TYPE)
+        own = Agreement.of(np.concatenate([stock(each) for each in _mixed()]), np.concatenate(expected))
+        table.record("vision-language colidefics3", "stock", precision, own)
+        assert agreement.mean_distance <= 1.5 * own.mean_distance
+
+
+def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
+    found, expected = load(plain=True).run("encode", _mixed()), [Oracle(folder, None)(each) for each in _mixed()]
+    assert Agreement.of(np.concatenate(found), np.concatenate(expected)).difference <= MAX_DIFFERENCE["float32"]
+    assert Agreement.of(np.concatenate(load().run("encode", _mixed())), np.concatenate(expected)).cosine < 0.9
+
+
+def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
+    """MaxSim between a question and pages."""
+    found = load().run("score", PAGES, TEXTS[0])
+    expected = [(oracle(TEXTS[0]) @ oracle(page).T).max(1).sum() for page in PAGES]
+    assert np.abs(np.array(found) - expected).max() <= 1e-4
+
+
+def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
+    served = load()
+    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
+        (alone,) = served.run("encode", [each])
+        assert np.abs(alone - beside).max() <= 5e-6
+
+
+def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
+    served = load()
+    expected = np.concatenate(served.run("encode", _mixed()))
+    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[f"{page.width}x{page.height}" for page in PAGES])
+def test_the_row_of_a_page_is_the_processors(page: Any, load: Callable[..., Served], oracle: Oracle) -> None:
+    """And costs more than its tokens: the tower reads its tiles."""
+    served, expected = load(), oracle.inputs(page)
+    (row,) = served.rows("encode", [page]).rows
+    assert row.ids.tolist() == expected.input_ids[0].tolist()
+    tiles = expected.pixel_values.shape[1]
+    assert row.cost == len(row.ids) + 1 + tiles * (TILE // 16) ** 2 // 4
+
+
+def test_the_largest_page_has_as_many_tokens_as_the_model_says(load: Callable[..., Served]) -> None:
+    from sie_contracts.media.images import max_ids
+
+    served = load()
+    layout = served.weights.rows["encode"]
+    (row,) = served.rows("encode", [image(LONGEST, LONGEST)]).rows
+    assert len(row.ids) == max_ids(layout.images, layout.image_tokens)
+    assert seen_pixels(served) == [((LONGEST // TILE) ** 2 + 1) * TILE, TILE]
+
+
+def seen_pixels(served: Served) -> list[int]:
+    from sie_contracts.wire.messages import Input
+
+    (made,) = seen([Input(images=(png(image(LONGEST, LONGEST)),))], served.weights.rows["encode"])[0]
+    return [made.height, made.width]
+
+
+def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:
+    made = load().rows("encode", ["a <image> of a river", "a river"])
+    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
+        ({"max_tokens": 90}, "max_tokens is 90, one image needs 138 tokens"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=message):
+        cpu_engine.residency.ensure("tiles/wrong", entry_of(folder, "tiles/wrong", **change))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_image_size": {"longest_edge": 32}}, "does not cut images into tiles of 64 pixels, as config.json does"),
+        ({"do_image_splitting": False}, "do_image_splitting is false, which no recipe supports"),
+    ],
+)
+def test_a_processor_that_cuts_otherwise_is_refused(
+    settings: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
+) -> None:
+    folder = tiled_checkpoints.colidefics3(tmp_path / "other", **settings)
+    with pytest.raises(ModelLoadFailed, match=message):
+        cpu_engine.residency.ensure("tiles/other", entry_of(folder, "tiles/other"))

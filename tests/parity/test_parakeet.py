@@ -1,0 +1,339 @@
+"""What Parakeet writes of a sound equals `generate` of transformers with its feature extractor and its processor:
+tokens, their times and the text, whoever reads beside it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity import sound_checkpoints
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.page_engine import Served, at_once, served_by
+from parity.sound_checkpoints import PARAKEET_BINS
+from parity.table import ParityTable, Texts
+from sound_files import encoded, tone
+
+from sie_adapter.engine.engine import AdapterEngine
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.readers.parakeet import ParakeetReader, ParakeetWindow
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_sidecar.prepare import sounds
+
+RATE, POSITIONS, FACTOR = 16_000, 60, 8
+STEP_S = 0.08
+# ragged: two frames, shorter than a position, as long as a window of 4.8 s, others
+SOUNDS = [tone(seconds, rate=RATE, seed=seed) for seed, seconds in enumerate((0.02, 2.6, 0.05, 1.9, 4.8, 0.333, 3.7))]
+LONG = tone(21.3, rate=RATE, seed=9)
+Samples = NDArray[np.float32]
+
+
+class Written(NamedTuple):
+    """What is written of a sound: ids that are not blank, with their positions and durations, and the text."""
+
+    tokens: list[tuple[int, int, int]]
+    text: str
+
+
+class Oracle:
+    """transformers' model with its own feature extractor and processor, one sound at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import ParakeetFeatureExtractor, ParakeetForTDT, ParakeetProcessor, ParakeetTokenizer
+
+        self.model = ParakeetForTDT.from_pretrained(folder, dtype=dtype).eval()
+        self.extractor = ParakeetFeatureExtractor.from_pretrained(folder)
+        tokenizer = ParakeetTokenizer.from_pretrained(folder)
+        self._processor = ParakeetProcessor(self.extractor, tokenizer, decoder_type="tdt")
+
+    def features(self, sound: Samples) -> Any:
+        return self.extractor(sound, sampling_rate=RATE, return_tensors="pt")
+
+    def generated(self, levels: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore", UserWarning)  # the length is the library's default
+            return self.model.generate(levels.to(self.model.dtype), attention_mask=mask)
+
+    def written(self, features: Any) -> Written:
+        found = self.generated(features.input_features, features.attention_mask)
+        ids, durations = found.sequences[0].tolist(), found.durations[0].tolist()
+        starts = (np.cumsum(durations) - durations).tolist()
+        skipped = {self.model.config.blank_token_id, self.model.config.pad_token_id}
+        tokens = [row for row in zip(ids, starts, durations, strict=True) if row[0] not in skipped]
+        return Written(tokens, self.text([number for number, *_ in tokens]))
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self._processor.decode(ids, skip_special_tokens=True)).strip()
+
+    def times(self, features: Any) -> list[dict[str, Any]]:
+        """Of each piece of text, its begin and end in seconds."""
+        found = self.generated(features.input_features, features.attention_mask)
+        _, (stamps,) = self._processor.decode(found.sequences, durations=found.durations, skip_special_tokens=True)
+        return list(stamps)
+
+    def first(self, features: Any) -> Samples:
+        """The scores of the first step, [tokens and durations]."""
+        start = torch.tensor([[self.model.config.blank_token_id]])
+        with torch.inference_mode():
+            mask = features.attention_mask
+            states = self.model.get_audio_features(features.input_features.to(self.model.dtype), attention_mask=mask)
+            return self.model.joint(self.model.decoder(start), states.pooler_output[:, :1])[0, 0].float().numpy()  # type: ignore[no-any-return]
+
+
+class Reference(NamedTuple):
+    ids: list[tuple[int, int, int]]
+    first: Samples
+
+
+def entry_of(name: str, folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"hear/{name}",
+            "weights": {"path": str(folder)},
+            "family": "sound-reader",
+            "inputs": ["audio"],
+            "outputs": {"entities": 0, "data": 0},
+            "max_tokens": POSITIONS,
+            "load": {"precision": "float32"},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sound_checkpoints.parakeet(tmp_path_factory.mktemp("parakeet") / "model")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def served(cpu_engine: AdapterEngine, folder: Path) -> Served:
+    return served_by(cpu_engine, entry_of("parakeet", folder))
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[Written]:
+    return [oracle.written(oracle.features(sound)) for sound in SOUNDS]
+
+
+def windows(reader: ParakeetReader, heard: Sequence[Samples], **parameters: Any) -> list[ParakeetWindow]:
+    recipe = reader.rows["extract"].sounds
+    assert recipe is not None
+    asked = ExtractOptions((), parameters=parameters)
+    return [reader.prompt(sounds.features(sound, recipe), asked) for sound in heard]
+
+
+def written(reader: ParakeetReader, prompts: Sequence[ParakeetWindow]) -> list[Written]:
+    """The first window of each sound, all of them in one pass."""
+    with torch.inference_mode():
+        reader.begin(prompts)
+    found = []
+    for prompt in prompts:
+        assert prompt.read is not None
+        prompt.reader.add(prompt)
+        found.append(Written([tuple(token) for token in prompt.read.tokens], prompt.sound.texts[-1]))
+    return found
+
+
+def test_features_are_the_librarys(served: Served, oracle: Oracle) -> None:
+    """After the normalisation that the adapter computes."""
+    from sie_adapter.readers.parakeet import _normalised
+
+    for prompt, sound in zip(windows(served.weights, SOUNDS), SOUNDS, strict=True):
+        levels = torch.from_numpy(prompt.sound.levels)
+        library = oracle.features(sound)
+        inside = int(library.attention_mask.sum())
+        assert levels.shape == (1, inside, PARAKEET_BINS)
+        own = _normalised(levels, torch.ones(1, inside, dtype=torch.bool))
+        assert (own - library.input_features[:, :inside]).abs().max() <= 2e-4
+
+
+def test_tokens_and_times_equal_generate(
+    served: Served, oracle: Oracle, expected: list[Written], table: ParityTable
+) -> None:
+    """All sounds in one pass, against the library one by one. The toy writes other tokens for other sounds, of every
+    duration, with blanks between, and is cut at the limit of one.
+    """
+    reader = served.weights
+    found = written(reader, windows(reader, SOUNDS))
+    assert found == expected
+    ids = {token[0] for row in expected for token in row.tokens}
+    assert len(ids) > 5
+    assert len({token[2] for row in expected for token in row.tokens}) >= 3
+    first, references = firsts(reader, SOUNDS), []
+    for sound, row in zip(SOUNDS, expected, strict=True):
+        references.append(Reference(row.tokens, oracle.first(oracle.features(sound))))
+    texts = Texts.of([row.tokens for row in found], first, references)  # type: ignore[arg-type]
+    table.record("sound-reader parakeet", "padded", "float32", texts)
+    assert texts.first.difference <= 1e-4
+
+
+def firsts(reader: ParakeetReader, heard: Sequence[Samples]) -> list[Samples]:
+    """The scores of the first step of each sound."""
+    found: list[Samples] = []
+    joint = reader._model.joint
+    handle = joint.register_forward_hook(lambda _, __, scores: found.append(scores[0, -1].float().numpy()))
+    with torch.inference_mode():
+        rows = []
+        for prompt in windows(reader, heard):
+            found.clear()
+            reader.begin([prompt])
+            rows.append(found[0])
+    handle.remove()
+    return rows
+
+
+def test_a_sound_alone_is_written_as_beside_others(served: Served, expected: list[Written]) -> None:
+    reader = served.weights
+    assert [written(reader, [prompt])[0] for prompt in windows(reader, SOUNDS)] == expected
+
+
+def test_results_have_words_and_sentences_with_their_times(served: Served, oracle: Oracle) -> None:
+    """By the library's processor, whose pieces of text are put together to words."""
+    results = served.run("extract", [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS])
+    for sound, result in zip(SOUNDS, results, strict=True):
+        stamps = oracle.times(oracle.features(sound))
+        words = result["data"]["words"]
+        assert " ".join(word["text"] for word in words).split() == result["data"]["text"].split()
+        assert result["data"]["text"] == oracle.written(oracle.features(sound)).text
+        begins = [stamp for number, stamp in enumerate(stamps) if not number or stamp["token"].startswith(" ")]
+        starts = [round(float(stamp["start"]), 2) for stamp in begins if stamp["token"].strip()]
+        assert [word["seconds"][0] for word in words] == starts
+        assert result["data"]["language"] == "und"
+        assert result["data"]["completion_tokens"] == len(oracle.written(oracle.features(sound)).tokens)
+        if words:
+            assert result["entities"][0]["seconds"][0] == words[0]["seconds"][0]
+            assert result["entities"][-1]["seconds"][1] == words[-1]["seconds"][1]
+            assert [entity["label"] for entity in result["entities"]] == ["transcript"] * len(result["entities"])
+
+
+def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracle) -> None:
+    """Each window, cut at a quiet moment, is what the library writes of these levels."""
+    reader = served.weights
+    (prompt,) = windows(reader, [LONG])
+    (other,) = windows(reader, [LONG])
+    bounds, texts = [], []
+    window: ParakeetWindow | None = prompt
+    while window is not None:
+        bounds.append((window.seek, window.stop))
+        levels = torch.from_numpy(window.sound.levels[:, window.seek : window.stop])
+        mean, deviation = levels.mean(1, keepdim=True), levels.std(1, keepdim=True)
+        normalised = torch.nn.functional.pad((levels - mean) / (deviation + 1e-5), (0, 0, 0, 1))
+        mask = torch.ones(normalised.shape[:2], dtype=torch.bool)
+        mask[:, -1] = False  # the library's features have one more frame
+        found = oracle.generated(normalised, mask)
+        with torch.inference_mode():
+            reader.begin([window])
+        assert window.read is not None
+        kept = [number for number in found.sequences[0].tolist() if number != oracle.model.config.blank_token_id]
+        assert [token.id for token in window.read.tokens] == [number for number in kept if number != 1]
+        texts.append(oracle.text(kept))
+        window = window.following(None)  # type: ignore[arg-type]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == prompt.sound.levels.shape[1]
+    assert [start for start, _ in bounds[1:]] == [stop for _, stop in bounds[:-1]]
+    assert all(stop - start <= POSITIONS * FACTOR for start, stop in bounds)
+    assert all(stop - start >= POSITIONS * FACTOR * 3 // 4 for start, stop in bounds[:-1])
+    served.engine.readings.read(reader, [other])
+    result = reader.result(other, None)
+    assert result["data"]["text"] == " ".join(filter(None, texts))
+    starts = [word["seconds"][0] for word in result["data"]["words"]]
+    assert starts == sorted(starts)
+    assert starts[-1] >= bounds[-1][0] / 100
+
+
+def test_a_window_ends_at_its_quietest_moment(served: Served) -> None:
+    silent = LONG.copy()
+    silent[round(4.1 * RATE) : round(4.3 * RATE)] = 0
+    (prompt,) = windows(served.weights, [silent])
+    assert 410 <= prompt.stop <= 430
+
+
+def test_two_threads_write_the_same(served: Served) -> None:
+    files = [encoded(sound, rate=RATE) for sound in SOUNDS]
+    expected = served.run("extract", files)
+    assert all(each == expected for each in at_once(lambda: served.run("extract", files), 2))
+
+
+def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> None:
+    (result,) = served.run("extract", [encoded(SOUNDS[1], rate=RATE, subtype="FLOAT")], max_new_tokens=3)
+    assert (result["data"]["completion_tokens"], result["data"]["finish_reason"]) == (3, "length")
+
+
+def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable) -> None:
+    """As the library in the same precision, within what its own rounding changes."""
+    served, oracle, plain = (
+        served_by(cpu_engine, entry_of("sixteen", folder, load={"precision": SIXTEEN})),
+        Oracle(folder, SIXTEEN_TYPE),
+        Oracle(folder),
+    )
+    reader = served.weights
+    features = [plain.features(sound) for sound in SOUNDS]
+    references = [Reference(plain.written(each).tokens, plain.first(each)) for each in features]
+    own = Texts.of(
+        [row.tokens for row in written(reader, windows(reader, SOUNDS))],  # type: ignore[arg-type]
+        firsts(reader, SOUNDS),
+        references,
+    )
+    stock = Texts.of(
+        [oracle.written(each).tokens for each in features],  # type: ignore[arg-type]
+        [oracle.first(each) for each in features],
+        references,
+    )
+    table.record("sound-reader parakeet", "padded", SIXTEEN, own)
+    table.record("sound-reader parakeet", "stock", SIXTEEN, stock)
+    assert own.other <= stock.other + 2
+    assert own.first.mean_distance <= 1.5 * stock.first.mean_distance
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"language": "de"}, "language"), ({"task": "translate"}, "task"), ({"instruction": "names"}, "schema")],
+)
+def test_what_the_model_cannot_be_told_is_refused_by_name(options: dict[str, str], reason: str, served: Served) -> None:
+    parameters = {name: value for name, value in options.items() if name != "instruction"}
+    asked = ExtractOptions((), parameters=parameters, instruction=options.get("instruction", ""))
+    levels = sounds.features(SOUNDS[0], served.weights.rows["extract"].sounds)
+    with pytest.raises(InvalidInput) as refused:
+        served.weights.prompt(levels, asked)
+    assert refused.value.reason == reason
+
+
+def test_a_sound_of_one_frame_is_refused(served: Served) -> None:
+    with pytest.raises(InvalidInput, match="the sound has 319 samples, the model reads 320 at least"):
+        served.run("extract", [encoded(tone(319 / RATE, rate=RATE), rate=RATE)])
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"decoder_start_token_id": None}, "generation_config.json has no decoder_start_token_id"),
+        ({"max_new_tokens": 9}, "generation_config.json sets max_new_tokens"),
+        ({"eos_token_id": 3}, "generation_config.json sets eos_token_id"),
+        ({"suppress_tokens": [5]}, "changes the scores of tokens"),
+        ({"repetition_penalty": 1.2}, "changes the scores of tokens"),
+        ({"sequence_bias": [[[3], 1.0]]}, "generation_config.json sets sequence_bias"),
+    ],
+)
+def test_rules_that_change_tokens_are_refused(
+    rules: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
+) -> None:
+    folder = sound_checkpoints.parakeet(tmp_path / "model", **rules)
+    with pytest.raises(ModelLoadFailed, match=message):
+        cpu_engine.residency.ensure("hear/ruled", entry_of("ruled", folder))
+
+
+def test_more_positions_than_the_encoder_has_are_refused(cpu_engine: AdapterEngine, folder: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="max_tokens is 501, its decoder has 500 positions"):
+        cpu_engine.residency.ensure("hear/long", entry_of("long", folder, max_tokens=501))

@@ -1,0 +1,107 @@
+"""Small random ColIdefics3 (ColSmol), laid out on disk as hub repositories are: a base with its projection, a LoRA."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity.tokenizer_recipes import TokenizerRecipe
+from parity.toys import randomised, with_processor
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+TILE, LONGEST, PATCH, SCALE = 64, 256, 16, 2
+TOKENS = (TILE // PATCH // SCALE) ** 2  # of a tile
+WIDTH, RANK = 24, 4
+END = "<end_of_utterance>"
+_TILES = LONGEST // TILE
+SPECIALS = (
+    "<|im_end|>",
+    "<|im_start|>",
+    END,
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, _TILES + 1) for column in range(1, _TILES + 1)),
+)
+TOKENIZER = TokenizerRecipe("byte-level", SPECIALS, {"eos": END, "pad": "<|im_end|>"}, "$A", "$A $B")
+
+
+def colidefics3(folder: Path, **image_settings: Any) -> Path:
+    """The base: an Idefics3 with a projection, by the names that published files have."""
+    from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Model
+
+    folder.mkdir(parents=True)
+    words = TOKENIZER.save(folder, 4096)
+    config = Idefics3Config(
+        text_config={
+            "model_type": "llama",
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "vocab_size": words,
+            "bos_token_id": SPECIALS.index("<|im_start|>"),
+            "eos_token_id": SPECIALS.index(END),
+            "pad_token_id": SPECIALS.index("<|im_end|>"),
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": TILE,
+            "patch_size": PATCH,
+        },
+        scale_factor=SCALE,
+        image_token_id=SPECIALS.index("<image>"),
+        pad_token_id=SPECIALS.index("<|im_end|>"),
+    )
+    randomised(Idefics3Model(config)).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(5)
+    projection = {
+        "linear.weight": torch.randn(WIDTH, 48, generator=generator) * 48**-0.5,
+        "linear.bias": torch.randn(WIDTH, generator=generator) * 0.3,
+    }
+    stored = load_file(folder / "model.safetensors")
+    renamed = {f"model.{name}": tensor for name, tensor in stored.items()}
+    save_file({**renamed, **projection}, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["ColIdefics3"]}))
+    images = Idefics3ImageProcessorPil(
+        **{"size": {"longest_edge": LONGEST}, "max_image_size": {"longest_edge": TILE}, **image_settings}
+    )
+    return with_processor(folder, images, "Idefics3ImageProcessor")
+
+
+def lora(folder: Path, base: Path) -> Path:
+    """A LoRA of every layer of the language model, by the names that published files have."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(6)
+    halves = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        path = name.removesuffix(".weight")
+        if not (path.endswith("_proj") and path.startswith("model.text_model.")):
+            continue
+        outputs, inputs = weight.shape
+        halves[f"base_model.model.{path}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * inputs**-0.5
+        halves[f"base_model.model.{path}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.3
+    save_file(halves, folder / "adapter_model.safetensors")
+    targets = r"(.*(model.text_model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(linear).*$)"
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
+    """All weights, with those of the LoRA added."""
+    weights = load_file(base / "model.safetensors")
+    halves = load_file(lora / "adapter_model.safetensors") if lora is not None else {}
+    for name in [name for name in halves if ".lora_A." in name]:
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        weights[f"{path}.weight"] += halves[name.replace("lora_A", "lora_B")] @ halves[name]
+    return weights
