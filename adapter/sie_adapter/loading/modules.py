@@ -199,9 +199,9 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; without modules.json, no layers. Raises ModelLoadFailed
-    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND for a module whose
-    files are missing.
+    """Return the modules that the folder lists; without modules.json, no layers. Raises ModelLoadFailed:
+    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, and for a module without its
+    weights; NOT_FOUND for a Pooling without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):
@@ -380,7 +380,7 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 def read_transformer(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply.
+    this adapter does not apply, unless it cannot change a vector.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):

@@ -1,9 +1,9 @@
-"""Conversion of a Florence-2 folder in the format of its authors to the class of transformers: settings and tensors get
-other names, and one matrix is transposed. The code in its folder is not run.
+"""Conversion of a Florence-2 folder from the format of its authors to the Florence-2 class of the library transformers.
+Settings and tensors get other names, and one matrix is transposed. The code in the folder is not run.
 
     config.json ──► Florence2Config
-    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration, with a target for each tensor and a
-                          tensor for each target
+    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a renamed tensor without a place in the class
+                          is refused, and a place without a tensor
     tokenizer.json ──► with the tokens that the authors' processor adds to it
 
 Sources: transformers, convert_florence2_original_to_hf; microsoft/Florence-2-base, processing_florence2.

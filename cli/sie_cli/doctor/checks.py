@@ -471,7 +471,8 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-# accepted difference of two wall clocks, in seconds: logs and request ids have the wall clock of their machine
+# Accepted difference between a wall clock and the broker's, in seconds. With a larger one, log lines and request ids of
+# different machines have a wrong order: their times come from the wall clock of their machine.
 CLOCK_S = 2.0
 
 

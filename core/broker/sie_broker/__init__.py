@@ -337,8 +337,8 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers. Return False if absent. Open pulls then deliver nothing, and
-        acks have no effect.
+        """Delete a stream with its messages and consumers. Open pulls then deliver nothing, and acks have no effect.
+        Return False if there is no such stream.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:

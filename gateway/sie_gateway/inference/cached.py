@@ -199,7 +199,7 @@ class _CachedRun:
         self._compute = compute
         self._erasures = runs.memory.erasures
         self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
-        # end of the time in which this request waits for inputs of other requests; None before it is needed
+        # time until which this request waits for answers that other requests compute; None before the first wait
         self._until_s: float | None = None
 
     async def results(

@@ -35,7 +35,7 @@ EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
-# encoded options of at most this many bytes contain no texts, and are not counted in the size of a message
+# encoded options of at most this many bytes are not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk, if its query is stored in the payload store: then the inputs are
 # stored there as well

@@ -44,7 +44,8 @@ MAX_ITEMS = 64  # largest number of inputs in a copy; further inputs of the requ
 # requests with more values (numbers in vectors) in the reply are not copied: the reply is in memory until the copy has
 # run
 MAX_VALUES = 1 << 20
-# largest number of bytes of the inputs of a copied request: the memory of copies is not counted as memory of bodies
+# Largest number of bytes of the inputs of a copied request. Copies have a limit of their own, because the gateway's
+# limit for the memory of request bodies does not count them.
 MAX_BYTES = 4 << 20
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane is too busy for copies if its work waits longer

@@ -125,10 +125,10 @@ class Room:
 
 
 class Throttle:
-    """Limit of the mean rate of a job, in tokens per second; 0 is no limit. A request with n tokens delays the next
-    request by n / rate seconds. Until the tokens of a request are known, they are estimated by the mean of earlier
-    inputs. `until_open` waits for a time of day at which the job may run. Requests wait for it one after the other, so
-    that they do not all start at once when it returns.
+    """Limit of the mean rate of a job, in tokens per second. With 0 nothing waits. A request with n tokens delays the
+    next request by n / rate seconds. Until the tokens of a request are known, they are estimated by the mean of earlier
+    inputs. `until_open` waits for the time of day at which the job may run. One request at a time waits in it, so that
+    the requests do not all start at once when that time begins.
     """
 
     def __init__(

@@ -154,7 +154,8 @@ class BatchJob:
             raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # computed, so that every leader gets the same id; it begins with the time, by which the ids of files sort
+        # The id is computed from the job, so a gateway that takes over the job stores the file under the same id. It
+        # begins with a time, so that ids of files sort by time.
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"

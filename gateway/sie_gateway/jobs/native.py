@@ -392,8 +392,8 @@ class NativeJob:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return a unique name of the job for its output folder. The id alone is not unique: if a job was deleted, a new
-    job with the same Idempotency-Key gets the same id.
+    """Return the text that marks an output folder as that of this job. The id alone is not unique: if a job was
+    deleted, a new job with the same Idempotency-Key gets the same id.
     """
     return f"{job.id} {job.created_s!r}"
 

@@ -55,7 +55,9 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN workers, and models with `text` in the name; `visible` may hide names of pools."""
+        """Return the first MAX_SHOWN workers, and of the models with `text` in the name the first MAX_SHOWN. `visible`
+        may hide names of pools.
+        """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
         return {

@@ -106,7 +106,7 @@ class DeviceForecast:
         self._sent[batch] = seconds
 
     def ended(self, batch: int, now_s: float, lanes: int) -> None:
-        """Remove a batch that has ended or failed. The next batch begins now."""
+        """Remove a batch that has ended or failed. The forecast assumes that the other batches begin now."""
         if self._sent.pop(batch, None) is not None:
             self._free_s = now_s + sum(self._sent.values()) / lanes
 

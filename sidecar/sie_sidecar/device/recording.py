@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Recording:
-    """Writer of a trace file. If a write fails, the trace ends with a log line; work goes on."""
+    """Writer of a trace file. If a write fails, the trace ends and an error is logged; the worker goes on."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
         """Open the file to append to it. Raises OSError."""

@@ -190,7 +190,9 @@ class LongTexts:
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Yield the pieces in reading order, each with the number of tokens of the sentinel to drop at its start."""
+        """Yield the pieces, the last one first if `from_end`, each with the number of its first tokens to drop: those
+        of the sentinel.
+        """
         if self.places is None:
             return iter([(text, 0)])
         return (
