@@ -4,7 +4,6 @@ item is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from inprocess import InProcess, until
 from parity import tokenizer_recipes as recipes
 
 from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
-from sie_contracts.wire.messages import Input, RunOptions, Truncate
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.long_text import MAX_UNCUT_CHARACTERS, LongTexts
 from sie_sidecar.prepare.rows import WorkItemInput, WorkRows, effort_of, offsets_of, reached
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
 
@@ -36,42 +34,6 @@ def work(*texts: str, query: str | None = None, **options: Any) -> WorkItemInput
 
 def ids(made: WorkRows) -> list[list[int]]:
     return [row.ids.tolist() for row in made.rows]
-
-
-@pytest.mark.parametrize("character", ["\U0001f600", "a"])
-@pytest.mark.parametrize("truncate", ["END", "START"])
-def test_a_text_that_is_not_cut_anywhere_is_refused_alone_whatever_would_be_kept_of_it(
-    monkeypatch: pytest.MonkeyPatch, character: str, truncate: Truncate
-) -> None:
-    encoded: list[int] = []
-
-    def encode(self: LongTexts, pieces: Sequence[tuple[str, int]]) -> list[list[int]]:
-        encoded.extend(len(text) for text, _ in pieces)
-        return counted(self, pieces)
-
-    counted = LongTexts._encode
-    most = MAX_UNCUT_CHARACTERS
-    long = f"{character * (most - 2)}b {character * (most - 2)}"
-    before, refused, after = (work(text, truncate=truncate) for text in ("paper river", character * (most + 1), long))
-    monkeypatch.setattr(LongTexts, "_encode", encode)
-    made = make(TOKENIZER, Rows(), [before, refused, after])
-    assert [result.error for result in made] == [None] * 3
-    assert [list(result.unfit) for result in made] == [[], [0], []]
-    error = made[1].unfit[0]
-    assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "too_long", "text")
-    assert max(encoded) <= most + 1
-    (query,) = make(TOKENIZER, Rows("sides"), [work("river", query=character * (most + 1), truncate=truncate)])
-    assert query.error is not None
-    assert query.error.reason == "too_long"
-
-
-def test_texts_of_any_length_with_places_for_cuts_are_read() -> None:
-    words = "paper river music " * (MAX_UNCUT_CHARACTERS // 4)
-    for stretch, is_uncut in ((MAX_UNCUT_CHARACTERS, False), (MAX_UNCUT_CHARACTERS + 1, True)):
-        after = words + "x" * (stretch - 1)  # the space before it belongs to it
-        for number, text in enumerate((after, "x" * stretch + " " + words, after + " " + words)):
-            assert TOKENIZER.is_uncut(text) is is_uncut, (stretch, number)
-    assert ids(make(TOKENIZER, Rows(), [work(words)])[0]) == ids(make(TOKENIZER, Rows(), [work(words[:9000])])[0])
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
 MAX_PIECE_CHARACTERS = 1 << 18
-# maximum number of characters between two places for a cut. They are tokenised in one call, whatever is kept of them:
-# 20 MiB of emoji would be 16 million tokens
-MAX_UNCUT_CHARACTERS = 1 << 19
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
@@ -171,19 +168,6 @@ class LongTexts:
                 reading.append(ids, room)
             going = [reading for reading, _ in pieces if count_all or reading.count <= room]
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
-
-    def is_uncut(self, text: str) -> bool:
-        """Return whether a text has more than MAX_UNCUT_CHARACTERS in a row without a place for a cut."""
-        start = 0
-        while (end := start + MAX_UNCUT_CHARACTERS) < len(text):
-            # nearly always the last characters of the stretch have a place; the others are searched only if they do not
-            match = self.places and (
-                self.places.search(text, end - (1 << 10), end + 1) or self.places.search(text, start + 1, end + 1)
-            )
-            if not match:
-                return True
-            start = match.start()
-        return False
 
     def head(self, text: str, size: int) -> str:
         """Return the first piece of a text, with at least `size` characters unless the text is shorter."""

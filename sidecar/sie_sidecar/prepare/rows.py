@@ -21,7 +21,6 @@ from sie_contracts.models.entries import JOINABLE_POOLINGS, is_joinable
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, ChunkedRows, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
-from sie_sidecar.prepare.long_text import MAX_UNCUT_CHARACTERS
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
@@ -121,7 +120,7 @@ def checked_work(
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
-    if error is not None or (all(map(_is_short, item.inputs)) and (item.query is None or _is_short(item.query))):
+    if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
         return item, error, unfit
     if item.query is not None:
         query, pixels = item.query, item.images.get(OF_QUERY)
@@ -145,10 +144,6 @@ def checked_work(
     return item, error, unfit
 
 
-def _is_short(source: Input) -> bool:
-    return _is_text(source) and (source.text is None or len(source.text) <= MAX_UNCUT_CHARACTERS)
-
-
 def _is_text(source: Input) -> bool:
     files = source.images or source.audio or source.document
     is_other = source.tokens is not None or source.pair is not None or source.vectors is not None
@@ -157,9 +152,6 @@ def _is_text(source: Input) -> bool:
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
     """Return the error if the model or the options do not accept this input, else None."""
-    if any(text and tokenizer.is_uncut(text) for text in (source.text, source.pair)):
-        message = f"text: it has more than {MAX_UNCUT_CHARACTERS} characters without white space after a letter"
-        return InvalidInput(message, reason="too_long", param="text", extras={"limit": MAX_UNCUT_CHARACTERS})
     if _is_text(source):
         return None
     if source.chunks is not None:

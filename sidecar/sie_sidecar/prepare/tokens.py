@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.wire.messages import Truncate
-from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, MAX_UNCUT_CHARACTERS, SENTINEL, LongTexts
+from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
@@ -102,10 +102,6 @@ class ModelTokenizer:
                 ids = np.array(next(whole).ids, np.int32)
                 contents.append(Tokens(cut(ids, room, truncate), len(ids)))
         return contents
-
-    def is_uncut(self, text: str) -> bool:
-        """Return whether a text has more than MAX_UNCUT_CHARACTERS in a row, which can only be tokenised together."""
-        return len(text) > MAX_UNCUT_CHARACTERS and self._long.is_uncut(text)
 
     @property
     def vocabulary(self) -> int:
