@@ -447,8 +447,6 @@ class JetStream(NatsBus):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.reading = asyncio.Semaphore(_READS_AT_ONCE)
-        self._creation = asyncio.Lock()
-        self._may_create = True  # False once the broker has refused this user to create a stream
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         answer = await self.roundtrip(subject, data, timeout_s, {"Nats-Msg-Id": message_id})
@@ -499,16 +497,12 @@ class JetStream(NatsBus):
         name = request.name
         info = await self.stream_info(name)
         if info is None and not await self.ask_owner(request):
-            async with self._creation:  # one attempt of this process says whether all the others would be refused
-                if self._may_create:
-                    try:
-                        info = await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
-                    except NotPermitted:
-                        self._may_create = False
-            if not self._may_create:
+            try:
+                info = await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
+            except NotPermitted as error:
                 raise BrokerUnavailable(
-                    f"{name} does not exist, and the owner of streams, the config service, does not answer"
-                )
+                    f"{name} does not exist, and the owner of streams, the config service, does not answer: {error}"
+                ) from error
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
