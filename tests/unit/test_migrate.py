@@ -378,15 +378,12 @@ class RecordedWrites:
         self.rows = [LiveRow(str(number), {"body": text}) for number, text in enumerate(texts)]
         self.vectors: set[str] = set()
         self.removed: set[str] = set()
-        self.unwritten: dict[str, str] = {}
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
         yield ScannedPage(len(self.rows), self.rows)
 
-    async def write(self, side: Side, rows: list[LiveRow], vectors: Any) -> dict[str, str]:
-        written = {row.id for row in rows} - self.unwritten.keys()
-        (self.removed if vectors is None else self.vectors).update(written)
-        return {row.id: self.unwritten[row.id] for row in rows if row.id in self.unwritten}
+    async def write(self, side: Side, rows: list[LiveRow], vectors: Any) -> None:
+        (self.removed if vectors is None else self.vectors).update(row.id for row in rows)
 
     async def nearest(self, side: Side, vector: Any, count: int) -> list[str]:
         return ["a", "b"]
@@ -418,29 +415,6 @@ def test_refused_and_missing_texts_lose_their_vector_are_reported_by_id_and_stop
         asyncio.run(steps.catch_up(side, is_last=True))
     accepting, _, _ = live_steps(["a", "", None, "b"], accepts=True)
     asyncio.run(accepting.catch_up(side, is_last=True))
-
-
-def test_a_row_that_the_store_cannot_write_is_reported_by_id_and_stops_the_switch() -> None:
-    steps, store, _ = live_steps(["a", "b"])
-    store.unwritten["1"] = "it is too large"
-    scan = asyncio.run(steps._scan("new"))
-    assert (scan.embedded, scan.gaps_text, store.vectors) == (1, "1 rows: it is too large (ids 1)", {"0"})
-    with pytest.raises(CommandRefused, match=r"1 rows have no new vector.*shorten"):
-        asyncio.run(steps.catch_up("new", is_last=True))
-
-
-def test_rows_of_many_bytes_are_written_before_the_next_page_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, store, _ = live_steps(["a", "b"])
-    written: list[int] = []
-
-    async def pending(side: Side) -> AsyncIterator[ScannedPage]:
-        for row in store.rows:
-            yield ScannedPage(1, [row], live.WAITING_BYTES + 1)
-            written.append(len(store.vectors))
-
-    monkeypatch.setattr(store, "pending", pending)
-    asyncio.run(steps._scan("new"))
-    assert written == [1, 2]
 
 
 @pytest.mark.parametrize(("output", "counts"), [("dense", [70]), ("multivector", [32, 32, 6])])
