@@ -30,19 +30,10 @@ from qdrant_server import QdrantServer
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
 from sie_store.sinks import lance_live, qdrant_live
-from sie_store.sinks import qdrant as qdrant_sink
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
-from sie_store.sinks.sink import (
-    CollectionMismatch,
-    CollectionMissing,
-    Output,
-    RowsRefused,
-    SinkRows,
-    SinkUnsuitable,
-    SparseRow,
-)
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkRows, SinkUnsuitable, SparseRow
 
 QUICK = RetryPolicy(stall_s=60.0, tries=3, pause_s=0.05)
 SECRET = "k3y-of-qdrant"
@@ -127,12 +118,11 @@ class Migrator:
     widths: dict[Side, int] = field(default_factory=lambda: dict(WIDTHS))
     embedded: int = 0
     gaps: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
     output: Output = "dense"
 
     async def scan(self, side: Side) -> int:
         """Rows that were embedded."""
-        self.embedded, self.gaps, self.refused = 0, 0, {}
+        self.embedded = self.gaps = 0
         async for page in self.live.pending(side):
             rows, texts, without = [], [], []
             for row in page.rows:
@@ -150,9 +140,8 @@ class Migrator:
     async def write(self, side: Side, rows: list[LiveRow], texts: list[str]) -> None:
         if rows:
             vectors = [as_written(vector_of(text, side, self.widths), self.output) for text in texts]
-            refused = await self.live.write(side, rows, vectors)
-            self.refused |= refused
-            self.embedded += len(rows) - len(refused)
+            await self.live.write(side, rows, vectors)
+            self.embedded += len(rows)
 
 
 @pytest_asyncio.fixture
@@ -754,34 +743,6 @@ async def test_vectors_of_other_names_are_copied_though_a_page_of_them_is_larger
     ]
     assert len(new) == count
     assert [point.vector for point in new] == [point.vector for point in old]
-
-
-async def test_points_with_large_payloads_are_copied_and_one_that_no_request_holds_is_named(
-    points: Points, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages of payloads are larger than a reply. A point that had a copy grows beyond a request."""
-    monkeypatch.setattr(qdrant_live, "ANSWER_BYTES", 100_000)
-    monkeypatch.setattr(qdrant_sink, "POINT_BYTES", 50_000)
-    migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
-    await begun(points, migrator, 0)
-    texts = {str(number): f"text {number} " + "x" * 20_000 for number in range(20)}
-    await points.write({key: (text, vector_of(text, "old")) for key, text in texts.items()})
-    assert await migrator.scan("new") == 20
-    assert migrator.refused == {}
-    texts["7"] = "text 7 " + "x" * 60_000
-    await points.write({"7": (texts["7"], vector_of(texts["7"], "old"))})
-    for _ in range(2):
-        assert await migrator.scan("new") == 0
-        assert list(migrator.refused) == ["7"]
-    new = points.client().scroll(f"{points.collection}--{PRINTS['new'][:8]}", limit=100)[0]
-    assert {str(point.id) for point in new} == set(texts) - {"7"}
-    await migrator.live.switch("new")
-    assert await migrator.scan("new") == 0
-    assert list(migrator.refused) == ["7"]
-    await points.write({"8": ("y" * 200_000, vector_of("y", "new"))})
-    with pytest.raises(RowsRefused, match=rf"a point of {points.collection} has more than 100000 bytes \(8\)"):
-        await migrator.scan("new")
-    await migrator.live.close()
 
 
 async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) -> None:

@@ -47,7 +47,6 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the 
 # rows that are encoded and written at a time; as many are lost if the command is killed. 32 multivectors of 512 tokens
 # with 1,024 numbers are 64 MiB
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
-WAITING_BYTES = 64 << 20  # rows of more bytes are encoded and written before the next page is read
 NEIGHBOURS = 10
 SEARCHES = 8  # concurrent searches of the comparison
 FEW_ROWS, FEW_SHARE = 100, 0.001  # vectors are up to date if a scan embeds at most the larger of the two
@@ -368,8 +367,8 @@ class _LiveSteps:
         if is_last and scan.gaps and not self._plan.accepts:
             raise CommandRefused(
                 f"{scan.gaps.total():,} rows have no {side} vector, so searches would not find them; nothing was "
-                "switched. Give these rows a text, shorten or remove them, then run the same command. To switch "
-                "without them, use --yes"
+                "switched. Give these rows a text or remove them, then run the same command. To switch without "
+                "them, use --yes"
             )
 
     async def settle(self, side: Side) -> None:
@@ -472,16 +471,13 @@ class _LiveSteps:
         scan, progress = Scan(), ScanProgress(self._state.rows, self._echo)
         group = EMBED_ROWS[self._state.output]
         waiting: list[tuple[LiveRow, str]] = []
-        waiting_bytes = 0
         async for page in self._live.pending(side):
             texts, faults = self._texts(page.rows)
             await self._leave_out(side, faults, scan)
             waiting += texts
-            waiting_bytes += page.bytes
-            while len(waiting) >= group or (waiting and waiting_bytes > WAITING_BYTES):
+            while len(waiting) >= group:
                 await self._embed(side, waiting[:group], scan)
                 del waiting[:group]
-                waiting_bytes = waiting_bytes if waiting else 0
                 progress.show(scan)
             scan.scanned += page.scanned
             progress.show(scan)
@@ -522,10 +518,8 @@ class _LiveSteps:
                 vectors.append(vector)
         await self._leave_out(side, refused, scan)
         if done:
-            unwritten = await self._live.write(side, done, vectors)
-            for row_id, reason in unwritten.items():
-                scan.add_gap(row_id, reason)
-            scan.add_embedded(len(done) - len(unwritten))
+            await self._live.write(side, done, vectors)
+            scan.add_embedded(len(done))
 
     def _vector(self, result: Any) -> Vector | None:
         """Return the vector of a result, None if the model refuses the text."""

@@ -250,10 +250,10 @@ class LanceLive:
             digest.update(vector or b"")
         return digest.digest()
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> Mapping[str, str]:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         shape = self._opened()
         if vectors is None and side == shape.in_use:
-            return {}
+            return
         type = shape.columns[shape.column(side)].type
         array = pyarrow.nulls(len(rows), type) if vectors is None else vectors_array(np.array(vectors), type)
         written = [
@@ -275,7 +275,6 @@ class LanceLive:
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
             schema = pyarrow.schema([shape.columns[name] for name in arrays])
             await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
-        return {}
 
     async def _merge(self, data: Any) -> None:
         """Write the columns in `data`, except to rows whose stored text differs from that in `data`."""

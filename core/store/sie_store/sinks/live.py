@@ -79,13 +79,10 @@ class LiveRow:
 
 @dataclass(frozen=True)
 class ScannedPage:
-    """Some rows of a scan. `scanned`: number of rows read. `rows`: those without a vector of their present text.
-    `bytes`: size of `rows` as JSON, 0 if they are only the columns of the template.
-    """
+    """Some rows of a scan. `scanned`: number of rows read. `rows`: those without a vector of their present text."""
 
     scanned: int
     rows: Sequence[LiveRow]
-    bytes: int = 0
 
 
 class LiveCollection(Protocol):
@@ -104,10 +101,9 @@ class LiveCollection(Protocol):
         model, if that is possible.
         """
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> Mapping[str, str]:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         """Write the vectors of rows. Rows that have changed since they were read stay pending. `vectors` None: these
-        rows have no text, so the side that is not in use must have no vector of them. Return the reason for each row
-        that the store cannot write, by its id; they stay pending.
+        rows have no text, so the side that is not in use must have no vector of them.
         """
 
     async def sample(self, count: int) -> Sequence[LiveRow]:

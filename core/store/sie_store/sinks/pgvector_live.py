@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,12 +328,12 @@ class PgvectorLive:
             ids,
         )
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> Mapping[str, str]:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         shape = self._opened()
         if vectors is None:
             if side != shape.in_use:
                 await self._database.transaction(functools.partial(self._cleared, shape=shape, side=side, rows=rows))
-            return {}
+            return
         dims = shape.dims(side)
         encoded = await asyncio.to_thread(lambda: [vector_binary(vector, dims) for vector in vectors])
         records = [(row.id, vector, row.version) for row, vector in zip(rows, encoded, strict=True)]
@@ -341,7 +341,6 @@ class PgvectorLive:
         await self._database.transaction(
             functools.partial(self._written, shape=shape, side=side, records=records), size
         )
-        return {}
 
     async def _written(
         self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]

@@ -243,23 +243,16 @@ def _oversize(name: str, size: int) -> str:
     return f"{name} has {size} bytes as JSON, where a request to Qdrant takes at most {POINT_BYTES}: shorten the text"
 
 
-def point_bodies(
-    points: Iterable[Mapping[str, Any]],
-    body_bytes: int = BODY_BYTES,
-    refused: dict[str | int, str] | None = None,
-) -> Iterator[bytes]:
-    """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body. One of more
-    than POINT_BYTES is left out, and `refused` gets the reason by its id; without `refused`, raises RowsRefused.
+def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
+    """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body. Raises
+    RowsRefused for one of more than POINT_BYTES.
     """
     batch: list[bytes] = []
     size = 0
     for fields in points:
         point = msgspec.json.encode(fields)
         if len(point) > POINT_BYTES:
-            if refused is None:
-                raise RowsRefused(_oversize(f"the point {fields['id']}", len(point)))
-            refused[fields["id"]] = f"more than {POINT_BYTES >> 20} MiB as JSON, the most that Qdrant takes at a time"
-            continue
+            raise RowsRefused(_oversize(f"the point {fields['id']}", len(point)))
         if batch and size + len(point) > body_bytes:
             yield b'{"points":[' + b",".join(batch) + b"]}"
             batch, size = [], 0

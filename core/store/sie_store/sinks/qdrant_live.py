@@ -30,20 +30,14 @@ import msgspec
 
 from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
 from sie_store.sinks.qdrant import MAX_DIMS, AnswerTooLarge, QdrantConnection, json_vector, point_bodies
-from sie_store.sinks.sink import (
-    CollectionMismatch,
-    CollectionMissing,
-    Output,
-    RowsRefused,
-    SinkUnsuitable,
-    checked_name,
-)
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
-SCAN_POINTS = 256  # points that are read at a time; halved whenever a reply is too large
-ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points; the largest point that is copied is half of it
+SCAN_POINTS = 256
+COPIED_POINTS = 64  # points whose vectors of other names are read at a time; halved if the reply is too large
+ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points; the largest point is half of it
 # settings of a collection that the new one gets too, by their name in its description
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
 _CONFIGS = {
@@ -128,7 +122,7 @@ class QdrantLive:
         self._alias = source.collection
         self._before = f"{source.collection}--before"
         self._layout: _CollectionPair | None = None
-        self._at_once = SCAN_POINTS
+        self._copied_points = COPIED_POINTS
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
@@ -227,7 +221,7 @@ class QdrantLive:
                 for point in points
                 if not self._is_current(side, point, stored.get(point.id))
             ]
-            yield ScannedPage(len(points), rows, _bytes(row.stored for row in rows))
+            yield ScannedPage(len(points), rows)
         if side != layout.in_use:
             await self._remove_deleted(source, copies)
         elif layout.is_begun:
@@ -261,7 +255,7 @@ class QdrantLive:
                     late = _LateWrite(point, "" if copy is None else _marker(copy))
                     rows.append(LiveRow(str(point.id), _plain(point), stored=late))
             await self._agree(away, settled)
-            yield ScannedPage(0, rows, _bytes(row.stored.point for row in rows))
+            yield ScannedPage(0, rows)
         async for points in self._scroll(source):
             copies = {point.id: _marker(point) for point in points if _is_agreed(point)}
             present = await self._points(away, list(copies), with_payload=False) if copies else {}
@@ -300,65 +294,66 @@ class QdrantLive:
                 body = msgspec.json.encode({"points": deleted})
                 await self._server.send("POST", _path(copies, "/points/delete?wait=true"), body)
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> Mapping[str, str]:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         layout = self._opened()
         pairs = [(row.stored, None if vectors is None else vectors[number]) for number, row in enumerate(rows)]
         if side != layout.in_use:
-            refused = await self._put(side, pairs)
-            if refused:  # there may be copies of what these points were before
-                body = msgspec.json.encode({"points": list(refused)})
-                await self._server.send("POST", self._points_path(side, "/delete?wait=true"), body)
-            await self._agree(layout.names[layout.in_use], [point for point, _ in pairs if point.id not in refused])
-            return {str(point_id): reason for point_id, reason in refused.items()}
-        refused = {}
+            await self._put(side, pairs)
+            await self._agree(layout.names[layout.in_use], [point for point, _ in pairs])
+            return
         late = [(write, vector) for write, vector in pairs if isinstance(write, _LateWrite)]
         if late:
             # a copy that the application has changed meanwhile has another marker, and stays as it is
             unchanged = _with_marker(*(write.marker for write, _ in late))
-            refused = await self._put(side, [(write.point, vector) for write, vector in late], unchanged)
-            copied = [write.point for write, _ in late if write.point.id not in refused]
-            await self._agree(layout.names[opposite(side)], copied)
+            await self._put(side, [(write.point, vector) for write, vector in late], unchanged)
+            await self._agree(layout.names[opposite(side)], [write.point for write, _ in late])
         own = [(point, vector) for point, vector in pairs if isinstance(point, _Point) and vector is not None]
         if own:
             await self._replace_vectors(own)
-        return {str(point_id): reason for point_id, reason in refused.items()}
 
     async def _put(
         self,
         side: Side,
         points: Sequence[tuple[_Point, Vector | None]],
         update_filter: Mapping[str, Any] | None = None,
-    ) -> dict[int | str, str]:
+    ) -> None:
         """Write copies of points to the collection of a side (the old or the new model). `update_filter`: existing
-        points that may be replaced. Return the reason for each point that is too large for a request, by its id.
+        points that may be replaced.
         """
         await self._check_in_use()
-        refused: dict[int | str, str] = {}
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
             # vectors of other names are read now and not by the scan, because those of all pending points are too large
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
-            pairs = zip(copied, stored, strict=True)
             bodies = point_bodies(
-                (self._copy(point, side, vector, more) for (point, vector), more in pairs), refused=refused
+                self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
             )
             # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
             while body := await asyncio.to_thread(next, bodies, b""):
                 content = body.removesuffix(b"}") + condition
                 await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
             first += len(stored)
-        return refused
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
         """Return the vectors of other names of the first points of `ids`, as many as a reply has room for."""
         layout = self._opened()
         if not layout.more_vectors:
             return [{}] * len(ids)
-        batch, points = await self._first_points(layout.names[side], ids, layout.more_vectors)
-        vectors = [points[point_id].vector if point_id in points else None for point_id in batch]
-        return [vector if isinstance(vector, dict) else {} for vector in vectors]
+        while True:
+            batch = ids[: self._copied_points]
+            try:
+                points = await self._points(
+                    layout.names[side], batch, with_payload=False, with_vector=layout.more_vectors
+                )
+            except AnswerTooLarge:
+                if len(batch) == 1:
+                    raise
+                self._copied_points = len(batch) // 2
+                continue
+            vectors = [points[point_id].vector if point_id in points else None for point_id in batch]
+            return [vector if isinstance(vector, dict) else {} for vector in vectors]
 
     def _copy(self, point: _Point, side: Side, vector: Vector | None, more_vectors: dict[str, Any]) -> dict[str, Any]:
         """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
@@ -475,13 +470,8 @@ class QdrantLive:
         """Yield all points, ordered by id."""
         offset: int | str | None = None
         while True:
-            limit = self._at_once
-            body = {"limit": limit, "offset": offset, "with_payload": with_payload, "with_vector": False}
-            try:
-                page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
-            except AnswerTooLarge:
-                self._read_fewer(limit, "the first one" if offset is None else offset)
-                continue
+            body = {"limit": SCAN_POINTS, "offset": offset, "with_payload": with_payload, "with_vector": False}
+            page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
             if page.points:
                 yield page.points
             offset = page.next_page_offset
@@ -489,41 +479,17 @@ class QdrantLive:
                 return
 
     async def _points(
-        self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
-    ) -> dict[int | str, _Point]:
-        """Read points by id. Missing ones are left out."""
-        points: dict[int | str, _Point] = {}
-        first = 0
-        while first < len(ids):
-            batch, read = await self._first_points(collection, ids[first:], with_payload=with_payload)
-            points |= read
-            first += len(batch)
-        return points
-
-    async def _first_points(
         self,
         collection: str,
         ids: Sequence[int | str],
-        with_vector: Sequence[str] = (),
         *,
-        with_payload: bool = False,
-    ) -> tuple[Sequence[int | str], dict[int | str, _Point]]:
-        """Read the first points of `ids`, as many as a reply has room for. Return their ids, and those that exist."""
-        while True:
-            batch = ids[: self._at_once]
-            body = {"ids": list(batch), "with_payload": with_payload, "with_vector": list(with_vector) or False}
-            try:
-                points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
-            except AnswerTooLarge:
-                self._read_fewer(len(batch), batch[0])
-                continue
-            return batch, {point.id: point for point in points}
-
-    def _read_fewer(self, count: int, first: int | str) -> None:
-        """Read fewer points at a time, after a reply of `count` points was too large. Raises RowsRefused for one."""
-        if count == 1:
-            raise RowsRefused(f"a point of {self._alias} has more than {ANSWER_BYTES} bytes ({first}): shorten it")
-        self._at_once = count // 2
+        with_payload: bool = True,
+        with_vector: Sequence[str] = (),
+    ) -> dict[int | str, _Point]:
+        """Read points by id. Missing ones are left out."""
+        body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
+        points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
+        return {point.id: point for point in points}
 
     async def _read(self, method: str, path: str, type: Any, body: Any = None) -> Any:
         """Send a request and return its decoded result. Raises SinkUnsuitable for a reply of another form."""
@@ -548,10 +514,6 @@ def _output_of(params: Mapping[str, Any]) -> Output:
 def _plain(point: _Point) -> dict[str, Any]:
     """Return the payload of a point without the marker."""
     return {name: value for name, value in (point.payload or {}).items() if name != MARKER}
-
-
-def _bytes(points: Iterable[_Point]) -> int:
-    return sum(len(msgspec.json.encode(point.payload)) for point in points)
 
 
 def _marker(point: _Point) -> str:
