@@ -130,6 +130,19 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check(failure instanceof InvalidInputError && failure.message.includes("who was"), String(failure));
     },
 
+    async "a missing value is named behind a reference too, and where objects have such a name of their own"() {
+      const who = { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["age"] } as const;
+      for (const group of ["$defs", "definitions"] as const) {
+        const schema = { type: "object", properties: { who: { $ref: `#/${group}/Who` } }, [group]: { Who: who } };
+        const [missing, whole] = await client.extract("test/spans", ["queue worker", "queue at 12 o'clock"], { schema, params: { threshold: 0 } });
+        check(missing!.error?.message.includes("who.age was not found"), String(missing!.error));
+        check((whole!.data as { who: { age: number } }).who.age === 12, JSON.stringify(whole!.data));
+      }
+      const named = { type: "object", properties: { constructor: { type: "integer" } }, required: ["constructor"] } as const;
+      const unnamed = await client.extract("test/spans", "queue worker", { schema: named, params: { threshold: 0 } });
+      check(unnamed.error?.message.includes("constructor was not found"), String(unnamed.error));
+    },
+
     async "a schema of a library checks and makes the values"() {
       class Mood {
         constructor(readonly name: string) {}

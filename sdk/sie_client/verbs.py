@@ -415,13 +415,15 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
     """Replace `data` by an instance of `schema`. If it does not fit, set `error` of the result; with `fails`, raise the
     error instead.
     """
+    values = result.get("data")
     try:
         if _is_of_pydantic(schema):
-            result["data"] = _pydantic(schema).validate_python(result["data"])
+            # as JSON, in which a strict class takes the string of a date or of an enum
+            result["data"] = _pydantic(schema).validate_json(msgspec.json.encode(values))
         else:
-            result["data"] = msgspec.convert(result["data"], schema)
-    except (ValueError, msgspec.ValidationError) as fault:
-        message = f"items[{place}]: its values do not make a {schema.__name__}: {fault}"
+            result["data"] = msgspec.convert(values, schema)
+    except Exception as fault:  # a validator or __post_init__ of the class may raise any kind
+        message = f"items[{place}]: its values do not make a {schema.__name__}: {type(fault).__name__}: {fault}"
         if fails:
             raise InvalidInputError(message, code="INVALID_INPUT") from fault
         result["error"] = {"code": "INVALID_INPUT", "message": message, "retryable": False}

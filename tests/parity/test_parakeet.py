@@ -23,7 +23,7 @@ from sound_files import encoded, tone
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.parakeet import ParakeetReader, ParakeetWindow
-from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_sidecar.prepare import sounds
 
@@ -197,6 +197,45 @@ def firsts(reader: ParakeetReader, heard: Sequence[Samples]) -> list[Samples]:
 def test_a_sound_alone_is_written_as_beside_others(served: Served, expected: list[Written]) -> None:
     reader = served.weights
     assert [written(reader, [prompt])[0] for prompt in windows(reader, SOUNDS)] == expected
+
+
+@pytest.mark.parametrize("bad", range(len(SOUNDS)))
+def test_a_sound_with_scores_that_are_not_finite_fails_alone(
+    bad: int, served: Served, expected: list[Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its batch, and of its pass, are written as without it."""
+    reader = served.weights
+    prompts = windows(reader, SOUNDS)
+    prompts[bad].sound.levels = np.full_like(prompts[bad].sound.levels, np.nan)
+    monkeypatch.setattr(reader, "together", len(SOUNDS))
+    found = served.engine.readings.read(reader, prompts)
+    assert [isinstance(each, InferenceFailed) for each in found] == [number == bad for number in range(len(SOUNDS))]
+    texts = [prompt.sound.texts for number, prompt in enumerate(prompts) if number != bad]
+    assert texts == [[row.text] for number, row in enumerate(expected) if number != bad]
+
+
+def test_scores_beyond_the_end_of_a_sound_do_not_count(served: Served, expected: list[Written]) -> None:
+    reader = served.weights
+    calls, steps = 0, []
+
+    def spoil(_: object, __: object, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if len(scores) == len(SOUNDS):
+            scores[[number for number, most in enumerate(steps) if calls > most]] = torch.nan
+        return scores
+
+    handle = reader._model.joint.register_forward_hook(spoil)
+    try:
+        for prompt in windows(reader, SOUNDS):
+            calls = 0
+            written(reader, [prompt])
+            steps.append(calls)
+        calls = 0
+        assert written(reader, windows(reader, SOUNDS)) == expected
+    finally:
+        handle.remove()
+    assert len(set(steps)) > 2
 
 
 def test_results_have_words_and_sentences_with_their_times(served: Served, oracle: Oracle) -> None:

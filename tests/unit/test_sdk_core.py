@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import enum
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -870,3 +872,55 @@ def test_a_class_without_a_json_schema_is_refused_before_anything_is_sent(schema
         pytest.raises(sie_client.InvalidInputError, match=text),
     ):
         client.extract("org/model", "a text", schema=schema)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+
+    day: datetime.date
+    colours: set[Colour]
+    pair: tuple[int, ...]
+
+
+def test_a_strict_class_of_pydantic_reads_the_values_as_json() -> None:
+    values = {"day": "2024-03-01", "colours": ["red"], "pair": [1, 2]}
+    _, (result,) = outcome(extracted(Strict, 1), replied(items=[{"data": values}]))  # type: ignore[misc]
+    assert result["data"] == Strict(day=datetime.date(2024, 3, 1), colours={Colour.RED}, pair=(1, 2))
+
+
+class Looked(pydantic.BaseModel):
+    who: str
+
+    @pydantic.field_validator("who")
+    @classmethod
+    def _number(cls, who: str) -> str:
+        return {"Ada": "1"}[who]
+
+
+class LookedStruct(msgspec.Struct):
+    who: str
+
+    def __post_init__(self) -> None:
+        self.who = {"Ada": "1"}[self.who]
+
+
+def extracted(schema: type[Any], items: int, **params: Any) -> Plan[Any]:
+    return verbs.extract("org/model", ["a text"] * items, params, Session.from_options({}), schema)
+
+
+@pytest.mark.parametrize("schema", [Looked, LookedStruct])
+def test_an_exception_of_a_class_is_the_error_of_its_item(schema: Any) -> None:
+    """Whatever its kind, and also if a model that answers no schemas gives no values."""
+    reply = replied(items=[{"data": {"who": "Ada"}}, {"data": {"who": "Charles"}}, {}])
+    _, results = outcome(extracted(schema, 3), reply)
+    good, bad, empty = results  # type: ignore[misc]
+    assert good["data"].who == "1"
+    assert bad["error"]["code"] == "INVALID_INPUT"
+    assert f"items[1]: its values do not make a {schema.__name__}: KeyError: 'Charles'" == bad["error"]["message"]
+    assert "items[2]: its values do not make a" in empty["error"]["message"]
+    with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: .* KeyError: 'Charles'"):
+        outcome(extracted(schema, 3, on_item_error="fail"), reply)

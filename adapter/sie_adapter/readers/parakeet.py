@@ -150,7 +150,9 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Read the windows of new rows. The scores that are returned end each row with its first token."""
+        """Read the windows of new rows. The scores that are returned end each row with its first token. They are NaN
+        for a window whose own scores are not finite: the loop fails this row alone.
+        """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
         for values, window in zip(levels, prompts, strict=True):
@@ -165,7 +167,7 @@ class ParakeetReader:
         for window, transcription in zip(prompts, read, strict=True):
             window.read = transcription
         end = torch.zeros(_END + 1, device=self._device)
-        return [RowStart((), end) for _ in prompts]
+        return [RowStart((), end * torch.nan if transcription is None else end) for transcription in read]
 
     def _limits(self, frames: Tensor) -> list[int]:
         """Return the largest number of steps for windows of so many frames, as `generate` of transformers computes it

@@ -33,7 +33,7 @@ from sie_adapter.memory.device_errors import cancelled, is_device_fatal, is_out_
 from sie_adapter.memory.oom import on_usable_thread
 from sie_adapter.readers.greedy import Finish, Rules, best
 from sie_adapter.readers.slots import DecoderSlots, Fits, RowStart, SlotsFull, unbounded
-from sie_contracts.errors import ShuttingDown, SIEError
+from sie_contracts.errors import InferenceFailed, ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -104,11 +104,13 @@ class _GenerationRow:
     prompt: GenerationPrompt
     ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token. Return whether the row ends with it, so that it leaves its slot."""
+        """Append a token, or set `error` for -1. Return whether the row ends with it, so that it leaves its slot."""
         if token < 0:
-            self.call.fail(scores_not_finite())
+            self.error = scores_not_finite()
+            self.call.ended()
             return True
         self.ids.append(token)
         self.finish = self.prompt.rules.finish(self.ids)
@@ -121,10 +123,17 @@ class _GenerationRow:
             self.prompt, self.ids, self.finish = following, [], None
         return True
 
+    def written(self) -> GeneratedText | InferenceFailed:
+        """Return the text of a row that has ended, or its error."""
+        if self.error is not None:
+            return self.error
+        assert self.finish is not None
+        return GeneratedText(self.ids, self.finish)
+
     @property
     def waits(self) -> bool:
         """Return whether the row has left its slot and continues with another prompt."""
-        return self.finish is None and not self.call.done.is_set()
+        return self.finish is None and self.error is None and not self.call.done.is_set()
 
 
 class _Loop:
@@ -323,12 +332,13 @@ class Readings:
 
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
-    ) -> list[GeneratedText]:
-        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps: when it returns
-        True, the client has disconnected, and the generation stops.
+    ) -> list[GeneratedText | InferenceFailed]:
+        """Return the generated tokens for each prompt, in order, or InferenceFailed if its scores are not finite.
+        `is_gone` is called between two steps: when it returns True, the client has disconnected, and the generation
+        stops.
 
-        Raises the error of any prompt: an error of the model, out of memory with a single row, InferenceFailed for
-        scores that are not finite, InternalFailure for a disconnected client, ShuttingDown.
+        Raises the error of any prompt: an error of the model, out of memory with a single row, InternalFailure for a
+        disconnected client, ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]
@@ -345,7 +355,7 @@ class Readings:
         call.done.wait()
         if call.error is not None:
             raise call.error
-        return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
+        return [row.written() for row in rows]
 
     def busy_s(self) -> float:
         """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Never waits."""

@@ -19,8 +19,6 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
-from sie_adapter.families.extraction import scores_not_finite
-
 _ENDS = (".", "?", "!")  # ends of sentences. Source: NeMo, the separators of segments
 _LONGEST_S = 30.0  # a longer sentence is divided: the gateway reads a recording again from the last whole segment on
 # marks that take no time: their times are the end of the token before. Source: transformers, ParakeetProcessor
@@ -52,10 +50,11 @@ class SpokenText(NamedTuple):
 
 def decoded(
     model: Any, states: Tensor, lengths: Sequence[int], limits: Sequence[int], first: int
-) -> list[DecodedSound]:
-    """Return the tokens of each sound. `states` [sounds, positions, width]: the projected states of the encoder.
-    `lengths`: positions of each sound. `limits`: largest number of steps for each. `first`: the id before all tokens.
-    Raises InferenceFailed if the scores are not finite.
+) -> list[DecodedSound | None]:
+    """Return the tokens of each sound, None if its scores are not finite.
+
+    `states` [sounds, positions, width]: the projected states of the encoder. `lengths`: positions of each sound.
+    `limits`: largest number of steps for each. `first`: the id before all tokens.
     """
     config, device = model.config, states.device
     rows = torch.arange(len(states), device=device)
@@ -63,27 +62,27 @@ def decoded(
     cache = ParakeetRNNTDecoderCache(config)
     ids = torch.full((len(states), 1), first, device=device)
     places, active = torch.zeros_like(ends), ends > 0
-    is_finite = torch.ones((), dtype=torch.bool, device=device)
+    is_finite = torch.ones_like(active)
     steps: list[Tensor] = []
     while bool(active.any()):
         near = states[rows, places.clamp(max=states.shape[1] - 1)][:, None]
         scores = model.joint(decoder_hidden_states=model.decoder(ids, cache=cache), encoder_hidden_states=near)[:, -1]
-        is_finite &= torch.isfinite(scores).all()
+        is_finite &= torch.isfinite(scores).all(-1) | ~active
         tokens = scores[:, : config.vocab_size].argmax(-1)
         durations = scores[:, config.vocab_size :].argmax(-1)
         durations = torch.where((tokens == config.blank_token_id) & (durations == 0), 1, durations)
         steps.append(torch.stack([tokens, places, durations, active.long()], -1))
         ids, places = tokens[:, None], torch.where(active, places + durations, places)
-        active = active & (places < ends) & (len(steps) < most)
-    if not bool(is_finite):
-        raise scores_not_finite()
+        active = active & is_finite & (places < ends) & (len(steps) < most)
     skipped = {config.blank_token_id, config.pad_token_id}
     by_sound = torch.stack(steps, 1).tolist() if steps else [[] for _ in lengths]
     return [
         DecodedSound(
             [TranscribedToken(*token) for *token, is_active in row if is_active and token[0] not in skipped], is_cut
         )
-        for row, is_cut in zip(by_sound, (places < ends).tolist(), strict=True)
+        if is_usable
+        else None
+        for row, is_cut, is_usable in zip(by_sound, (places < ends).tolist(), is_finite.tolist(), strict=True)
     ]
 
 

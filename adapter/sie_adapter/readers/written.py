@@ -20,7 +20,7 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Rules, unknown_rule
 from sie_adapter.readers.reading import GeneratedText, GenerationModel, GenerationPrompt
 from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
-from sie_contracts.errors import InvalidInput, SIEError
+from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import incompatible
@@ -29,7 +29,7 @@ from sie_contracts.wire.ipc import Rows
 P = TypeVar("P", bound=GenerationPrompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file in the form that the model reads
 IsGone = Callable[[], bool]  # returns True once no client waits for the answer
-Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
+Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText | InferenceFailed]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
@@ -83,7 +83,9 @@ class ReaderCall(Generic[P, F_contra]):
         written = self._read(self._kind, prompts, self._is_gone)
         return [self._result(*pair) for pair in zip(prompts, written, strict=True)]
 
-    def _result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
+    def _result(self, prompt: P, written: GeneratedText | InferenceFailed) -> Result:
+        if isinstance(written, InferenceFailed):
+            return written
         result = self._kind.result(prompt, written)
         data = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
         return {**result, "data": {**data, **result.get("data", {})}}
