@@ -86,7 +86,7 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
     assert [row.cost for row in many.rows] == [
         max(count, sum(min(TOKENIZER.max_tokens, count + 5 + size) for size in own)) for count in words
     ]
-    assert one.rows[0].cost == words[0] + 5 + sum(own)
+    assert one.rows[0].cost == min(TOKENIZER.max_tokens, words[0] + 5 + sum(own))
     assert parts.rows[0].cost > 8 * (words[0] + 5)
     assert make(TOKENIZER, Rows("raw"), [apart])[0].rows[0].cost == words[0]
     monkeypatch.setattr(layouts, "MAX_TOKENS", sum(row.cost for row in many.rows))

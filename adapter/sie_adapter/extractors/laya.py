@@ -226,7 +226,7 @@ class LayaModel(Extractor[LayaTexts]):
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
                 raise labels_refused(f"each is a statement, which may have {most} tokens")
             message = f"with the description it may have {room - len(alone)} tokens before a statement"
-            raise InvalidInput.at("instruction", message, reason="too_long")
+            raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 
     def _parts(self, kind: Question, text: str, options: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
