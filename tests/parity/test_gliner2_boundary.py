@@ -14,6 +14,7 @@ from oracle import WORDS, ragged_texts
 from parity.gliner_checkpoints import entry_of, gliner2_boundary_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 
+from sie_adapter.extractors import gliner2_boundary
 from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.extractors.gliner2_boundary import BoundedSpan, bounded_entities
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
@@ -117,6 +118,26 @@ def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:
     }
     entities = bounded_entities("a b c d e f", words, by_window, ["x", "y"], "flat")
     assert rows(entities) == [(0, 1, "x", 0.5), (2, 5, "x", 0.5), (6, 11, "x", 0.8), (10, 11, "y", 0.7)]
+
+
+@pytest.mark.parametrize("policy", ["flat", "longest", "nested"])
+def test_overlapping_spans_are_bounded_and_the_best_are_compared(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gliner2_boundary, "_CANDIDATES", 4)
+    compared = []
+    resolve = gliner2_boundary.resolve_overlaps
+
+    def counted(spans: Any, *args: Any, **keys: Any) -> Any:
+        compared.append(spans)
+        return resolve(spans, *args, **keys)
+
+    monkeypatch.setattr(gliner2_boundary, "resolve_overlaps", counted)
+    words = types.SimpleNamespace(starts=list(range(60)), ends=list(range(1, 61)))
+    chain = [BoundedSpan(0.01 * (start + 1), start, start + 3, 0) for start in range(30)]
+    apart = BoundedSpan(0.001, 50, 51, 0)
+    entities = bounded_entities("x" * 60, words, {TextWindow(0, 0, 60): [*chain, apart]}, ["x"], policy)
+    assert [sorted(own.start for own in spans) for spans in compared] == [[26, 27, 28, 29], [50]]
+    assert (29, 32, "x", chain[-1].score) in rows(entities)
+    assert (50, 51, "x", 0.001) in rows(entities)
 
 
 def test_a_schema_has_decisions_alone(tmp_path: Path) -> None:

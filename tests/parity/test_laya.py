@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import string
 import warnings
@@ -180,6 +181,54 @@ def test_labels_that_cannot_be_told_apart_fail_their_text_alone(model: LayaModel
         assert isinstance(result, InvalidInput)
         assert text in result.message
         assert result.param == "labels"
+
+
+def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
+    """The package cuts off the label of a long statement, so all labels would have one score."""
+    model = load(laya_folder(tmp_path / "model", head_max_len=192, max_len=512), max_tokens=512)
+    labels = ("billing", "refund")
+
+    def asked(count: int, labels: tuple[str, ...] = labels) -> Any:
+        own = ExtractOptions(labels, None, {"multi_label": True}, instruction="w " * count)
+        return model.extract(["queue"], [own])[0]
+
+    assert len(set(probabilities(asked(10)).values())) == 2
+    refused, long = asked(100), asked(0, ("billing", "w " * 200))
+    for error, param in ((refused, "instruction"), (long, "labels")):
+        assert isinstance(error, InvalidInput)
+        assert error.param == param
+    room = int(re.search(r"may have (\d+) tokens", refused.message)[1])  # type: ignore[index]
+    tokens = len(model._ids("w " * 10)) // 10
+    assert len(set(probabilities(asked(room // tokens - 2)).values())) == 2
+    assert isinstance(asked(room // tokens + 2), InvalidInput)
+    schema = {
+        "type": "object",
+        "properties": {
+            "topics": {"type": "array", "items": {"enum": list(labels)}, "description": "y " * 499},
+        },
+    }
+    parts = parts_of_schema("s", schema, "test/model", finds_spans=False, reads_scales=True)
+    [error] = model.extract(["queue"], [ExtractOptions((), parts=parts)])
+    assert isinstance(error, InvalidInput)
+    assert error.message.startswith("topics: instruction: ")
+
+
+def test_labels_that_are_equal_after_the_cut_are_refused(tmp_path: Path) -> None:
+    model = load(laya_folder(tmp_path / "model", head_max_len=192, max_len=512), max_tokens=512)
+    begin = " ".join(string.ascii_lowercase * 4)
+    [error] = model.extract(["queue"], [ExtractOptions((f"{begin} paid", f"{begin} not paid"))])
+    assert isinstance(error, InvalidInput)
+    assert "48 tokens" in error.message
+    assert "begin alike" in error.message
+
+
+def test_a_label_that_is_named_twice_counts_once(model: LayaModel) -> None:
+    for parameters in ({}, {"multi_label": True}):
+        twice, once = model.extract(
+            ["queue"] * 2, [ExtractOptions(labels, None, parameters) for labels in ((*LABELS, LABELS[0]), LABELS)]
+        )
+        assert len(twice["classifications"]) == len(LABELS)  # type: ignore[index]
+        assert probabilities(twice) == pytest.approx(probabilities(once), abs=1e-5)
 
 
 def test_a_text_of_white_space_has_no_class(model: LayaModel) -> None:

@@ -74,6 +74,32 @@ def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.Monke
     assert str(tokens) in refused.error.message
 
 
+def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Rows("raw", questions=5)
+    together = work("paper river", "music " * 100, labels=LABELS[:20])
+    apart = work("paper river", "music " * 100, labels=LABELS[:20], parameters={"multi_label": True})
+    part = {"type": "decision", "labels": LABELS[:7], "is_many": True}
+    decided = work("paper river", parameters={"parts": [part, {"type": "decision", "labels": ("yes",)}]})
+    (one,), (many,), (parts,) = (make(TOKENIZER, layout, [item]) for item in (together, apart, decided))
+    own = [len(TOKENIZER.contents([f" {label}"], 64, "END")[0].ids) for label in LABELS[:20]]
+    words = [row.full for row in many.rows]
+    assert [row.cost for row in many.rows] == [
+        max(count, sum(min(TOKENIZER.max_tokens, count + 5 + size) for size in own)) for count in words
+    ]
+    assert one.rows[0].cost == min(TOKENIZER.max_tokens, words[0] + 5 + sum(own))
+    assert parts.rows[0].cost > 8 * (words[0] + 5)
+    assert make(TOKENIZER, Rows("raw"), [apart])[0].rows[0].cost == words[0]
+    monkeypatch.setattr(layouts, "MAX_TOKENS", sum(row.cost for row in many.rows))
+    assert make(TOKENIZER, layout, [apart])[0].error is None
+    monkeypatch.setattr(layouts, "MAX_TOKENS", layouts.MAX_TOKENS - 1)
+    refused, mate = make(TOKENIZER, layout, [apart, together])
+    assert refused.error is not None
+    assert refused.error.reason == "too_many_tokens"
+    assert mate.error is None
+    (pairs,) = make(TOKENIZER, layout, [work(*["a"] * 66, labels=LABELS, parameters={"multi_label": True})])
+    assert pairs.error is not None
+
+
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
     """Ids, types and lengths of the most that is made of one work item."""
     assert 5 * layouts.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES

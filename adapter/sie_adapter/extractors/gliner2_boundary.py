@@ -19,6 +19,9 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
+# largest number of overlapping spans of a label that the package compares, the best: 8 windows of a usual model
+_CANDIDATES = 1024
+
 
 class BoundedSpan(NamedTuple):
     """Span of words that may be an entity: its first word, the word after its last, its label as an index."""
@@ -97,16 +100,23 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield candidates that overlap, directly or through others. The package's time and memory grow with the square of
-    the number of spans.
+    """Yield candidates that overlap, directly or through others, at most _CANDIDATES together: those with the best
+    scores. The package's time and memory grow with the square of the number of spans, and a client may choose a
+    threshold of 0. A text of one window has fewer candidates, so its entities are those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0
     for own in sorted(candidates, key=lambda own: (own.start, own.end)):
         if cluster and own.start >= stop:
-            yield cluster
+            yield _best(cluster)
             cluster = []
         cluster.append(own)
         stop = max(stop, own.end)
     if cluster:
-        yield cluster
+        yield _best(cluster)
+
+
+def _best(cluster: list[BoundedSpan]) -> list[BoundedSpan]:
+    if len(cluster) <= _CANDIDATES:
+        return cluster
+    return sorted(cluster, key=lambda own: (-own.score, own.start, own.end))[:_CANDIDATES]

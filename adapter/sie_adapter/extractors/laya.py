@@ -1,11 +1,12 @@
 """Laya: typed decisions about a text. A question has options, each behind a mask token, whose states are scored. The
 encoder runs packed; no code of the package `laya` runs.
 
-    question, options, text ──► ids; only the text may be cut ──► packed passes ──► layers of the head, for each length
+    question, options, text ──► ids ──► packed passes ──► layers of the head, for each length
     ──► a logit for each option ──► temperature ──► probabilities
 
 Three types of question: `choice` among labels, `score` among the levels of a scale, and `noul`, whether a statement is
-true. With `multi_label` each label is a statement.
+true. With `multi_label` each label is a statement. The text is cut, and where the package cuts them, the options and
+the question about them. A statement is never cut: its label is at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,9 +43,11 @@ from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import Items
+from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import Decision, SchemaPart
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 CONFIG = "rl_agent_config.json"
@@ -58,6 +61,7 @@ _OF_LABELS: dict[Question, str] = {"choice": "Which of these describes the text?
 _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement holds")
 _OPTION_TOKENS = 48  # largest number of tokens of an option
 _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
+_AROUND_TOKENS = 32  # tokens around a statement, roughly: its type, its two options, the special tokens
 _HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has none
 _TEMPERATURES = (0.5, 5.0)  # smallest and largest temperature that the package applies
 _TOKENS_PER_PASS = {"cpu": 2048}
@@ -115,11 +119,14 @@ class LayaModel(Extractor[LayaTexts]):
     """Loaded Laya. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: the labels whose probability reaches the threshold
-    (default 0). A text of white space has no classifications. An input gets an InvalidInput if its labels do not fit
-    beside each other, and an InferenceFailed if the logits are not finite.
+    (default 0). A label that is named twice counts once. A text of white space has no classifications. An input gets an
+    InvalidInput if its labels do not fit beside each other, or a statement does not fit, and an InferenceFailed if the
+    logits are not finite.
 
     `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit with the question; longer texts are cut.
     """
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", questions=_AROUND_TOKENS)}
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -176,7 +183,7 @@ class LayaModel(Extractor[LayaTexts]):
             scores = scores / self._temperature(prepared.kind, len(own[0]))
             is_many = {"multi_label": prepared.kind == "noul"}
             labelled = replace(options, parameters={**options.parameters, **is_many})
-            results[index] = classified(scores, list(options.labels), labelled)
+            results[index] = classified(scores, _labels(options), labelled)
         return results
 
     def _logits(self, prepared: LayaTexts, chosen: Sequence[int]) -> dict[int, Tensor]:
@@ -200,26 +207,48 @@ class LayaModel(Extractor[LayaTexts]):
         """Return the type of the questions, and one question, or one for each label of `multi_label`."""
         if not options.labels:
             raise labels_refused("expected at least one")
-        kind, text, labels = _kind(options), _text(options), options.labels
+        kind, text, labels = _kind(options), _text(options), _labels(options)
         if kind == "noul":
             statements = [""] if _is_unnamed(options.part) else labels
-            return kind, [self._question_ids(kind, f"{text} {label}".strip(), _TRUTH) for label in statements]
+            return kind, [self._statement_ids(text, label) for label in statements]
         shown = [f"level {number}: {label}" for number, label in enumerate(labels)] if kind == "score" else labels
-        return kind, [self._question_ids(kind, text, shown)]
+        words, marked, room = self._parts(kind, text, shown)
+        return kind, [self._question_ids(words[:room], marked)]
 
-    def _question_ids(self, kind: Question, text: str, options: Sequence[str]) -> _QuestionIds:
-        """Return a question as the package writes it: [CLS] question [SEP] [MASK] option [MASK] option [SEP]. Raises
-        InvalidInput for options that do not fit, or that are equal after they are cut.
+    def _statement_ids(self, text: str, label: str) -> _QuestionIds:
+        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput if it does
+        not fit whole: the package would cut off the label.
         """
-        marked = [[self._mark, *self._ids(f" {option}")[:_OPTION_TOKENS]] for option in options]
+        words, marked, room = self._parts("noul", f"{text} {label}".strip(), _TRUTH)
+        if len(words) > room:
+            alone, _, _ = self._parts("noul", label, _TRUTH)
+            if len(alone) >= room:
+                most = room - len(self._parts("noul", "", _TRUTH)[0])
+                raise labels_refused(f"each is a statement, which may have {most} tokens")
+            message = f"with the description it may have {room - len(alone)} tokens before a statement"
+            raise InvalidInput.at("instruction", message, reason="labels")
+        return self._question_ids(words, marked)
+
+    def _parts(self, kind: Question, text: str, options: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
+        """Return the ids of a question, those of its options, and the largest number of ids for the question.
+        The options are cut as the package cuts them, each behind a mask token. Raises InvalidInput for options that
+        are equal after they are cut.
+        """
+        size = 1 + _OPTION_TOKENS
+        marked = [[self._mark, *self._ids(f" {option}")][:size] for option in options]
         room = self._head_tokens - sum(map(len, marked))
         if room < _QUESTION_TOKENS:
             size = max(_LEAST_OPTION_TOKENS, (self._head_tokens - _QUESTION_TOKENS) // len(marked))
             marked = [ids[:size] for ids in marked]
             room = self._head_tokens - sum(map(len, marked))
-            if len(set(map(tuple, marked))) < len(marked):
-                raise labels_refused(f"each may have {size - 1} tokens beside the others, and two of them begin alike")
-        words = self._ids(f"{kind} question: {text}")[: max(_LEAST_QUESTION_TOKENS, room)]
+        if len(set(map(tuple, marked))) < len(marked):
+            raise labels_refused(f"each may have {size - 1} tokens beside the others, and two of them begin alike")
+        return self._ids(f"{kind} question: {text}"), marked, max(_LEAST_QUESTION_TOKENS, room)
+
+    def _question_ids(self, words: Sequence[int], marked: Sequence[Sequence[int]]) -> _QuestionIds:
+        """Return a question as the package writes it: [CLS] question [SEP] [MASK] option [MASK] option [SEP]. Raises
+        InvalidInput if it leaves too few tokens for the text.
+        """
         ids = [self._first, *words, self._end]
         marks = np.cumsum([len(ids), *map(len, marked)])[:-1].tolist()
         head = [*ids, *(number for own in marked for number in own), self._end]
@@ -234,6 +263,10 @@ class LayaModel(Extractor[LayaTexts]):
         size = "2" if options <= 2 else "3-5" if options <= 5 else "6-10" if options <= 10 else "11+"
         own = self._config.get("temperature_by_options", {}).get(f"{kind}:{size}")
         return _bounded(self._config.get("temperature", [1.0] * 3)[_QUESTIONS.index(kind)] if own is None else own)
+
+
+def _labels(options: ExtractOptions) -> list[str]:
+    return list(dict.fromkeys(options.labels))
 
 
 def _kind(options: ExtractOptions) -> Question:

@@ -33,6 +33,7 @@ from sie_sidecar.prepare.rows import (
     is_cut,
     prompted,
     query_of,
+    questions_of,
     texts_of,
     too_many,
 )
@@ -471,18 +472,23 @@ def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return rows for a model that tokenises itself. The ids here only serve to estimate the cost. Texts are sent
-    whole, and media as files.
+    whole, and media as files. A model with questions is refused more than MAX_TOKENS, as `_hypotheses` refuses them.
     """
     results = []
     for item in items:
         texts = texts_of(item)
         contents = tokenizer.contents(texts, 1 << 30, "NONE")
         shared = int(item.query is not None)
+        costs = _costs_with_questions(tokenizer, layout, item, contents)
+        if sum(costs) > MAX_TOKENS:
+            message = f"the items have {sum(costs)} tokens with each of their questions"
+            results.append(WorkRows([], error=too_many(message, MAX_TOKENS)))
+            continue
         rows = []
         # the number of the query is OF_QUERY
-        for number, (content, text) in enumerate(zip(contents, texts, strict=True), -shared):
+        for number, (content, text, cost) in enumerate(zip(contents, texts, costs, strict=True), -shared):
             tokens, beside = len(content.ids), len(text) // COST_CHARACTERS
-            row = TokenRow(content.ids, tokens, expanded=beside)
+            row = TokenRow(content.ids, tokens, expanded=max(beside, cost))
             if number >= 0 and (document := item.inputs[number].document) is not None:
                 row = replace(row, document=document, expanded=documents.cost(len(document.data)) + beside + tokens)
             elif (sound := item.sounds.get(number)) is not None:
@@ -494,6 +500,17 @@ def _raw(
             rows.append(row)
         results.append(WorkRows(rows, shared=shared))
     return results
+
+
+def _costs_with_questions(
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, contents: Sequence[Tokens]
+) -> list[int]:
+    """Return for each text the tokens of all sequences that the model reads: the text with each question."""
+    questions = questions_of(item.options) if layout.questions else []
+    most = tokenizer.max_tokens
+    sizes = [len(tokens.ids) for tokens in tokenizer.contents(questions, most, "END")] if questions else []
+    around = layout.questions + np.array(sizes, np.int64)
+    return [int(np.minimum(most, len(content.ids) + around).sum()) for content in contents]
 
 
 _LAYOUTS = {

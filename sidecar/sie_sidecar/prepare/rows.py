@@ -275,7 +275,26 @@ def too_many(subject: str, limit: int) -> InvalidInput:
 
 
 def _row_count(layout: Rows, item: WorkItemInput) -> int:
-    return len(item.inputs) * (len(item.options.labels) if layout.layout == "hypotheses" else 1)
+    if layout.layout == "hypotheses":
+        return len(item.inputs) * len(item.options.labels)
+    return len(item.inputs) * (max(1, len(questions_of(item.options))) if layout.questions else 1)
+
+
+def questions_of(options: RunOptions) -> list[str]:
+    """Return the questions about each text, for a model that reads the text once for each: all labels together, or with
+    `multi_label` each of them, and the same for each decision of a schema.
+    """
+    groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
+    groups += [
+        (part.get("labels", ()), f"{options.instruction} {part.get('question', '')}", part.get("is_many"))
+        for part in options.parameters.get("parts", ())
+    ]
+    return [
+        f"{text} {label}"
+        for labels, text, is_many in groups
+        if labels
+        for label in (labels if is_many else [" ".join(labels)])
+    ]
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
@@ -288,6 +307,8 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
         once += sum(map(len, options.labels)) + template * len(options.labels)
     if layout.layout == "passages":
         once += len(options.instruction)
+    if layout.questions:
+        once += sum(map(len, questions_of(options)))
     for piece in options.pieces:
         length = sum(map(len, piece[::2])) + query * piece[1::2].count("query")
         if is_cut(piece):

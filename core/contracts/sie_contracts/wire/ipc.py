@@ -131,7 +131,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
     input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
     unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
-    texts have no chunks or the model has no dense vectors.
+    texts have no chunks or the model has no dense vectors. `questions`: a model with layout raw reads each text once
+    for each question (`questions_of`), with this many tokens around it; 0: once.
     """
 
     layout: Layout = "text"
@@ -148,6 +149,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     documents: DocumentLimits | None = None
     chunks: bool = False
     pooling: str = ""
+    questions: int = 0
 
 
 class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
