@@ -248,7 +248,7 @@ def exported() -> Path:
 
 
 def exported_to(path: Path, build: Callable[[], Any]) -> Path:
-    """What `build` returns as ONNX, made once."""
+    """Save the model that `build` returns as ONNX, once. Return its file."""
     import torch
 
     if not path.exists():

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from parity.page_retrieval import save_lora
 from parity.tokenizer_recipes import TokenizerRecipe
 from parity.toys import randomised, with_processor
 from PIL import Image
@@ -37,7 +38,6 @@ BLOCK = 28  # pixels of a block of ColQwen2.5
 LEAST, MOST = 4 * BLOCK**2, 16 * BLOCK**2
 BLOCK_3 = 32  # of Qwen3-VL, which its entries bound by MIN_3 and MAX_3
 MIN_3, MAX_3 = 4 * BLOCK_3**2, 16 * BLOCK_3**2
-RANK = 4
 _LANGUAGE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 96,
@@ -118,21 +118,8 @@ def colqwen3(folder: Path) -> Path:
 
 def colqwen_lora(folder: Path, base: Path) -> Path:
     """A LoRA of every layer of the language model and of the projection, by the names that published files have."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(6)
-    halves = {}
-    for name, weight in load_file(base / "model.safetensors").items():
-        path = name.removesuffix(".weight")
-        if not path.endswith("_proj") or path.startswith("visual."):
-            continue
-        outputs, inputs = weight.shape
-        halves[f"base_model.model.{path}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * inputs**-0.5
-        halves[f"base_model.model.{path}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.3
-    save_file(halves, folder / "adapter_model.safetensors")
     targets = r"(.*(model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(custom_text_proj).*$)"
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return save_lora(folder, base, lambda path: not path.startswith("visual."), targets)
 
 
 def qwen3_vl(
@@ -174,16 +161,6 @@ def qwen3_vl(
         image_std=[0.5] * 3,
     )
     return with_processor(folder, images, "Qwen2VLImageProcessor")
-
-
-def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
-    """All weights, with those of the LoRA added."""
-    weights = load_file(base / "model.safetensors")
-    halves = load_file(lora / "adapter_model.safetensors") if lora is not None else {}
-    for name in [name for name in halves if ".lora_A." in name]:
-        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        weights[f"{path}.weight"] += halves[name.replace("lora_A", "lora_B")] @ halves[name]
-    return weights
 
 
 def _name(folder: Path, architecture: str) -> None:

@@ -14,6 +14,8 @@ from parity.toys import randomised
 from sound_files import tone
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
+from sie_contracts.models.entries import ModelEntry, parse_entry
+
 WIDTH = 24
 RATE, SECONDS = 16_000, 1
 TOKENS = 120
@@ -121,7 +123,7 @@ def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path
         table[:end] *= 1.7  # else a time stamp would follow each time stamp
         table[end] *= 3  # else nothing ends
         model.model.decoder.embed_positions.weight.mul_(8)  # else it repeats its last token
-    given: dict[str, Any] = {
+    generation: dict[str, Any] = {
         "decoder_start_token_id": start,
         "eos_token_id": end,
         "bos_token_id": end,
@@ -135,13 +137,13 @@ def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path
         "is_multilingual": is_multilingual,
     }
     if is_multilingual:
-        given["lang_to_id"] = {name: ids(name) for name in languages}
-        given["task_to_id"] = {task: ids(f"<|{task}|>") for task in ("translate", "transcribe")}
-        given["forced_decoder_ids"] = [[1, None], [2, ids("<|transcribe|>")]]
+        generation["lang_to_id"] = {name: ids(name) for name in languages}
+        generation["task_to_id"] = {task: ids(f"<|{task}|>") for task in ("translate", "transcribe")}
+        generation["forced_decoder_ids"] = [[1, None], [2, ids("<|transcribe|>")]]
     else:
-        given["forced_decoder_ids"] = [[1, silent]]
+        generation["forced_decoder_ids"] = [[1, silent]]
     model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **rules}))
     WhisperFeatureExtractor(feature_size=WHISPER_BINS, chunk_length=WHISPER_SECONDS).save_pretrained(folder)
     return folder
 
@@ -196,11 +198,26 @@ def parakeet(folder: Path, **rules: Any) -> Path:
         model.joint.head.bias[words] += (others.max(1).values - blank).quantile(0.3)
     model.save_pretrained(folder)
     durations = list(range(config.vocab_size, config.vocab_size + len(config.durations)))
-    given = {
+    generation = {
         "decoder_start_token_id": words,
         "pad_token_id": config.pad_token_id,
         "suppress_tokens": durations,  # `generate` compares the scores of tokens and durations
     }
-    (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **rules}))
     extractor.save_pretrained(folder)
     return folder
+
+
+def reader_entry(max_tokens: int, name: str, folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"hear/{name}",
+            "weights": {"path": str(folder)},
+            "family": "sound-reader",
+            "inputs": ["audio"],
+            "outputs": {"entities": 0, "data": 0},
+            "max_tokens": max_tokens,
+            "load": {"precision": "float32"},
+            **changes,
+        }
+    )

@@ -5,25 +5,32 @@ colpali-engine puts them together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from parity import tiled_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
-from parity.page_engine import Given, Served, Vectors, at_once, served_by
-from parity.table import Agreement, ParityTable
+from parity.page_engine import Given, Served, Vectors, served_by
+from parity.page_retrieval import (
+    agreement_with,
+    check_alone,
+    check_scores,
+    check_two_threads,
+    in_turns,
+    merged,
+    page_entry,
+)
+from parity.table import ParityTable
 from parity.tiled_checkpoints import END, LONGEST, TILE, TOKENS, WIDTH
 from parity.toys import image, png, seen
 from selection import long_but
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.models.entries import ModelEntry, parse_entry
 
 MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
 MAX_TOKENS = 300
@@ -37,19 +44,8 @@ PAGES = [
 ]
 
 
-def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": name,
-            "weights": {"path": str(folder)},
-            "family": "vision-language",
-            "inputs": ["text", "image"],
-            "outputs": {"multivector": WIDTH},
-            "max_tokens": MAX_TOKENS,
-            "prompts": {"query": QUESTION, "document": QUESTION},
-            **changed,
-        }
-    )
+entry_of = partial(page_entry, width=WIDTH, max_tokens=MAX_TOKENS, question=QUESTION)
+SOURCES = in_turns(TEXTS, PAGES)
 
 
 class Oracle:
@@ -64,25 +60,25 @@ class Oracle:
             Idefics3Processor,
         )
 
-        weights = tiled_checkpoints.merged(folder, lora)
+        weights = merged(folder, lora)
         self._dtype = dtype
         self._projection = [weights.pop(f"linear.{part}").to(dtype) for part in ("weight", "bias")]
         config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         self._model = Idefics3Model(config).eval()
-        self._model.load_state_dict({name.removeprefix("model."): each for name, each in weights.items()})
+        self._model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
         self._model.to(dtype)
         images, tokenizer = Idefics3ImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         self.processor = Idefics3Processor(images, tokenizer, image_seq_len=TOKENS)
 
-    def inputs(self, given: Given) -> Any:
-        if isinstance(given, str):
-            return self.processor(text=[QUESTION.format(text=given)], return_tensors="pt")
-        return self.processor(text=[PAGE], images=[given], return_tensors="pt")
+    def inputs(self, source: Given) -> Any:
+        if isinstance(source, str):
+            return self.processor(text=[QUESTION.format(text=source)], return_tensors="pt")
+        return self.processor(text=[PAGE], images=[source], return_tensors="pt")
 
-    def __call__(self, given: Given) -> Vectors:
+    def __call__(self, source: Given) -> Vectors:
         """[tokens, width], each row of the length one."""
         with torch.inference_mode():
-            states = self._model(**self.inputs(given)).last_hidden_state[0]
+            states = self._model(**self.inputs(source)).last_hidden_state[0]
             return F.normalize(F.linear(states, *self._projection).float(), dim=-1).numpy()  # type: ignore[no-any-return]
 
 
@@ -115,54 +111,40 @@ def oracle(folder: Path, lora: Path) -> Oracle:
     return Oracle(folder, lora)
 
 
-def _mixed() -> list[Given]:
-    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
-
-
 @pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], folder: Path, lora: Path, oracle: Oracle, table: ParityTable
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)
-    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
-    assert [each.shape for each in found] == [each.shape for each in expected]
-    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    agreement = agreement_with(oracle, served.run("encode", SOURCES), SOURCES)
     table.record("vision-language colidefics3", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert served.path == "packed"
     if precision == SIXTEEN:
         stock = Oracle(folder, lora, SIXTEEN_TYPE)
-        own = Agreement.of(np.concatenate([stock(each) for each in _mixed()]), np.concatenate(expected))
+        own = agreement_with(oracle, [stock(source) for source in SOURCES], SOURCES)
         table.record("vision-language colidefics3", "stock", precision, own)
         assert agreement.mean_distance <= 1.5 * own.mean_distance
 
 
 def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
-    found, expected = load(plain=True).run("encode", _mixed()), [Oracle(folder, None)(each) for each in _mixed()]
-    assert Agreement.of(np.concatenate(found), np.concatenate(expected)).difference <= MAX_DIFFERENCE["float32"]
-    assert Agreement.of(np.concatenate(load().run("encode", _mixed())), np.concatenate(expected)).cosine < 0.9
+    base = Oracle(folder, None)
+    agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
+    assert agreement.difference <= MAX_DIFFERENCE["float32"]
+    assert agreement_with(base, load().run("encode", SOURCES), SOURCES).cosine < 0.9
 
 
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
-    """MaxSim between a question and pages."""
-    found = load().run("score", PAGES, TEXTS[0])
-    expected = [(oracle(TEXTS[0]) @ oracle(page).T).max(1).sum() for page in PAGES]
-    assert np.abs(np.array(found) - expected).max() <= 1e-4
+    check_scores(load(), oracle, TEXTS[0], PAGES)
 
 
 def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    served = load()
-    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
-        (alone,) = served.run("encode", [each])
-        assert np.abs(alone - beside).max() <= 5e-6
+    check_alone(load(), SOURCES)
 
 
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    served = load()
-    expected = np.concatenate(served.run("encode", _mixed()))
-    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
-    assert all(np.array_equal(each, expected) for each in found)
+    check_two_threads(load(), SOURCES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[f"{page.width}x{page.height}" for page in PAGES])
@@ -188,13 +170,13 @@ def test_the_largest_page_has_as_many_tokens_as_the_model_says(load: Callable[..
 def seen_pixels(served: Served) -> list[int]:
     from sie_contracts.wire.messages import Input
 
-    (made,) = seen([Input(images=(png(image(LONGEST, LONGEST)),))], served.weights.rows["encode"])[0]
-    return [made.height, made.width]
+    (shown,) = seen([Input(images=(png(image(LONGEST, LONGEST)),))], served.weights.rows["encode"])[0]
+    return [shown.height, shown.width]
 
 
 def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:
-    made = load().rows("encode", ["a <image> of a river", "a river"])
-    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+    rows = load().rows("encode", ["a <image> of a river", "a river"])
+    assert {index: error.reason for index, error in rows.unfit.items()} == {0: "reserved_token"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,19 @@ import torch
 import torch.nn.functional as F
 from parity import qwen_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
-from parity.page_engine import Given, Served, Vectors, at_once, served_by
+from parity.page_engine import Given, Served, Vectors, served_by
+from parity.page_retrieval import (
+    agreement_with,
+    check_alone,
+    check_equal,
+    check_scores,
+    check_two_threads,
+    in_turns,
+    merged,
+    page_entry,
+)
 from parity.qwen_checkpoints import BLOCK, LEAST, MOST, SPECIALS, WIDTH
-from parity.table import Agreement, ParityTable
+from parity.table import ParityTable
 from parity.toys import image, png
 from selection import long_but
 
@@ -26,7 +36,6 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.packing import PackedBatch
 from sie_adapter.pages.qwen_vl import axes_of
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
-from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
 
 MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
@@ -40,19 +49,8 @@ PAGES = [
 ]
 
 
-def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": name,
-            "weights": {"path": str(folder)},
-            "family": "vision-language",
-            "inputs": ["text", "image"],
-            "outputs": {"multivector": WIDTH},
-            "max_tokens": MAX_TOKENS,
-            "prompts": {"query": QUESTION, "document": QUESTION},
-            **changed,
-        }
-    )
+entry_of = partial(page_entry, width=WIDTH, max_tokens=MAX_TOKENS, question=QUESTION)
+SOURCES = in_turns(TEXTS, PAGES)
 
 
 class Oracle:
@@ -61,20 +59,20 @@ class Oracle:
     def __init__(self, folder: Path, lora: Path | None, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoConfig, AutoModel
 
-        weights = qwen_checkpoints.merged(folder, lora)
+        weights = merged(folder, lora)
         self._projection = [weights.pop(f"custom_text_proj.{part}").to(dtype) for part in ("weight", "bias")]
         config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         self._model = AutoModel.from_config(config).eval()
         names = {name: re.sub(r"^model\.", "language_model.", name) for name in weights}
-        self._model.load_state_dict({names[name]: each for name, each in weights.items()})
+        self._model.load_state_dict({names[name]: tensor for name, tensor in weights.items()})
         self._model.to(dtype)
         self.inputs = qwen_checkpoints.Inputs(folder, min_pixels=LEAST, max_pixels=MOST)
 
-    def __call__(self, given: Given) -> Vectors:
+    def __call__(self, source: Given) -> Vectors:
         """[tokens, width], each row of the length one."""
-        asked = self.inputs(QUESTION.format(text=given)) if isinstance(given, str) else self.inputs(PAGE, [given])
+        inputs = self.inputs(QUESTION.format(text=source)) if isinstance(source, str) else self.inputs(PAGE, [source])
         with torch.inference_mode():
-            states = self._model(**asked).last_hidden_state[0]
+            states = self._model(**inputs).last_hidden_state[0]
             return F.normalize(F.linear(states, *self._projection).float(), dim=-1).numpy()  # type: ignore[no-any-return]
 
 
@@ -118,10 +116,6 @@ def oracle(folder: Path, lora: Path) -> Oracle:
     return Oracle(folder, lora)
 
 
-def _mixed() -> list[Given]:
-    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
-
-
 @pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
     precision: str,
@@ -134,15 +128,13 @@ def test_token_vectors_equal_the_oracle(
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)
-    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
-    assert [each.shape for each in found] == [each.shape for each in expected]
-    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    agreement = agreement_with(oracle, served.run("encode", SOURCES), SOURCES)
     table.record(f"vision-language {kind}", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert served.path == "packed"
     if precision == SIXTEEN:
         stock = Oracle(folder, lora, SIXTEEN_TYPE)
-        own = Agreement.of(np.concatenate([stock(each) for each in _mixed()]), np.concatenate(expected))
+        own = agreement_with(oracle, [stock(source) for source in SOURCES], SOURCES)
         table.record(f"vision-language {kind}", "stock", precision, own)
         assert agreement.mean_distance <= 1.5 * own.mean_distance
 
@@ -150,23 +142,18 @@ def test_token_vectors_equal_the_oracle(
 @pytest.mark.long
 def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
     """Which are other vectors, also those of the projection."""
-    found, expected = load(plain=True).run("encode", _mixed()), [Oracle(folder, None)(each) for each in _mixed()]
-    assert Agreement.of(np.concatenate(found), np.concatenate(expected)).difference <= MAX_DIFFERENCE["float32"]
-    assert Agreement.of(np.concatenate(load().run("encode", _mixed())), np.concatenate(expected)).cosine < 0.9
+    base = Oracle(folder, None)
+    agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
+    assert agreement.difference <= MAX_DIFFERENCE["float32"]
+    assert agreement_with(base, load().run("encode", SOURCES), SOURCES).cosine < 0.9
 
 
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
-    """MaxSim between a question and pages."""
-    found = load().run("score", PAGES, TEXTS[0])
-    expected = [(oracle(TEXTS[0]) @ oracle(page).T).max(1).sum() for page in PAGES]
-    assert np.abs(np.array(found) - expected).max() <= 1e-4
+    check_scores(load(), oracle, TEXTS[0], PAGES)
 
 
 def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    served = load()
-    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
-        (alone,) = served.run("encode", [each])
-        assert np.abs(alone - beside).max() <= 5e-6
+    check_alone(load(), SOURCES)
 
 
 @pytest.mark.long
@@ -175,16 +162,12 @@ def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path,
     entry = entry_of(folder, f"{folder.parent.name}/padded", load={"min_pixels": LEAST, "max_pixels": MOST})
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()
-    for one, other in zip(padded.run("encode", _mixed()), load(plain=True).run("encode", _mixed()), strict=True):
-        assert np.abs(one - other).max() <= 5e-6
+    check_equal(padded, load(plain=True), SOURCES)
 
 
 @pytest.mark.long
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    served = load()
-    expected = np.concatenate(served.run("encode", _mixed()))
-    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
-    assert all(np.array_equal(each, expected) for each in found)
+    check_two_threads(load(), SOURCES)
 
 
 def test_rows_and_their_costs_follow_the_sizes_of_the_pages(load: Callable[..., Served], oracle: Oracle) -> None:

@@ -163,10 +163,10 @@ def test_a_list_of_choices_has_those_that_apply(model: LayaModel) -> None:
 
 
 def test_one_batch_may_have_questions_of_all_types(model: LayaModel) -> None:
-    wanted = [options for _, options in QUESTIONS.values()]
-    wanted.append(ExtractOptions(LABELS, parameters={"multi_label": True}))
-    texts = TEXTS[: len(wanted)]
-    for text, options, result in zip(texts, wanted, model.extract(texts, wanted), strict=True):
+    all_options = [options for _, options in QUESTIONS.values()]
+    all_options.append(ExtractOptions(LABELS, parameters={"multi_label": True}))
+    texts = TEXTS[: len(all_options)]
+    for text, options, result in zip(texts, all_options, model.extract(texts, all_options), strict=True):
         [alone] = model.extract([text], [options])
         assert probabilities(result) == pytest.approx(probabilities(alone), abs=1e-5)
 
@@ -174,8 +174,8 @@ def test_one_batch_may_have_questions_of_all_types(model: LayaModel) -> None:
 def test_labels_that_cannot_be_told_apart_fail_their_text_alone(model: LayaModel) -> None:
     alike = tuple(f"{' '.join(WORDS[:30])} {number}" for number in range(20))
     crowded = tuple(f"{first}{second}" for first in "abc" for second in string.ascii_lowercase)
-    wanted = [QUESTIONS["choice"][1], ExtractOptions(()), ExtractOptions(alike), ExtractOptions(crowded)]
-    fine, none, same, many = model.extract(["queue"] * 4, wanted)
+    all_options = [QUESTIONS["choice"][1], ExtractOptions(()), ExtractOptions(alike), ExtractOptions(crowded)]
+    fine, none, same, many = model.extract(["queue"] * 4, all_options)
     assert isinstance(fine, dict)
     for result, text in ((none, "at least one"), (same, "begin alike"), (many, "too few for the text")):
         assert isinstance(result, InvalidInput)

@@ -1,4 +1,4 @@
-"""What Parakeet writes of a sound equals `generate` of transformers with its feature extractor and its processor:
+"""The text of a sound by Parakeet equals `generate` of transformers with its feature extractor and its processor:
 tokens, their times and the text, whoever reads beside it.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from parity import sound_checkpoints
 from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.page_engine import Served, at_once, served_by
-from parity.sound_checkpoints import PARAKEET_BINS
+from parity.sound_checkpoints import PARAKEET_BINS, reader_entry
 from parity.table import ParityTable, Texts
 from sound_files import encoded, tone
 
@@ -24,7 +24,6 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.parakeet import ParakeetReader, ParakeetWindow
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
-from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_sidecar.prepare import sounds
 
 RATE, POSITIONS, FACTOR = 16_000, 60, 8
@@ -36,7 +35,7 @@ Samples = NDArray[np.float32]
 
 
 class Written(NamedTuple):
-    """What is written of a sound: ids that are not blank, with their positions and durations, and the text."""
+    """Transcription of a sound: ids that are not blank, with their positions and durations, and the text."""
 
     tokens: list[tuple[int, int, int]]
     text: str
@@ -62,8 +61,8 @@ class Oracle:
             return self.model.generate(levels.to(self.model.dtype), attention_mask=mask)
 
     def written(self, features: Any) -> Written:
-        found = self.generated(features.input_features, features.attention_mask)
-        ids, durations = found.sequences[0].tolist(), found.durations[0].tolist()
+        output = self.generated(features.input_features, features.attention_mask)
+        ids, durations = output.sequences[0].tolist(), output.durations[0].tolist()
         starts = (np.cumsum(durations) - durations).tolist()
         skipped = {self.model.config.blank_token_id, self.model.config.pad_token_id}
         tokens = [row for row in zip(ids, starts, durations, strict=True) if row[0] not in skipped]
@@ -73,9 +72,9 @@ class Oracle:
         return str(self._processor.decode(ids, skip_special_tokens=True)).strip()
 
     def times(self, features: Any) -> list[dict[str, Any]]:
-        """Of each piece of text, its begin and end in seconds."""
-        found = self.generated(features.input_features, features.attention_mask)
-        _, (stamps,) = self._processor.decode(found.sequences, durations=found.durations, skip_special_tokens=True)
+        """Begin and end of each piece of text in seconds."""
+        output = self.generated(features.input_features, features.attention_mask)
+        _, (stamps,) = self._processor.decode(output.sequences, durations=output.durations, skip_special_tokens=True)
         return list(stamps)
 
     def first(self, features: Any) -> Samples:
@@ -92,21 +91,6 @@ class Reference(NamedTuple):
     first: Samples
 
 
-def entry_of(name: str, folder: Path, **changes: Any) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": f"hear/{name}",
-            "weights": {"path": str(folder)},
-            "family": "sound-reader",
-            "inputs": ["audio"],
-            "outputs": {"entities": 0, "data": 0},
-            "max_tokens": POSITIONS,
-            "load": {"precision": "float32"},
-            **changes,
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sound_checkpoints.parakeet(tmp_path_factory.mktemp("parakeet") / "model")
@@ -119,7 +103,7 @@ def oracle(folder: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def served(cpu_engine: AdapterEngine, folder: Path) -> Served:
-    return served_by(cpu_engine, entry_of("parakeet", folder))
+    return served_by(cpu_engine, reader_entry(POSITIONS, "parakeet", folder))
 
 
 @pytest.fixture(scope="module")
@@ -127,23 +111,23 @@ def expected(oracle: Oracle) -> list[Written]:
     return [oracle.written(oracle.features(sound)) for sound in SOUNDS]
 
 
-def windows(reader: ParakeetReader, heard: Sequence[Samples], **parameters: Any) -> list[ParakeetWindow]:
+def windows(reader: ParakeetReader, recordings: Sequence[Samples], **parameters: Any) -> list[ParakeetWindow]:
     recipe = reader.rows["extract"].sounds
     assert recipe is not None
-    asked = ExtractOptions((), parameters=parameters)
-    return [reader.prompt(sounds.features(sound, recipe), asked) for sound in heard]
+    options = ExtractOptions((), parameters=parameters)
+    return [reader.prompt(sounds.features(sound, recipe), options) for sound in recordings]
 
 
 def written(reader: ParakeetReader, prompts: Sequence[ParakeetWindow]) -> list[Written]:
     """The first window of each sound, all of them in one pass."""
     with torch.inference_mode():
         reader.begin(prompts)
-    found = []
+    transcriptions = []
     for prompt in prompts:
         assert prompt.read is not None
         prompt.reader.add(prompt)
-        found.append(Written([tuple(token) for token in prompt.read.tokens], prompt.sound.texts[-1]))
-    return found
+        transcriptions.append(Written([tuple(token) for token in prompt.read.tokens], prompt.sound.texts[-1]))
+    return transcriptions
 
 
 def test_features_are_the_librarys(served: Served, oracle: Oracle) -> None:
@@ -166,30 +150,30 @@ def test_tokens_and_times_equal_generate(
     duration, with blanks between, and is cut at the limit of one.
     """
     reader = served.weights
-    found = written(reader, windows(reader, SOUNDS))
-    assert found == expected
+    transcriptions = written(reader, windows(reader, SOUNDS))
+    assert transcriptions == expected
     ids = {token[0] for row in expected for token in row.tokens}
     assert len(ids) > 5
     assert len({token[2] for row in expected for token in row.tokens}) >= 3
     first, references = firsts(reader, SOUNDS), []
     for sound, row in zip(SOUNDS, expected, strict=True):
         references.append(Reference(row.tokens, oracle.first(oracle.features(sound))))
-    texts = Texts.of([row.tokens for row in found], first, references)  # type: ignore[arg-type]
+    texts = Texts.of([row.tokens for row in transcriptions], first, references)  # type: ignore[arg-type]
     table.record("sound-reader parakeet", "padded", "float32", texts)
     assert texts.first.difference <= 1e-4
 
 
-def firsts(reader: ParakeetReader, heard: Sequence[Samples]) -> list[Samples]:
+def firsts(reader: ParakeetReader, recordings: Sequence[Samples]) -> list[Samples]:
     """The scores of the first step of each sound."""
-    found: list[Samples] = []
+    scores_of_steps: list[Samples] = []
     joint = reader._model.joint
-    handle = joint.register_forward_hook(lambda _, __, scores: found.append(scores[0, -1].float().numpy()))
+    handle = joint.register_forward_hook(lambda _, __, scores: scores_of_steps.append(scores[0, -1].float().numpy()))
     with torch.inference_mode():
         rows = []
-        for prompt in windows(reader, heard):
-            found.clear()
+        for prompt in windows(reader, recordings):
+            scores_of_steps.clear()
             reader.begin([prompt])
-            rows.append(found[0])
+            rows.append(scores_of_steps[0])
     handle.remove()
     return rows
 
@@ -208,8 +192,10 @@ def test_a_sound_with_scores_that_are_not_finite_fails_alone(
     prompts = windows(reader, SOUNDS)
     prompts[bad].sound.levels = np.full_like(prompts[bad].sound.levels, np.nan)
     monkeypatch.setattr(reader, "together", len(SOUNDS))
-    found = served.engine.readings.read(reader, prompts)
-    assert [isinstance(each, InferenceFailed) for each in found] == [number == bad for number in range(len(SOUNDS))]
+    outcomes = served.engine.readings.read(reader, prompts)
+    assert [isinstance(outcome, InferenceFailed) for outcome in outcomes] == [
+        number == bad for number in range(len(SOUNDS))
+    ]
     texts = [prompt.sound.texts for number, prompt in enumerate(prompts) if number != bad]
     assert texts == [[row.text] for number, row in enumerate(expected) if number != bad]
 
@@ -271,13 +257,13 @@ def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracl
         normalised = torch.nn.functional.pad((levels - mean) / (deviation + 1e-5), (0, 0, 0, 1))
         mask = torch.ones(normalised.shape[:2], dtype=torch.bool)
         mask[:, -1] = False  # the library's features have one more frame
-        found = oracle.generated(normalised, mask)
+        output = oracle.generated(normalised, mask)
         with torch.inference_mode():
             reader.begin([window])
         assert window.read is not None
-        kept = [number for number in found.sequences[0].tolist() if number != oracle.model.config.blank_token_id]
-        assert [token.id for token in window.read.tokens] == [number for number in kept if number != 1]
-        texts.append(oracle.text(kept))
+        ids = [number for number in output.sequences[0].tolist() if number != oracle.model.config.blank_token_id]
+        assert [token.id for token in window.read.tokens] == [number for number in ids if number != 1]
+        texts.append(oracle.text(ids))
         window = window.following(None)  # type: ignore[arg-type]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == prompt.sound.levels.shape[1]
@@ -302,7 +288,7 @@ def test_a_window_ends_at_its_quietest_moment(served: Served) -> None:
 def test_two_threads_write_the_same(served: Served) -> None:
     files = [encoded(sound, rate=RATE) for sound in SOUNDS]
     expected = served.run("extract", files)
-    assert all(each == expected for each in at_once(lambda: served.run("extract", files), 2))
+    assert all(answer == expected for answer in at_once(lambda: served.run("extract", files), 2))
 
 
 def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> None:
@@ -313,21 +299,21 @@ def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> No
 def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable) -> None:
     """As the library in the same precision, within what its own rounding changes."""
     served, oracle, plain = (
-        served_by(cpu_engine, entry_of("sixteen", folder, load={"precision": SIXTEEN})),
+        served_by(cpu_engine, reader_entry(POSITIONS, "sixteen", folder, load={"precision": SIXTEEN})),
         Oracle(folder, SIXTEEN_TYPE),
         Oracle(folder),
     )
     reader = served.weights
     features = [plain.features(sound) for sound in SOUNDS]
-    references = [Reference(plain.written(each).tokens, plain.first(each)) for each in features]
+    references = [Reference(plain.written(sound).tokens, plain.first(sound)) for sound in features]
     own = Texts.of(
         [row.tokens for row in written(reader, windows(reader, SOUNDS))],  # type: ignore[arg-type]
         firsts(reader, SOUNDS),
         references,
     )
     stock = Texts.of(
-        [oracle.written(each).tokens for each in features],  # type: ignore[arg-type]
-        [oracle.first(each) for each in features],
+        [oracle.written(sound).tokens for sound in features],  # type: ignore[arg-type]
+        [oracle.first(sound) for sound in features],
         references,
     )
     table.record("sound-reader parakeet", "padded", SIXTEEN, own)
@@ -342,10 +328,10 @@ def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable)
 )
 def test_what_the_model_cannot_be_told_is_refused_by_name(options: dict[str, str], reason: str, served: Served) -> None:
     parameters = {name: value for name, value in options.items() if name != "instruction"}
-    asked = ExtractOptions((), parameters=parameters, instruction=options.get("instruction", ""))
+    extract_options = ExtractOptions((), parameters=parameters, instruction=options.get("instruction", ""))
     levels = sounds.features(SOUNDS[0], served.weights.rows["extract"].sounds)
     with pytest.raises(InvalidInput) as refused:
-        served.weights.prompt(levels, asked)
+        served.weights.prompt(levels, extract_options)
     assert refused.value.reason == reason
 
 
@@ -370,9 +356,9 @@ def test_rules_that_change_tokens_are_refused(
 ) -> None:
     folder = sound_checkpoints.parakeet(tmp_path / "model", **rules)
     with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("hear/ruled", entry_of("ruled", folder))
+        cpu_engine.residency.ensure("hear/ruled", reader_entry(POSITIONS, "ruled", folder))
 
 
 def test_more_positions_than_the_encoder_has_are_refused(cpu_engine: AdapterEngine, folder: Path) -> None:
     with pytest.raises(ModelLoadFailed, match="max_tokens is 501, its decoder has 500 positions"):
-        cpu_engine.residency.ensure("hear/long", entry_of("long", folder, max_tokens=501))
+        cpu_engine.residency.ensure("hear/long", reader_entry(501, "long", folder))

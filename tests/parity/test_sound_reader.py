@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
 from parity.gliner_checkpoints import on_device
 from parity.page_engine import Served, at_once, served_by
+from parity.sound_checkpoints import reader_entry
 from parity.table import ParityTable, Texts
 from selection import long_but
 from sound_files import encoded, tone
@@ -27,7 +28,6 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.reading import _GenerationCall, _GenerationRow, _Loop
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_sidecar.prepare import sounds
 
 RATE, SECONDS, TOKENS = 16_000, 2, 64  # of sound_checkpoints.whisper, which imports the classes of transformers
@@ -189,7 +189,9 @@ def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) ->
     @cache
     def loaded(name: str) -> Writing:
         folder = sound_checkpoints.whisper(root / name.replace(" ", "-"), **KINDS[name].rules)
-        return Writing(served_by(cpu_engine, entry_of(name.replace(" ", "-"), folder)), Oracle(folder), folder)
+        return Writing(
+            served_by(cpu_engine, reader_entry(TOKENS, name.replace(" ", "-"), folder)), Oracle(folder), folder
+        )
 
     return loaded
 
@@ -205,21 +207,6 @@ def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken
             return [oracle.segments(*given) for given in KINDS[name].given()]
 
     return written
-
-
-def entry_of(name: str, folder: Path, **changes: Any) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": f"hear/{name}",
-            "weights": {"path": str(folder)},
-            "family": "sound-reader",
-            "inputs": ["audio"],
-            "outputs": {"entities": 0, "data": 0},
-            "max_tokens": TOKENS,
-            "load": {"precision": "float32"},
-            **changes,
-        }
-    )
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["few"]))
@@ -283,7 +270,7 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     from sie_adapter.readers.sound_reader import SoundReader
 
     writing, kind = load("published"), KINDS["published"]
-    entry = entry_of("half", writing.folder)
+    entry = reader_entry(TOKENS, "half", writing.folder)
     half: Any = SoundReader(writing.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
     prompts, stock = writing.prompts(kind, half), Oracle(writing.folder, SIXTEEN_TYPE)
     first = firsts(half, prompts)
@@ -375,4 +362,4 @@ def test_files_that_cannot_be_reproduced_are_refused(
     path = folder / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelLoadFailed, match=message):
-        cpu_engine.residency.ensure("hear/wrong", entry_of("wrong", folder))
+        cpu_engine.residency.ensure("hear/wrong", reader_entry(TOKENS, "wrong", folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 from parity import dual_checkpoints
 from parity.device import SIXTEEN
 from parity.dual_checkpoints import PAGE, PATCH, WIDTH
-from parity.page_engine import Given, Served, Vectors, at_once, served_by
-from parity.table import Agreement, ParityTable
+from parity.page_engine import Given, Served, Vectors, served_by
+from parity.page_retrieval import agreement_with, check_alone, check_equal, check_two_threads, in_turns, page_entry
+from parity.table import ParityTable
 from parity.toys import image, png, seen
 from transformers import AutoProcessor, ColPaliForRetrieval
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.options import run_options
 from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import layouts
@@ -36,19 +36,8 @@ PAGES = [
 ]
 
 
-def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": name,
-            "weights": {"path": str(folder)},
-            "family": "vision-language",
-            "inputs": ["text", "image"],
-            "outputs": {"multivector": WIDTH},
-            "max_tokens": MAX_TOKENS,
-            "prompts": {"query": QUESTION, "document": QUESTION},
-            **changed,
-        }
-    )
+entry_of = partial(page_entry, width=WIDTH, max_tokens=MAX_TOKENS, question=QUESTION)
+SOURCES = in_turns(TEXTS, PAGES)
 
 
 class Oracle:
@@ -58,16 +47,16 @@ class Oracle:
         self._model = ColPaliForRetrieval.from_pretrained(folder, attn_implementation="eager").eval()
         self.processor = AutoProcessor.from_pretrained(folder, backend="pil")
 
-    def __call__(self, given: Given) -> Vectors:
+    def __call__(self, source: Given) -> Vectors:
         """[tokens, width], each row of the length one."""
-        asked = (
-            self.processor.process_queries([given])
-            if isinstance(given, str)
-            else self.processor.process_images([given])
+        inputs = (
+            self.processor.process_queries([source])
+            if isinstance(source, str)
+            else self.processor.process_images([source])
         )
-        asked.pop("labels", None)
+        inputs.pop("labels", None)
         with torch.inference_mode():
-            return self._model(**asked).embeddings[0].numpy()  # type: ignore[no-any-return]
+            return self._model(**inputs).embeddings[0].numpy()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +79,13 @@ def load(cpu_engine: AdapterEngine, folder: Path) -> Callable[..., Served]:
     return loaded
 
 
-def _mixed() -> list[Given]:
-    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
-
-
 @pytest.mark.parametrize("precision", ["float32", SIXTEEN])
 def test_token_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
     """Questions and pages of many sizes in one batch, against the library one by one."""
     served = load(precision)
-    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
-    assert [each.shape for each in found] == [each.shape for each in expected]
-    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    agreement = agreement_with(oracle, served.run("encode", SOURCES), SOURCES)
     table.record("vision-language colpali", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert served.path == "packed"
@@ -118,10 +101,7 @@ def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) ->
 
 
 def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
-    served = load()
-    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
-        (alone,) = served.run("encode", [each])
-        assert np.abs(alone - beside).max() <= 5e-6
+    check_alone(load(), SOURCES)
 
 
 def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
@@ -129,15 +109,11 @@ def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path,
     entry = entry_of(folder, "pages/padded")
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()
-    for one, other in zip(padded.run("encode", _mixed()), load().run("encode", _mixed()), strict=True):
-        assert np.abs(one - other).max() <= 5e-6
+    check_equal(padded, load(), SOURCES)
 
 
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
-    served = load()
-    expected = np.concatenate(served.run("encode", _mixed()))
-    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
-    assert all(np.array_equal(each, expected) for each in found)
+    check_two_threads(load(), SOURCES)
 
 
 def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:

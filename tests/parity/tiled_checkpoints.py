@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity.page_retrieval import save_lora
 from parity.tokenizer_recipes import TokenizerRecipe
 from parity.toys import randomised, with_processor
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 TILE, LONGEST, PATCH, SCALE = 64, 256, 16, 2
 TOKENS = (TILE // PATCH // SCALE) ** 2  # of a tile
-WIDTH, RANK = 24, 4
+WIDTH = 24
 END = "<end_of_utterance>"
 _TILES = LONGEST // TILE
 SPECIALS = (
@@ -80,28 +80,5 @@ def colidefics3(folder: Path, **image_settings: Any) -> Path:
 
 def lora(folder: Path, base: Path) -> Path:
     """A LoRA of every layer of the language model, by the names that published files have."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(6)
-    halves = {}
-    for name, weight in load_file(base / "model.safetensors").items():
-        path = name.removesuffix(".weight")
-        if not (path.endswith("_proj") and path.startswith("model.text_model.")):
-            continue
-        outputs, inputs = weight.shape
-        halves[f"base_model.model.{path}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * inputs**-0.5
-        halves[f"base_model.model.{path}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.3
-    save_file(halves, folder / "adapter_model.safetensors")
     targets = r"(.*(model.text_model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(linear).*$)"
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
-    """All weights, with those of the LoRA added."""
-    weights = load_file(base / "model.safetensors")
-    halves = load_file(lora / "adapter_model.safetensors") if lora is not None else {}
-    for name in [name for name in halves if ".lora_A." in name]:
-        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        weights[f"{path}.weight"] += halves[name.replace("lora_A", "lora_B")] @ halves[name]
-    return weights
+    return save_lora(folder, base, lambda path: path.startswith("model.text_model."), targets)

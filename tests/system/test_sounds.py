@@ -97,6 +97,21 @@ def test_sounds_are_found_by_words(
     assert run(block.code, open_cluster) == expected
 
 
+def replace(cluster: Cluster, models: LocalModels, name: str, entry: dict[str, Any]) -> None:
+    """Add an entry in the place of that of the catalogue, and wait until every gateway has it."""
+    models.add(name, entry)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{entry['id']}", timeout=10).json().get("max_sequence_length")
+            == entry["max_tokens"]
+            for url in cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{entry['id']} to be replaced",
+        cluster.log,
+    )
+
+
 @pytest.fixture(scope="module")
 def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
     """The folder of a small model in the place of that of the page."""
@@ -110,16 +125,7 @@ def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
         "outputs": {"entities": 0, "data": 0},
         "max_tokens": LIMIT,
     }
-    open_models.add("whisper", entry)
-    until(
-        lambda: all(
-            httpx.get(f"{url}/v1/models/{WHISPER}", timeout=10).json().get("max_sequence_length") == LIMIT
-            for url in open_cluster.urls
-        ),
-        shared.SERVED_S,
-        f"{WHISPER} to be replaced",
-        open_cluster.log,
-    )
+    replace(open_cluster, open_models, "whisper", entry)
     return folder
 
 
@@ -169,16 +175,7 @@ def test_parakeet_writes_words_with_their_times_as_the_library_does(
     folder = sound_checkpoints.parakeet(open_models.weights / "parakeet")
     outputs = {"entities": 0, "data": 0}
     entry = {"id": model, "family": "sound-reader", "inputs": ["audio"], "outputs": outputs, "max_tokens": positions}
-    open_models.add("parakeet", entry)
-    until(
-        lambda: all(
-            httpx.get(f"{url}/v1/models/{model}", timeout=10).json().get("max_sequence_length") == positions
-            for url in open_cluster.urls
-        ),
-        shared.SERVED_S,
-        f"{model} to be replaced",
-        open_cluster.log,
-    )
+    replace(open_cluster, open_models, "parakeet", entry)
     recording = encoded(tone(2.6, rate=RATE, seed=1), "FLAC", rate=RATE)
     oracle = Oracle(folder)
     expected = oracle.written(oracle.features(soundfile.read(io.BytesIO(recording), dtype="float32")[0]))
