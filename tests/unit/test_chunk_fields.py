@@ -13,10 +13,12 @@ import pytest
 from sie_contracts import arrays
 from sie_contracts.errors import InternalFailure, InvalidInput, PayloadTooLarge
 from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.output_schemas import Decision
 from sie_contracts.wire.messages import ArraySlice, ChunkRule, Ok, Operation, RunOptions, TextChunks, WorkResult
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import chunk, chunk_fields, reply, runner
 from sie_gateway.inference.body import RequestItem
+from sie_runtime.feed import packaged_catalogue
 
 TEXT = "0123456789" * 10
 LIMITS = chunk.ChunkLimits(cost=4096, payload_bytes=1 << 20, result_bytes=1 << 20)
@@ -206,3 +208,23 @@ def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
     assert (refused.error.reason if refused else "") == reason
     if refused and reason != "unsupported_task":
         assert "models that do: a/a, b/b" in refused.error.message
+
+
+def test_a_text_that_is_read_once_for_each_question_costs_as_much() -> None:
+    laya = packaged_catalogue().entries["convaiinnovations/laya"]
+    item = RequestItem("a river in the mountains " * 20)
+    labels = ("calm", "angry", "sad")
+    decisions = [
+        Decision(("urgency",), ("low", "high"), ("low", "high"), "How urgent?"),
+        Decision(("topics",), ("billing", "delivery"), ("billing", "delivery"), is_many=True),
+    ]
+
+    def cost(*names: str, **parameters: Any) -> int:
+        run = RunOptions(labels=names, parameters=parameters)
+        ((piece,), _) = chunk.plan([item], None, "extract", laya, run, LIMITS)
+        return piece.cost
+
+    once = cost(*labels)
+    assert cost(*labels, multi_label=True) == 3 * once
+    # the options that every message has count beside each question
+    assert cost(parts=msgspec.to_builtins(decisions)) >= 3 * once

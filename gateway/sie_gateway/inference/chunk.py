@@ -20,7 +20,7 @@ from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.models.output_schemas import decisions_of, parts_of
+from sie_contracts.models.output_schemas import decisions_of, parts_of, questions_of
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import chunk_fields
@@ -162,10 +162,13 @@ def plan(
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
     """Return how many times the model reads the text of an input."""
+    family = families.row(entry.family)
+    if family.reads_questions:
+        return max(1, len(questions_of(run)))
     parts = len(run.parameters.get("parts", ()))
     if not run.labels:
         return max(1, parts)
-    return len(run.labels) if families.row(entry.family).has_row_per_label else parts + 1
+    return len(run.labels) if family.has_row_per_label else parts + 1
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:

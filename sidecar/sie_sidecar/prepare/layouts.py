@@ -15,6 +15,7 @@ import numpy as np
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
+from sie_contracts.models.output_schemas import questions_of
 from sie_contracts.wire.ipc import ChunkedRows, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.prepare import chunk_rows, image_rows
@@ -33,7 +34,6 @@ from sie_sidecar.prepare.rows import (
     is_cut,
     prompted,
     query_of,
-    questions_of,
     texts_of,
     too_many,
 )

@@ -18,6 +18,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.entries import JOINABLE_POOLINGS, is_joinable
+from sie_contracts.models.output_schemas import questions_of
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, ChunkedRows, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
@@ -278,23 +279,6 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
     if layout.layout == "hypotheses":
         return len(item.inputs) * len(item.options.labels)
     return len(item.inputs) * (max(1, len(questions_of(item.options))) if layout.questions else 1)
-
-
-def questions_of(options: RunOptions) -> list[str]:
-    """Return the questions about each text, for a model that reads the text once for each: all labels together, or with
-    `multi_label` each of them, and the same for each decision of a schema.
-    """
-    groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
-    groups += [
-        (part.get("labels", ()), f"{options.instruction} {part.get('question', '')}", part.get("is_many"))
-        for part in options.parameters.get("parts", ())
-    ]
-    return [
-        f"{text} {label}"
-        for labels, text, is_many in groups
-        if labels
-        for label in (labels if is_many else [" ".join(labels)])
-    ]
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:

@@ -39,6 +39,7 @@ class Family:
     needs_instruction: bool = False
     reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
     has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
+    reads_questions: bool = False  # each question about an input (`questions_of`) is a separate sequence in the batch
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
     reads_first_token: bool = False  # the tokenizer must put a token before each text
     separates_pairs: bool = False  # the tokenizer must put a token between two texts
@@ -179,6 +180,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             config_file="rl_agent_config.json",
             files=("rl_agent_config.json", "model.safetensors", "tokenizer/*", "encoder/*", "README.md"),
             needs_labels=True,
+            reads_questions=True,
             reads_scales=True,
         ),
         "document-reader": Family(

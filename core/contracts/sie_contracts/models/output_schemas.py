@@ -16,6 +16,7 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import any_value, bad, number
+from sie_contracts.wire.messages import RunOptions
 
 MAX_FIELDS = 64  # maximum number of properties that have a value, summed over both levels of objects
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
@@ -395,3 +396,20 @@ def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) ->
 
 def _shown(name: Any) -> str:
     return str(name)[:64]
+
+
+def questions_of(options: RunOptions) -> list[str]:
+    """Return the questions of a request, for a model that reads a text once for each question: all labels together, or
+    with `multi_label` each of them, and the same for each decision of a schema.
+    """
+    groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
+    groups += [
+        (part.get("labels", ()), f"{options.instruction} {part.get('question', '')}", part.get("is_many"))
+        for part in options.parameters.get("parts", ())
+    ]
+    return [
+        f"{text} {label}"
+        for labels, text, is_many in groups
+        if labels
+        for label in (labels if is_many else [" ".join(labels)])
+    ]
