@@ -162,13 +162,13 @@ def plan(
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
     """Return how many times the model reads the text of an input."""
+    parts = len(run.parameters.get("parts", ()))
+    if not parts and not run.labels:
+        return 1
     family = families.row(entry.family)
     if family.reads_questions:
-        return max(1, len(questions_of(run)))
-    parts = len(run.parameters.get("parts", ()))
-    if not run.labels:
-        return max(1, parts)
-    return len(run.labels) if family.has_row_per_label else parts + 1
+        return len(questions_of(run))
+    return len(run.labels) if run.labels and family.has_row_per_label else parts + bool(run.labels)
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
