@@ -30,10 +30,10 @@ export async function typed(schema: JSONSchema | StandardSchema, values: Values)
     if (missing) throw new Error(`${missing} was not found`);
     return values;
   }
-  const { issues, ...made } = await standard.validate(values);
+  const { issues, ...valid } = await standard.validate(values);
   const [issue] = issues ?? [];
   if (issue) throw new Error(`${(issue.path ?? []).map(step).join(".")}: ${issue.message}`);
-  return made.value;
+  return valid.value;
 }
 
 function step(part: unknown): string {

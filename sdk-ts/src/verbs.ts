@@ -60,8 +60,8 @@ export async function perSchema(
 ): Promise<Results<SchemaResult<unknown>>> {
   if (params?.output_schema) throw invalid("schema: expected schema or params.output_schema, got both", "schema");
   const sent = jsonSchema(schema);
-  const found = await perItem(EXTRACT, model, inputs, { ...params, output_schema: { ...sent } }, session);
-  const results = found.map(async ({ data, error, ...result }, place): Promise<SchemaResult<unknown>> => {
+  const extracted = await perItem(EXTRACT, model, inputs, { ...params, output_schema: { ...sent } }, session);
+  const results = extracted.map(async ({ data, error, ...result }, place): Promise<SchemaResult<unknown>> => {
     if (error) return { ...result, error };
     try {
       return { ...result, data: await typed(schema, data) };
@@ -72,7 +72,7 @@ export async function perSchema(
       return { ...result, error: unfit };
     }
   });
-  return withUsage(await Promise.all(results), found.usage);
+  return withUsage(await Promise.all(results), extracted.usage);
 }
 
 function withUsage<R>(found: R[], usage: Usage): Results<R> {
