@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -52,6 +53,7 @@ from sie_store.weights.sources import package_folder
 CLIENTS = (1, 8, 64)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 START_S = 600  # also on a busy machine
+ENDING = threading.Event()  # set when this process is told to end
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class ServerProcess:
                     return
             except httpx.HTTPError:
                 pass
-            if time.monotonic() > end_s or self._process.poll() is not None:
+            if time.monotonic() > end_s or self._process.poll() is not None or ENDING.is_set():
                 raise RuntimeError(f"{name} did not start: {Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.1)
 
@@ -171,6 +173,12 @@ class ServerProcess:
         self._process.wait()
         self._log.close()
         self._folder.cleanup()
+
+
+def end(*_: object) -> None:
+    """End this process with the servers, also those that still start."""
+    ENDING.set()
+    sys.exit("ended")
 
 
 def started(name: str, others: Path) -> Cluster | ServerProcess:
@@ -192,7 +200,7 @@ def main() -> None:
     bodies = [json.dumps({"model": MODEL, "input": text}).encode() for text in texts_of("mix", 512)]
     requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
     servers: dict[str, Cluster | ServerProcess] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
+    signal.signal(signal.SIGTERM, end)
     measured: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     try:
         with ThreadPoolExecutor() as pool:  # a start waits more than it computes
