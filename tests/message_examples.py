@@ -544,6 +544,7 @@ EXAMPLES: dict[str, Any] = {
     ),
     "ipc3-Ready-chunks": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(chunks=True, pooling="mean")}),
     "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
+    "ipc3-Ready-questions": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", questions=3)}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
     ),
