@@ -89,7 +89,7 @@ class Cluster:
         # what an import has read is read by then: `sie serve` itself is to be started for a test of that
         self._is_forked = forked and all(name.startswith(FORKED_WITH) for name in environ or {})
 
-    def start(self, timeout_s: float = 60.0) -> Cluster:
+    def start(self, timeout_s: float = 120.0) -> Cluster:
         if self._is_forked and self.argv[:2] == [SIE, "serve"]:
             self.process = Forked("engine", self.argv, self.environ)
         else:
@@ -104,7 +104,7 @@ class Cluster:
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         last = "try     curl "  # of the lines that greet, which follow `ready in`
-        until(lambda: self.said(last) or self.process.poll() is not None, timeout_s, "ready")
+        until(lambda: self.said(last) or self.process.poll() is not None, timeout_s, "ready", self.log)
         assert self.process.poll() is None, self.log()
         return self
 

@@ -56,7 +56,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
                 raise
             raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
         _logger.error(
-            "the folder of models cannot be read, so the models of the last read are seeded: %s: %s",
+            "%s cannot be used now: %s. The catalogue gets the models of the last successful read instead",
             overlay.name,
             error,
         )

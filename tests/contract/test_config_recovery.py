@@ -171,7 +171,7 @@ async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
     (site.folder / "org-b.yaml").write_text("id: [\n")
     await site.restart()
     await site.shows({"org/a": 8, "org/b": 8}, epoch)
-    assert "the models of the last read are seeded" in caplog.text
+    assert "The catalogue gets the models of the last successful read" in caplog.text
     assert "org-b.yaml: $ (line 2): not YAML" in caplog.text
     site.put("org/b", 9)
     await site.shows({"org/a": 8, "org/b": 9})

@@ -172,28 +172,28 @@ def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
             assert f"{len(task.texts):,} " in line, line
 
 
-def test_the_patterns_find_the_writings_that_the_docs_say() -> None:
-    """Each writing of docs/redaction.md's table is replaced for all values, or missed for all."""
+def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
+    """Each format of docs/redaction.md's table is replaced for all values, or missed for all."""
     task = labelled_tasks.redaction_forms()
     found = of_source(task, Patterns())
     rows: dict[str, list[tuple[str, float]]] = {}
     for name, scores in scores_by_kind(found).items():
-        kind, _, writing = name.rpartition(" (")[0].partition(", ")
-        rows.setdefault(kind, []).append((writing, 1 - scores[LEAK]))
+        kind, _, form = name.rpartition(" (")[0].partition(", ")
+        rows.setdefault(kind, []).append((form, 1 - scores[LEAK]))
     page = (DOCS / "redaction.md").read_text("utf-8")
-    for kind in labelled_tasks.WRITINGS:
-        ranked = sorted(rows[kind], key=lambda row: (-row[1], list(labelled_tasks.WRITINGS[kind]).index(row[0])))
-        every = "; ".join(writing for writing, share in ranked if share == 1)
-        none = "; ".join(writing for writing, share in ranked if share == 0)
-        assert [row for row in ranked if 0 < row[1] < 1] == [], "a writing hides all values or none"
+    for kind in labelled_tasks.FORMATS:
+        ranked = sorted(rows[kind], key=lambda row: (-row[1], list(labelled_tasks.FORMATS[kind]).index(row[0])))
+        every = "; ".join(form for form, share in ranked if share == 1)
+        none = "; ".join(form for form, share in ranked if share == 0)
+        assert [row for row in ranked if 0 < row[1] < 1] == [], "a format hides all values or none"
         assert (line := f"| `{kind}` | {every} | {none} |") in page, line
 
 
 def test_a_plain_value_of_each_kind_is_found() -> None:
     """Otherwise the values would not be valid, and the figures would say nothing."""
     found = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
-    for kind, writings in labelled_tasks.WRITINGS.items():
-        assert found[f"{kind}, {next(iter(writings))} ({labelled_tasks.WRITTEN})"][LEAK] == 0
+    for kind, formats in labelled_tasks.FORMATS.items():
+        assert found[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
 
 
 class Client:

@@ -21,7 +21,7 @@ from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from object_stores import S3, Place
 
-from sie_contracts.errors import InternalFailure, QueueUnavailable
+from sie_contracts.errors import InternalFailure, ResourceExhausted
 from sie_contracts.settings import SettingError, StoreUrl, store_url
 from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
@@ -291,7 +291,7 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     assert first.item.inputs == (Input("x" * 30_000),)
     waiting = asyncio.create_task(fetching.fetch(second))
     hopeless = await work(30_002, budget_s=0.3)
-    with pytest.raises(QueueUnavailable):
+    with pytest.raises(ResourceExhausted, match="memory for large inputs was in use"):
         await fetching.fetch(hopeless)
     assert not waiting.done()
     fetching.let_go(first)

@@ -29,7 +29,7 @@ from sie_gateway.remotes import proof as proofs
 from sie_gateway.remotes import remotes as module
 from sie_gateway.remotes.client import RemoteClient, RemoteFailed
 from sie_gateway.remotes.configuration import RemoteServer, read_remotes
-from sie_gateway.remotes.proof import BOUNDS, Deviates, Measured, Prompt, Reference
+from sie_gateway.remotes.proof import BOUNDS, Deviates, ProbeAgreement, Prompt, Reference
 from sie_runtime import keys as records
 
 MODEL = "toy/one"
@@ -553,7 +553,9 @@ def test_vectors_are_equal_up_to_the_bound_of_the_precision(precision: str) -> N
     within, beyond = own.vectors.copy(), own.vectors.copy()
     within[1, 7] += 0.9 * BOUNDS[precision].difference
     beyond[1, 7] += 1.1 * BOUNDS[precision].difference
-    assert proofs.prove(ENTRY, run, own, within).measured.probe == 1
+    proof = proofs.prove(ENTRY, run, own, within)
+    assert proof.cosine < 1
+    assert proof.difference == pytest.approx(0.9 * BOUNDS[precision].difference, rel=1e-3)
     with pytest.raises(Deviates, match="probe 1 has cosine"):
         proofs.prove(ENTRY, run, own, beyond)
     with pytest.raises(Deviates):
@@ -638,5 +640,5 @@ def test_the_prompts_of_an_entry_are_compared_with_both_sides() -> None:
 def test_the_worst_probe_is_named() -> None:
     left = np.eye(2, dtype=np.float32)
     found = list(proofs.measure(left, np.array([[1, 0], [0, 1.1]], np.float32)))
-    assert found[0] == Measured(1.0, 0.0, 0)
+    assert found[0] == ProbeAgreement(1.0, 0.0, 0)
     assert found[1].difference == pytest.approx(0.1, rel=1e-5)

@@ -472,7 +472,9 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items again after a lack of memory, on a new thread if oneDNN cannot run new shapes on this one."""
+        """Run items in as many passes as the memory requires, on a new thread if oneDNN cannot run new shapes on this
+        one. `is_tried`: memory ran out when all of them ran in one pass.
+        """
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()

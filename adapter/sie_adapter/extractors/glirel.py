@@ -198,8 +198,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model with random weights. The package first loads the weights that the configuration names
-    for the backbone; it gets a folder without weights, because the model's weights replace them later.
+    """Build the package's model with random weights, which the caller replaces by those of the checkpoint. The
+    package's constructor reads a file of weights for the backbone. It gets an empty one: these weights are not used.
     """
     from glirel import GLiREL
 

@@ -1,7 +1,7 @@
 """Tasks to find facts in texts: sentences and values of packages, put together with a fixed seed.
 
 redaction, entities ──► templates of the package presidio-evaluator, values of Faker
-redaction-forms     ──► values of Faker and phonenumbers, in usual and in disguising writings (formats)
+redaction-forms     ──► values of Faker and phonenumbers, in usual and in disguising formats
 relations           ──► sentences of this module, names of Faker
 entities-ja         ──► the package hironsancorpus: news in Japanese, annotated by people
 topics              ──► docstrings of scipy; the class is the part of the library
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
 FILLINGS = 5  # number of texts made from each template
-WRITTEN = 40  # values of each writing in redaction-forms
+VALUES_PER_FORMAT = 40  # in redaction-forms
 STORIES = 400  # texts in the task relations
 LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
 Slot = tuple[str, Callable[["Faker"], object]]
@@ -154,7 +154,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # marks the ends of the value in a writing that adds other text
+_EDGE = "\0"  # marks the ends of the value in a format that adds other text
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:
@@ -179,9 +179,9 @@ def _octets(value: str) -> bytes:
     return bytes(map(int, value.split(".")))
 
 
-Writing = Callable[[str], str]
-# kind of value -> name of a writing (a format) -> function that formats a value
-WRITINGS: Mapping[str, Mapping[str, Writing]] = {
+Format = Callable[[str], str]
+# kind of value -> name of a format -> function that formats a value
+FORMATS: Mapping[str, Mapping[str, Format]] = {
     "card number": {
         "in one piece": lambda value: value,
         "groups with spaces": lambda value: _groups(value, " "),
@@ -274,14 +274,14 @@ def _phone(value: str, form: str) -> str:
 
 
 def redaction_forms() -> FactTask:
-    """Return a task to redact values that have a pattern: WRITTEN values in each writing of WRITINGS. The kind of a
-    fact names both the kind of the value and its writing.
+    """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
+    of FORMATS. The kind of a fact is the kind of the value and the name of its format, as in `IBAN, lower case`.
     """
     values = _Values()
     texts = []
-    for kind, writings in WRITINGS.items():
+    for kind, formats in FORMATS.items():
         valid = list(_valid(kind, values))
-        for name, write in writings.items():
+        for name, write in formats.items():
             for value in valid:
                 written = write(value)
                 framed = values.chance.choice(_FRAMES).format(
@@ -290,15 +290,15 @@ def redaction_forms() -> FactTask:
                 before, inner, after = framed.split(_EDGE)
                 fact = (len(before), len(before) + len(inner), f"{kind}, {name}")
                 texts.append(LabelledText(f"{before}{inner}{after}", [fact]))
-    return FactTask("redaction-forms", "redaction", list(WRITINGS), texts)
+    return FactTask("redaction-forms", "redaction", list(FORMATS), texts)
 
 
 def _valid(kind: str, values: _Values) -> Iterator[str]:
-    """Yield WRITTEN valid values of a kind."""
+    """Yield VALUES_PER_FORMAT valid values of a kind."""
     import phonenumbers
 
     if kind == "phone number":
-        regions = values.chance.sample(sorted(phonenumbers.SUPPORTED_REGIONS), WRITTEN)
+        regions = values.chance.sample(sorted(phonenumbers.SUPPORTED_REGIONS), VALUES_PER_FORMAT)
         for region in regions:
             number = phonenumbers.example_number(region)
             assert number is not None, "each region has an example"
@@ -310,7 +310,7 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
         "email": lambda faker: faker.email(),
         "ip address": lambda faker: faker.ipv4(),
     }[kind]
-    for _ in range(WRITTEN):
+    for _ in range(VALUES_PER_FORMAT):
         yield str(write(values.faker()))
 
 

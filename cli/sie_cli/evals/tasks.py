@@ -81,7 +81,7 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """Return the task of this name. Raises CommandRefused, which lists the tasks."""
+    """Return the task of this name. Raises CommandRefused; for an unknown name it lists the tasks."""
     if build := SHIPPED.get(name):
         return build()
     if name.startswith(mteb_tasks.PREFIX):

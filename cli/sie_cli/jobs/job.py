@@ -217,13 +217,13 @@ class OutputPlace:
                 self.folder.rmdir()
 
 
-def parse_params(pairs: Iterable[str], option: str = "--param") -> dict[str, Any]:
-    """Parse pairs `KEY=JSON`; a value that is no JSON is text. Raises BadParameter."""
+def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "dimensions=256") -> dict[str, Any]:
+    """Parse pairs `KEY=JSON`; a value that is no JSON is text. Raises BadParameter, which shows `example`."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
         if not (name.strip() and mark):
-            raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as dimensions=256", param_hint=option)
+            raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as {example}", param_hint=option)
         try:
             values[name.strip()] = msgspec.json.decode(value)
         except msgspec.DecodeError:
@@ -244,7 +244,7 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
     """Parse a rule, such as `max_tokens=256,boundary=paragraph`, unless it is a column's name. Raises BadParameter."""
-    return parse_params(text.split(","), "--chunks") if "=" in text else text
+    return parse_params(text.split(","), "--chunks", "max_tokens=256") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:

@@ -36,7 +36,7 @@ SHOWN = (1, 5, 10, 50)
 # once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
-Matrix = NDArray[np.float32]  # shape [texts, width]; each row has length 1
+Matrix = NDArray[np.float32]  # shape [texts, width]; each row is a unit vector (L2 norm 1)
 
 
 @dataclass(frozen=True)

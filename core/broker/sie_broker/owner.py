@@ -75,7 +75,7 @@ async def own(broker: Broker) -> Subscription:
                 raise ValueError(f"{request.name[:70]!r} must not be requested on {message.subject}")
             await make(broker, request)
         except (ValueError, BrokerError) as error:  # decoding an invalid request also raises ValueError
-            _logger.warning("the request of a process to create a stream was refused: %s", error)
+            _logger.warning("the request of a process for a stream or bucket failed: %s", error)
             await broker.send(message.reply, str(error).encode()[:1000])
         else:
             await broker.send(message.reply, b"")

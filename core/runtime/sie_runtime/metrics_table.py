@@ -435,7 +435,7 @@ _WORKER = (
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
-    Metric("sie_adapter_deaths", "counter", "Adapters that died"),
+    Metric("sie_adapter_deaths", "counter", "Lost connections to adapters: the process ended, or did not answer"),
     Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
     Metric(
         "sie_config_behind",

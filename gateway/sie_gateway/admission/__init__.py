@@ -6,13 +6,13 @@
 Retry-After comes from `RetrySlots.book` for a refusal by the queue, from `AnswerPace.retry_s` (`model_queue`) for too
 many requests in progress, and from `Quotas.spend` for a quota.
 
-The table lists the errors by which the gateway refuses requests for lack of room: the class or function that raises the
-error, its code, and the resource that is used up (`docs/errors.md` has the codes, `docs/security.md` has the limits
-under "What a client may hold"). Other modules refuse connections and websockets (`sie_runtime.http`), large inputs if
-their store is full (QUEUE_UNAVAILABLE with `store_full`, `streams/offload`), requests without a worker (PROVISIONING,
-MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and reservations (`fleet/pool_rules`). A worker refuses requests for
-lack of its own memory in the sidecar's `prepare/media_pool` and the adapter's `memory/oom`, `memory/residency`,
-`documents/parsers`.
+The table lists the errors by which the gateway refuses requests for lack of room (overload): the class or function that
+raises the error, its code, and the resource that is used up (`docs/errors.md` has the codes, `docs/security.md` has the
+limits under "What a client may hold"). Other modules refuse connections and websockets (`sie_runtime.http`), large
+inputs if their store is full (QUEUE_UNAVAILABLE with `store_full`, `streams/offload`), requests without a worker
+(PROVISIONING, MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and reservations (`fleet/pool_rules`). A worker refuses
+requests for lack of its own memory in the sidecar's `prepare/media_pool` and `prepare/fetching`, and the adapter's
+`memory/oom`, `memory/residency` and `documents/parsers`.
 
     admission/admission.Admission   QUEUE_FULL          the wait (`check`, `refuse_late`), or bytes (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute

@@ -255,7 +255,9 @@ class Fleet:
         )
 
     def listens(self, worker: str) -> bool:
-        """Return whether a worker reports that it subscribes to the subject on which it is told its pool."""
+        """Return whether a worker reports that it subscribes to its assignment subject. Gateways send to this subject
+        when its pool may have changed, and to check that the worker is connected.
+        """
         return worker in self._seen and self._seen[worker][1].listens
 
     def healthy(self) -> list[Heartbeat]:

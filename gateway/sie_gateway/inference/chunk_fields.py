@@ -72,7 +72,7 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
     for index, span in enumerate(value):
         where = f"{path}[{index}]"
         if not isinstance(span, list) or len(span) != 2 or set(map(type, span)) != {int}:
-            raise _bad(where, f"expected two code points, got {describe(span)}")
+            raise _bad(where, f"expected [start, end], two offsets in code points of the text, got {describe(span)}")
         first, end = span
         if not 0 <= first < end <= length:
             raise _bad(where, f"expected 0 <= start < end <= {length}, the length of the text, got {first} and {end}")

@@ -1,6 +1,6 @@
 """Construction of a job from its record: where it reads and writes, its model, and its credential.
 
-JobRecord ──check──► refused before it is stored, or stored with its alias resolved to one model
+JobRecord ──check──► refused before it is stored, or stored. A job with a `request` gets its alias resolved to one model
 JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
 """
 

@@ -121,7 +121,9 @@ class RequestHistory:
         self._numbers = itertools.count()
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Record an answered inference request. `seconds`: from the arrival of its headers to its answer."""
+        """Count an ended inference request, and record it if it was slow or failed. `seconds`: from the arrival of its
+        headers to its end.
+        """
         now_s = self._clock()
         times_ms = None
         if call.finished is not None:

@@ -20,8 +20,8 @@ Check = Callable[[str], int]
 # returns the ranges of a kind in a text. The second argument is the region whose national phone numbers count
 Finder = Callable[[str, str], Iterator[Range]]
 
-# between groups: spaces of all widths, line breaks, hyphens, dots, slashes. Two of them, because the text of a PDF file
-# has doubled spaces
+# one or two characters between the groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
+# dots, slashes. Two are allowed, because the text of a PDF file may have doubled spaces
 _JOINT = r"[\s\u200b\u2060./\-\u2010-\u2013]{1,2}"
 _CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
 _CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))

@@ -79,7 +79,7 @@ class Prompt(NamedTuple):
         return self.prefix + text + self.suffix
 
 
-class Measured(NamedTuple):
+class ProbeAgreement(NamedTuple):
     """Agreement of a vector with its reference vector. `probe`: number of the text, from 0."""
 
     cosine: float
@@ -90,12 +90,12 @@ class Measured(NamedTuple):
 class Deviates(Exception):
     """Raised if the vectors of a remote server differ too much from the reference vectors."""
 
-    def __init__(self, measured: Measured, bound: ParityBound) -> None:
+    def __init__(self, agreement: ProbeAgreement, bound: ParityBound) -> None:
         super().__init__(
-            f"probe {measured.probe} has cosine {measured.cosine:.7f} (bound {bound.cosine}) and relative difference "
-            f"{measured.difference:.2e} (bound {bound.difference:g}) to the vector of this model"
+            f"probe {agreement.probe} has cosine {agreement.cosine:.7f} (bound {bound.cosine}) and relative difference "
+            f"{agreement.difference:.2e} (bound {bound.difference:g}) to the vector of this model"
         )
-        self.measured = measured
+        self.agreement = agreement
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Reference:
 class Proof:
     """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
     if the long text, which is truncated, was not compared, or differs. `any_spaces`: false if no compared text has more
-    white space than single spaces between words. `unit_length`: all vectors have the length 1. `models`: those that the
-    server reported, see `RemoteAnswer`.
+    white space than single spaces between words. `unit_length`: all vectors have the length 1. `cosine` is the lowest
+    and `difference` the largest of all probes but the long text. `models`: those that the server reported, see
+    `RemoteAnswer`.
     """
 
     entry: ModelEntry
@@ -125,7 +126,8 @@ class Proof:
     any_spaces: bool
     unit_length: bool
     fingerprint: str
-    measured: Measured
+    cosine: float
+    difference: float
     width: int
     models: frozenset[str] = frozenset()
 
@@ -221,14 +223,14 @@ def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | 
     return Reference(tuple(texts), vectors, frozenset(prompts), stored.precision, stored.fingerprint, long)
 
 
-def measure(expected: Vectors, actual: Vectors) -> Iterator[Measured]:
+def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
     """Yield the agreement of each pair of vectors."""
     left, right = expected.astype(np.float64), actual.astype(np.float64)
     lengths = np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1)
     cosines = (left * right).sum(1) / np.maximum(lengths[0] * lengths[1], 1e-12)
     differences = np.linalg.norm(left - right, axis=1) / np.maximum(lengths[0], 1e-12)
     for probe, (cosine, difference) in enumerate(zip(cosines, differences, strict=True)):
-        yield Measured(float(cosine), float(difference), probe)
+        yield ProbeAgreement(float(cosine), float(difference), probe)
 
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
@@ -238,9 +240,8 @@ def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vect
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))
     long = agreements.pop(reference.long) if reference.long is not None else None
-    worst = max(agreements, key=lambda measured: measured.difference)
-    if not _within(worst, bound):
-        raise Deviates(worst, bound)
+    if deviating := [agreement for agreement in agreements if not _within(agreement, bound)]:
+        raise Deviates(max(deviating, key=lambda agreement: agreement.difference), bound)
     lengths = np.linalg.norm(reference.vectors, axis=1)
     return Proof(
         entry,
@@ -250,10 +251,11 @@ def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vect
         not all(map(has_plain_spaces, reference.texts)),
         bool(np.abs(lengths - 1).max() < 1e-3),
         reference.fingerprint,
-        worst,
+        min(agreement.cosine for agreement in agreements),
+        max(agreement.difference for agreement in agreements),
         reference.vectors.shape[1],
     )
 
 
-def _within(measured: Measured, bound: ParityBound) -> bool:
-    return measured.cosine >= bound.cosine and measured.difference <= bound.difference
+def _within(agreement: ProbeAgreement, bound: ParityBound) -> bool:
+    return agreement.cosine >= bound.cosine and agreement.difference <= bound.difference

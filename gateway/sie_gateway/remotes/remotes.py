@@ -283,7 +283,7 @@ class Remotes:
             proof = await self._proven(remote)
         except Deviates as error:
             remote.models.clear()
-            self._measured(remote, error.measured)
+            self._set_agreement(remote, error.agreement.cosine, error.agreement.difference)
             self._refuse(remote, f"its vectors are not those of {remote.server.model}: {error}", DEVIATES_S)
         except NoReference as error:
             self._refuse(remote, str(error), FIRST_PAUSE_S)
@@ -297,16 +297,15 @@ class Remotes:
         else:
             if remote.proof is None:
                 scope = "texts of any length" if proof.any_length else "texts that are surely not truncated"
-                cosine, difference = proof.measured.cosine, proof.measured.difference
                 _logger.info(
                     "remote %s is proven for %s, %s: lowest cosine %.7f, largest relative difference %.2e",
                     name,
                     remote.server.model,
                     scope,
-                    cosine,
-                    difference,
+                    proof.cosine,
+                    proof.difference,
                 )
-            self._measured(remote, proof.measured)
+            self._set_agreement(remote, proof.cosine, proof.difference)
             self._metrics.remote_ready.labels(name).set(1)
             remote.accept(proof, self._clock() + (PROVEN_S if proof.fingerprint else GOLDEN_S))
 
@@ -316,9 +315,9 @@ class Remotes:
         self._metrics.remote_ready.labels(remote.server.name).set(0)
         remote.refuse(reason, self._clock() + pause_s)
 
-    def _measured(self, remote: Remote, measured: proofs.Measured) -> None:
-        self._metrics.remote_cosine.labels(remote.server.name).set(measured.cosine)
-        self._metrics.remote_difference.labels(remote.server.name).set(measured.difference)
+    def _set_agreement(self, remote: Remote, cosine: float, difference: float) -> None:
+        self._metrics.remote_cosine.labels(remote.server.name).set(cosine)
+        self._metrics.remote_difference.labels(remote.server.name).set(difference)
 
     async def _proven(self, remote: Remote) -> Proof:
         """Return a new proof. Raises NoReference, Deviates, BudgetUsed, and other errors."""

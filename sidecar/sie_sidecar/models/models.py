@@ -733,13 +733,13 @@ class Hosting(ModelStates):
             await self.relieve()
             for hosted in self.idle(idle_evict_s) if idle_evict_s is not None else ():
                 _logger.info(
-                    "%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name}
+                    "%s was idle for %d s and is being evicted", hosted.name, idle_evict_s, extra={"model": hosted.name}
                 )
                 try:
                     await self.release(hosted)
                     self.idle_evictions += 1
                 except (AdapterGone, SIEError) as error:
-                    _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})
+                    _logger.warning("%s could not be evicted: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def relieve(self) -> None:
         """Let the adapter unload idle models while its memory is above the threshold."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_contracts.errors import InternalFailure, QueueUnavailable
+from sie_contracts.errors import InternalFailure, QueueUnavailable, ResourceExhausted
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.device.in_flight import InFlight
@@ -39,7 +39,9 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Read the inputs and query of `flight`, in memory until `let_go`. Raises QueueUnavailable, InternalFailure."""
+        """Read the inputs and query of `flight`, in memory until `let_go`. Raises QueueUnavailable, ResourceExhausted,
+        InternalFailure.
+        """
         try:
             await self._fetch(flight)
         except BaseException:
@@ -77,8 +79,8 @@ class PayloadFetching:
                 async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
                     await self._freed.wait()
             except TimeoutError as error:
-                raise StoreError(
-                    "the memory for large inputs was in use by other requests until the deadline"
+                raise ResourceExhausted(
+                    "the worker's memory for large inputs was in use by other requests until the deadline: try again"
                 ) from error
         flight.payload_bytes = size
         self.held_bytes += size

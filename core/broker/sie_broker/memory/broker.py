@@ -170,7 +170,7 @@ class MemoryWatch:
         while self._held:
             entry = self._held.popleft()
             self._last = entry.revision
-            await guarded("a watch", self._handler(entry))
+            await guarded("the handler of a watch", self._handler(entry))
         self._task = None
         if self in self._bucket.watches:
             self.catch_up()

@@ -347,7 +347,7 @@ class NatsPulls:
         try:
             delivery = NatsDelivery(self._bus, message)
         except ValueError as error:
-            log.error("pulls on %s: %s", self._stream, error)
+            log.error("pulls on stream %s: a message was ignored: %s", self._stream, error)
             return
         entry = self._credits.get(delivery.consumer)
         if entry is not None:

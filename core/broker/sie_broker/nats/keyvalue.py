@@ -282,7 +282,7 @@ class _KeyValueWatch:
             while self._held:
                 entry = self._bucket.entry(self._held.popleft())
                 self._last = entry.revision
-                await guarded(f"a watch of {self._stream}", self._handler(entry))
+                await guarded(f"the handler of a watch of {self._stream}", self._handler(entry))
                 if self._reader and self._pulls.outstanding(self._reader) + len(self._held) <= _WATCH_CREDIT // 2:
                     self._pulls.want(self._reader, _WATCH_CREDIT - len(self._held))
             if self._stopping:

@@ -1,5 +1,5 @@
-"""Reading of objects, from one version of an object even if it is replaced in the meantime. Bytes are either streamed,
-and requested again after a failure, or read at any position, for libraries that need a file.
+"""Reading of objects. All bytes are from one version of an object: if it is replaced in the meantime, reading fails.
+Bytes are either streamed, and requested again after a failure, or read at any position, for libraries that need a file.
 """
 
 from __future__ import annotations

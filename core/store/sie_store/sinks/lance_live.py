@@ -118,8 +118,12 @@ class LanceLive:
         if not _is_vector(columns.get(vector)):
             vectors = [name for name, field in columns.items() if _is_vector(field)]
             raise CollectionMismatch(
-                f"the table {source.collection} has no column {vector} of vectors. Name one with --vector: "
-                f"{', '.join(vectors) or 'it has none'}"
+                f"the table {source.collection} has no column {vector} of vectors"
+                + (
+                    f". Name one with --vector: {', '.join(vectors)}"
+                    if vectors
+                    else ", nor any other column of vectors"
+                )
             )
         names = source.text.columns
         missing = [name for name in names if name not in columns]

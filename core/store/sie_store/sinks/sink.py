@@ -101,7 +101,10 @@ class SinkRows:
             raise RowsRefused(f"got {len(self.multivectors)} multivectors for {count} rows")
         for number, rows in enumerate(self.multivectors):
             if rows.ndim != 2 or rows.shape[1] != widths["multivector"] or not len(rows):
-                raise RowsRefused(f"row {number} of {count} has a multivector of shape {rows.shape}")
+                raise RowsRefused(
+                    f"row {number} of {count} has a multivector of shape {rows.shape}, expected "
+                    f"(tokens, {widths['multivector']}) with at least 1 token"
+                )
         for number, row in enumerate(self.sparse):
             if row.indices.shape != row.values.shape or (len(row.indices) and row.indices[-1] >= widths["sparse"]):
                 raise RowsRefused(f"row {number} of {count} has a sparse vector that is wider than {widths['sparse']}")
