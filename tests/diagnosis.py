@@ -10,12 +10,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 from click.testing import CliRunner
 from stack import Stack
 
 import sie_cli.doctor.command as doctor
+from sie_cli.doctor import probe
 from sie_cli.main import main
 from sie_gateway.operations import findings
 
@@ -79,9 +81,10 @@ class Examined:
     """What doctor found, by check."""
 
     def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
-        """Status and output of a run with these settings and no others, on a machine without a `sie serve`."""
+        """Status and output of a run with these settings alone, on a machine without `sie serve` or a worker."""
         own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
-        found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env=own)
+        with mock.patch.object(probe, "default_sockets", list):
+            found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env=own)
         assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
         self.output = found.output
         self.status = found.exit_code

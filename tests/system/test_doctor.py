@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import msgspec
@@ -28,6 +29,7 @@ from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo, stream_config
+from sie_cli.doctor import probe
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
 from sie_contracts.wire import topology
@@ -355,9 +357,7 @@ def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None
     assert (found.status, found.word) == (2, "blind"), found.output
     assert {check for check, state in found.states.items() if state == "blind"} == set(CLUSTER), found.output
     assert found.states["settings"] == found.states["disk"] == "fine"
-    text = (
-        CliRunner()
-        .invoke(main, ["doctor", "--data-dir", str(tmp_path)], env={"SIE_LOCAL_CACHE": str(tmp_path), **ports})
-        .output
-    )
+    with mock.patch.object(probe, "default_sockets", list):
+        environ = {"SIE_LOCAL_CACHE": str(tmp_path), **ports}
+        text = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env=environ).output
     assert text.rstrip().endswith(f"not looked at: {', '.join(CLUSTER)}"), text

@@ -29,7 +29,7 @@ from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.api.views import ClusterView
-from sie_contracts.settings import MAX_DEVICES, Secret, public_url
+from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
@@ -318,11 +318,18 @@ class ClusterProbe:
         return list(await asyncio.gather(*map(probe_socket, paths)))
 
     def _socket_paths(self) -> list[Path]:
-        named, run = Path(self.settings.ipc_socket_path), sockets_folder(self.data_dir)
+        run = sockets_folder(self.data_dir)
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
             raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
-        paths = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
+        is_given = self.cluster.is_given("SIE_IPC_SOCKET_PATH")
+        paths = [Path(self.settings.ipc_socket_path)] if is_given else default_sockets()
         return [path for first in (*paths, *sorted(run.glob("worker-*.sock"))) for path in _sockets_of_devices(first)]
+
+
+def default_sockets() -> list[Path]:
+    """Return the socket of a worker that runs without SIE_IPC_SOCKET_PATH, if it exists."""
+    path = Path(BY_NAME["SIE_IPC_SOCKET_PATH"].default)
+    return [path] if path.exists() else []
 
 
 def _sockets_of_devices(first: Path) -> list[Path]:
