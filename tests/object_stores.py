@@ -165,7 +165,7 @@ class Moto:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        httpx.put(f"{self.url}/{BUCKET}", trust_env=False).raise_for_status()
+        httpx.put(f"{self.url}/{BUCKET}", trust_env=False, timeout=60).raise_for_status()
 
     @property
     def environ(self) -> dict[str, str]:
@@ -313,7 +313,9 @@ class Google:
 
     def object(self, name: str) -> bytes:
         """An object as Google's JSON interface gives it."""
-        answer = httpx.get(f"{self.url}/storage/v1/b/{BUCKET}/o/{quote(name, safe='')}?alt=media", trust_env=False)
+        answer = httpx.get(
+            f"{self.url}/storage/v1/b/{BUCKET}/o/{quote(name, safe='')}?alt=media", trust_env=False, timeout=60
+        )
         return answer.raise_for_status().content
 
     def close(self) -> None:
