@@ -288,7 +288,12 @@ def complete(cluster: Cluster, application: Application, model: str, original: o
     assert wrong == []
 
 
-@pytest.mark.parametrize("application", APPLICATIONS, indirect=True)
+# each takes a minute; tests/contract/test_live_collections.py writes to every store while it is migrated
+@pytest.mark.parametrize(
+    "application",
+    [pytest.param(name, marks=() if name == "postgres" else pytest.mark.long) for name in APPLICATIONS],
+    indirect=True,
+)
 def test_each_row_has_the_new_vector_of_its_latest_text_after_kills_and_under_writes(
     cluster: Cluster, application: Application
 ) -> None:
