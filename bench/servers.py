@@ -4,18 +4,20 @@
 
 All servers get OpenAI's request for one text of the mix (log-normal lengths, mean about 87 tokens) as JSON and answer
 with the vector as JSON, all of all-MiniLM-L6-v2. Loads: 1, 8 and 64 clients, each sending its next request when the
-last was answered; the servers take turns.
+last was answered; the servers take turns. The others are stopped while one is measured, since idle ones take up to 15 %
+of a core.
 
     cluster       `sie serve`, which chooses bfloat16 where the processor has it
     LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, up to 32 requests
-                  that wait together at once; needs the extra `bench`
+                  that wait together at once
     Infinity      `infinity_emb v2`
     sie-server    the public server of that name, without its gateway; it computes on half of the cores unless
                   SIE_TORCH_NUM_THREADS says otherwise
 
-Each of the last two has an environment of its own below --others, since it needs other versions than the product;
-what is not there is left out:
+Each of the others has an environment of its own below --others, since it needs other versions than the product; what is
+not there is left out:
 
+    python3 -m venv FOLDER/litserve && FOLDER/litserve/bin/pip install litserve==0.2.19 sentence-transformers==6.2.0
     python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
     python3.12 -m venv FOLDER/sie-server && FOLDER/sie-server/bin/pip install sie-server==0.10.1
 
@@ -58,8 +60,8 @@ ENDING = threading.Event()  # set when this process is told to end
 
 @dataclass(frozen=True)
 class OtherServer:
-    """Server to compare with. `environment`: its folder below --others, empty for that of the product. `command`:
-    returns its arguments for a port and a folder for its files, after the program.
+    """Server to compare with. `environment`: its folder below --others. `command`: returns its arguments for a port and
+    a folder for its files, after the program.
     """
 
     environment: str
@@ -68,7 +70,7 @@ class OtherServer:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, others: Path) -> Path:
-        return (others / self.environment if self.environment else Path(sys.prefix)) / "bin" / self.program
+        return others / self.environment / "bin" / self.program
 
 
 def weights() -> Path:
@@ -79,7 +81,7 @@ def weights() -> Path:
 
 def litserve(precision: str) -> OtherServer:
     script = str(Path(__file__).with_name("litserve_server.py"))
-    return OtherServer("", "python", lambda port, _: [script, str(port), precision])
+    return OtherServer("litserve", "python", lambda port, _: [script, str(weights()), str(port), precision])
 
 
 def infinity(precision: str) -> OtherServer:
@@ -155,11 +157,11 @@ class ServerProcess:
 
     def _wait(self, name: str) -> None:
         end_s = time.monotonic() + START_S
-        body = {"model": MODEL, "input": "one text"}
+        url, body = f"http://127.0.0.1:{self.port}/v1/embeddings", {"model": MODEL, "input": "one text"}
+        client = httpx.Client(timeout=30, trust_env=False)  # one, since each makes a context of TLS
         while True:
             try:
-                url = f"http://127.0.0.1:{self.port}/v1/embeddings"
-                answer = httpx.post(url, json=body, timeout=30, trust_env=False)
+                answer = client.post(url, json=body)
                 if answer.status_code == 200 and len(answer.json()["data"][0]["embedding"]) == 384:
                     return
             except httpx.HTTPError:
@@ -168,8 +170,11 @@ class ServerProcess:
                 raise RuntimeError(f"{name} did not start: {Path(self._log.name).read_text()[-3000:]}")
             time.sleep(0.1)
 
+    def signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
     def stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # its children outlive it otherwise
+        self.signal(signal.SIGKILL)  # its children outlive it otherwise
         self._process.wait()
         self._log.close()
         self._folder.cleanup()
@@ -212,6 +217,9 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             for clients in CLIENTS:
                 for name, server in servers.items():
+                    for other in servers.values():
+                        if isinstance(other, ServerProcess):
+                            other.signal(signal.SIGCONT if other is server else signal.SIGSTOP)
                     loop = closed_loop("127.0.0.1", server.port, requests, clients=clients, seconds=options.seconds)
                     answered, taken_s, latencies = uvloop.run(loop)
                     p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))

@@ -1,4 +1,5 @@
-"""Restore of models: if no worker can load a model's new revision, the last revision that was loaded is written again.
+"""Restore of models. If the load of a model's new revision failed permanently on a worker, and no worker has it, then
+the last revision that was loaded is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
@@ -30,7 +31,9 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model of which no worker can load `revision`. `loaded`: the last loaded revision. `why`: the load's error."""
+    """Model whose `revision` failed to load permanently on a worker and is loaded on none. `loaded`: the last loaded
+    revision. `why`: the load's error.
+    """
 
     model: str
     revision: int

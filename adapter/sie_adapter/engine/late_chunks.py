@@ -54,7 +54,7 @@ class LateChunks:
                 raise MalformedBatch("the rows of inputs with chunks do not add up to those of their group")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
-        self.windows = np.zeros(self._count, bool)  # bool [rows]: True for windows of a longer text
+        self.windows = np.zeros(self._count, bool)  # bool [rows]: True for rows with segments of chunks
         self.windows[self._segments[:, 1]] = True
         self.chunks = chunks
 

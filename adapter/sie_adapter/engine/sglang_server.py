@@ -162,8 +162,8 @@ class SGLang:
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """Return states, float32 [tokens, width], in packed order. They are NaN if two servers ended during the batch:
-        the caller then runs each text alone, to find the text that ends the server. Raises InferenceFailed.
+        """Return states, float32 [tokens, width], in packed order. They are NaN if two servers in a row failed on
+        the batch: the caller then runs each text alone, to find the one on which they fail. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -185,7 +185,7 @@ class SGLang:
         except _SglangLost as error:
             if not self._width:
                 raise InferenceFailed("the SGLang server of the model does not answer") from error
-            _logger.warning("the SGLang server ended twice on a batch of %d texts: %s", len(texts), error)
+            _logger.warning("two SGLang servers in a row failed on a batch of %d texts: %s", len(texts), error)
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:

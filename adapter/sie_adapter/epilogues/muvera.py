@@ -123,10 +123,12 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return the sum or the mean of the vectors in each bag, [bags, cell]. A bag has the tokens of an item that are in
-    one partition of one repetition. An entry is one token in one of `repeats` repetitions; entry e has the vector in
-    row e // `repeats`. `bag_of` [entries]: the bag of each entry. The entries of an item are in the order of its
-    tokens.
+    """Return one vector for each bag, [bags, columns of `vectors`]: the sum of its vectors for a query, their mean for
+    a document. A bag has the tokens of one item that are in one partition of one repetition. An entry is one token in
+    one repetition; entries are in the order of tokens, then of repetitions. `bag_of` [entries]: the bag of each entry.
+    Row e // `repeats` of `vectors` belongs to entry e: `repeats` is the number of repetitions if they share the row of
+    a token, and 1 if each entry has a row. With `fill_empty_partitions` an empty bag of a document gets the vector of
+    the nearest token of its item.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))

@@ -481,8 +481,8 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Remove references to code from a backbone's configuration. Raises ModelLoadFailed INCOMPATIBLE for a model type
-    that transformers does not have.
+    """Remove references to code from a backbone's configuration unless `load` trusts it. Raises ModelLoadFailed
+    INCOMPATIBLE for a model type that transformers does not have.
     """
     if config is None:
         return

@@ -111,7 +111,9 @@ def read_table(folder: Path) -> Tensor:
             table = table[rows]
         if table is not None and weights is not None:
             if weights.shape != (len(table),):
-                raise incompatible(f"{folder}: it has {len(weights)} weights for {len(table)} tokens")
+                raise incompatible(
+                    f"{folder}: its weights have the shape {tuple(weights.shape)}, expected ({len(table)},)"
+                )
             table = table * weights[:, None]
     if table is None or table.ndim != 2 or not len(table):
         raise incompatible(f"{folder}: its safetensors have no table embedding.weight or embeddings")

@@ -68,7 +68,9 @@ class DenseHead:
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling, or one of another width."""
+        """Return vectors, float32 [width] each. Raises InvalidInput if the pooling of `states` is unknown, or if its
+        vectors are wider or narrower than those of the model's own pooling.
+        """
         return self._finished(self._pooled(states, sequences))
 
     def parts(self, states: States, sequences: Int64) -> Reduced:

@@ -242,7 +242,9 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
 
 
 def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
-    """Return the ids of all special tokens, or of those in `roles`, e.g. pad, without roles that have no token."""
+    """Return the ids of the special tokens with these roles, e.g. pad, or of all special tokens if `roles` is empty. A
+    role without a token is left out.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
     return (

@@ -407,7 +407,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models for which the config service restored the previous revision, because it could not load the newest."""
+    """List models of which the config service restored an earlier revision: workers could not load the newest."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []

@@ -49,8 +49,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """Outcome of an evaluation. `about`: the stored result's description of machine and software. `targets`: targets
-    computed from the first source's results, by the task's name in a file of targets.
+    """Outcome of an evaluation. `about`: the stored result's description of machine and software. `targets`: the scores
+    of the first source as targets, which --save-targets writes. A key is the name of the task in a file of targets.
     """
 
     report: EvalReport

@@ -114,8 +114,9 @@ def compare(
 
     \b
     A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
-    "..."]}. From plain texts, rerankers use the first lines as queries. The requests have priority bulk. SIE_API_KEY is
-    the token if the gateway requires one, else SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
+    "..."]}. From plain texts, rerankers use the first lines as queries. The requests have priority bulk. If the
+    gateway requires a token: SIE_API_KEY is sent. Without it, SIE_ADMIN_TOKEN is sent, but only to the gateway that
+    SIE_GATEWAY_URL or SIE_BASE_URL names.
 
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg

@@ -61,7 +61,7 @@ class AnswerMemory:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.erasures = 0  # number so far: an answer whose computation began before the last one is not cached
+        self.erasures = 0  # an answer whose computation began before the last erasure is not cached
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock

@@ -84,7 +84,9 @@ class DemandRecords:
             try:
                 await self.write()
             except BrokerError as error:
-                _logger.warning("records of demand for lanes could not be written to the broker: %s", error)
+                _logger.warning(
+                    "the demand for workers, which autoscalers read, could not be written to the broker: %s", error
+                )
                 self._wake.set()
                 await stop.wait_for(_RETRY_S)
 

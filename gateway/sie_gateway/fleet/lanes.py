@@ -362,7 +362,7 @@ class Fleet:
         if spec is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
-                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} only",
+                    f"the workers of pool {pool!r} have the bundle {spec.bundle!r}, which does not serve this model",
                     param="model",
                     extras={"compatible_bundles": list(resolved.bundles or (bundle,))},
                 )

@@ -1,7 +1,7 @@
 """Log and history of the inference requests of a gateway, which show why requests are slow.
 
 The history has, for the last hour, counts, errors and stage latencies of each STEP_S, and records of the slowest
-requests. The log has one line for each request that ran. Requests that were refused before they ran have at most
+requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at most
 MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the log:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
@@ -12,7 +12,8 @@ MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so 
  a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
                 └──► records of its minute, if it failed or was one of the slowest
 
-The numbers of counts and of records are limited. No part of a body or of a credential is stored.
+The numbers of counts and of records are limited. No input of a request and no token is stored. An error message is
+stored, and may quote a number or the name of a model from the body.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sie_gateway.admission.grant import Grant
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
 
-REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused before they ran
+REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused for overload or a rate limit
 INTERVAL_S = 10.0
 MAX_REFUSED_LINES = 20  # log lines for refused requests in one interval of INTERVAL_S
 STEP_S = 10

@@ -582,7 +582,7 @@ class WorkQueue:
         """Wait at most UNDO_S seconds for the background work, then cancel it."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
-                "the messages of %d ended requests could not be removed from the queue in time", len(self._undoing)
+                "%d removals of messages of ended requests from the queue did not finish in time", len(self._undoing)
             )
         await self._undoing.cancel()
         await self._ensuring.stop()

@@ -49,8 +49,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of the work items `asks`, which would fill a batch, run in the next batch: the first ones, and at
-    least one.
+    """Return how many of `asks`, counted from the first, run in the next batch: at least one. `asks`: the work items of
+    a full batch.
     """
     if len(asks) < 2:
         return len(asks)

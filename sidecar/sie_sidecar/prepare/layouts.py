@@ -485,7 +485,7 @@ def _raw(
             results.append(WorkRows([], error=too_many(message, MAX_TOKENS)))
             continue
         rows = []
-        # the number of the query is OF_QUERY
+        # the query, if there is one, is the first text and has the number -1, which `rows.OF_QUERY` names
         for number, (content, text, cost) in enumerate(zip(contents, texts, costs, strict=True), -shared):
             tokens, beside = len(content.ids), len(text) // COST_CHARACTERS
             row = TokenRow(content.ids, tokens, expanded=max(beside, cost))

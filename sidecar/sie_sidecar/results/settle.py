@@ -587,7 +587,7 @@ class Leases:
             if self._flushed is not None:
                 await self._flushed(self._ack_wait_s / 3)
         except BrokerError as error:
-            _leases_logger.warning("leases could not be renewed: %s", error)
+            _leases_logger.warning("the leases of this worker's messages could not be renewed: %s", error)
             return
         for lease in renewed:
             lease.renewed_s = max(lease.renewed_s, sent_s)

@@ -43,7 +43,7 @@ class _Handshake(ServerProtocol):
         self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
 
     def begin(self, scope: Scope) -> None:
-        """Use the scope that the application gets for the headers of the reply, and give it the id of the request."""
+        """Compute the headers of replies from `scope`, which the application gets too. Store the request's id in it."""
         scope[REQUEST_ID] = self.scope[REQUEST_ID]
         self.scope = scope
 

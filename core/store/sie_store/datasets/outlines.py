@@ -1,6 +1,6 @@
 """Outline of a document that was written as Markdown: the positions at which its pages and its sections begin.
 
-A heading is a line that begins with `#` and is not in a block of code between fences.
+A heading is a line that begins with one to six `#` and a space, and is not in a block of code between fences.
 """
 
 from __future__ import annotations

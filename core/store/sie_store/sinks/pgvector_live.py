@@ -82,7 +82,7 @@ WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL A
 class _TableShape:
     """Columns of the table. `columns`: SQL types by column name."""
 
-    extension: str  # schema of pgvector
+    extension: str  # name of the SQL schema that has the types and functions of pgvector
     vector: str  # name of the column of vectors in use
     kind: str  # type of the vectors: vector, halfvec or sparsevec
     id_column: str

@@ -141,7 +141,8 @@ class DiskWatch:
                 continue
             if was_well and not is_well:
                 _logger.warning(
-                    "the disk of %s is fuller than SIE_DISK_PRESSURE_THRESHOLD_PERCENT, and no snapshot may be removed",
+                    "the disk of %s is still fuller than SIE_DISK_PRESSURE_THRESHOLD_PERCENT: the remaining snapshots "
+                    "of weights are in use or were not fetched by SIE",
                     self._folder,
                 )
             was_well = is_well
