@@ -363,3 +363,64 @@ def test_files_that_cannot_be_reproduced_are_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("hear/wrong", reader_entry(TOKENS, "wrong", folder))
+
+
+ALIGNMENT_HEADS = ((0, 1), (1, 0), (1, 3))
+
+
+def words_of_the_library(folder: Path, sound: Samples, options: ExtractOptions) -> list[tuple[str, float, float]]:
+    """The words of a sound with their begin and end, as transformers' pipeline of speech makes them."""
+    from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
+
+    model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    whole = {"truncation": False, "padding": "longest"} if len(sound) > SECONDS * RATE else {}
+    inputs = AutoFeatureExtractor.from_pretrained(folder)(
+        sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **whole
+    )
+    written = model.generate(
+        inputs.input_features,
+        attention_mask=inputs.attention_mask,
+        return_timestamps=True,
+        return_token_timestamps=True,
+        return_segments=True,
+        max_new_tokens=options.parameters["max_new_tokens"],
+        num_beams=1,
+        do_sample=False,
+        **{name: value for name, value in options.parameters.items() if name in ("language", "task")},
+    )
+    segments = written["segments"][0]
+    tokens = torch.cat([segment["tokens"] for segment in segments])[None]
+    times = torch.cat([segment["token_timestamps"] for segment in segments])[None]
+    outputs = [{"tokens": tokens.numpy(), "token_timestamps": times}]
+    _, rest = tokenizer._decode_asr(outputs, return_timestamps="word", return_language=False, time_precision=0.02)
+    return [(word["text"].strip(), *map(float, word["timestamp"])) for word in rest["chunks"] if word["text"].strip()]
+
+
+@pytest.mark.parametrize("number", range(len(SOUNDS)))
+def test_words_and_their_times_equal_those_of_the_library(
+    number: int, cpu_engine: AdapterEngine, tmp_path: Path
+) -> None:
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(tmp_path / "words", alignment_heads=ALIGNMENT_HEADS)
+    served = served_by(cpu_engine, reader_entry(TOKENS, "words", folder))
+    recipe = served.weights.rows["extract"].sounds
+    asked = [asks(language=language, word_times=True) for language in ("en", "de")]
+    prompts = [served.weights.prompt(sounds.features(SOUNDS[number], recipe), options) for options in asked]
+    cpu_engine.readings.read(served.weights, prompts)
+    for prompt, options in zip(prompts, asked, strict=True):
+        words = [(word.text, word.start_s, word.end_s) for word in prompt.sound.words]
+        reference = words_of_the_library(folder, SOUNDS[number], options)
+        assert [text for text, *_ in words] == [text for text, *_ in reference]
+        assert np.array([times for _, *times in words]) == pytest.approx(
+            np.array([times for _, *times in reference]), abs=0.001
+        )
+
+
+def test_times_of_words_are_refused_by_a_checkpoint_that_has_none(load: Callable[[str], Writing]) -> None:
+    weights = load("few").served.weights
+    features = sounds.features(SOUNDS[1], weights.rows["extract"].sounds)
+    with pytest.raises(InvalidInput, match="no alignment_heads") as refused:
+        weights.prompt(features, asks(word_times=True))
+    assert (refused.value.param, refused.value.reason) == ("word_times", "unsupported_parameter")

@@ -117,7 +117,7 @@ def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
     """The folder of a small model in the place of that of the page."""
     from parity import sound_checkpoints
 
-    folder = sound_checkpoints.whisper(open_models.weights / "whisper")
+    folder = sound_checkpoints.whisper(open_models.weights / "whisper", alignment_heads=[[0, 1], [1, 0], [1, 3]])
     entry = {
         "id": WHISPER,
         "family": "sound-reader",
@@ -164,10 +164,14 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "language")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client of OpenAI
 def test_parakeet_writes_words_with_their_times_as_the_library_does(
     open_cluster: Cluster, open_models: LocalModels
 ) -> None:
-    """A recording of one window, natively and at the route of OpenAI, which names no language."""
+    """A recording of one window, natively and at the route of OpenAI, which names no language. The client of OpenAI
+    gets the words of the native route.
+    """
+    import openai
     from parity import sound_checkpoints
     from parity.test_parakeet import Oracle
 
@@ -192,7 +196,20 @@ def test_parakeet_writes_words_with_their_times_as_the_library_does(
         f"{open_cluster.url}/v1/audio/transcriptions", data={**form, "language": "de"}, files=files, timeout=60
     )
     assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "language"
     assert "the model recognises the language itself" in refused.json()["error"]["message"]
+    with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
+        reply = api.audio.transcriptions.create(
+            model=model,
+            file=("a.flac", recording),
+            response_format="verbose_json",
+            timestamp_granularities=["word"],
+        )
+    assert [(each.word, [each.start, each.end]) for each in reply.words] == [
+        (word["text"], [round(second, 2) for second in word["seconds"]]) for word in written["data"]["words"]
+    ]
+    assert reply.words
+    assert reply.segments is None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client's own
@@ -214,6 +231,9 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
         pipe = pipeline("automatic-speech-recognition", model=str(whisper), device="cpu")
         options = {"max_new_tokens": most, "num_beams": 1, "do_sample": False, "language": "de"}
         piped = pipe({"raw": samples, "sampling_rate": RATE}, return_timestamps=True, generate_kwargs=options)
+        pipe.model.set_attn_implementation("eager")
+        timed = pipe({"raw": samples, "sampling_rate": RATE}, return_timestamps="word", generate_kwargs=options)
+    words = [(text, *chunk["timestamp"]) for chunk in timed["chunks"] if (text := chunk["text"].strip())]
     segments = [(each.start_s, each.end_s, text) for each in spoken if (text := oracle.text(each.ids))]
     assert segments
     with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
@@ -227,6 +247,10 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
         assert [(each.start, each.end, each.text.strip()) for each in verbose.segments] == segments
         assert (verbose.language, verbose.duration) == ("german", 4.4)
         assert verbose.text.strip() == piped["text"].strip()
+        worded = transcription("verbose_json", timestamp_granularities=["word"])
+        assert [(each.word, each.start, each.end) for each in worded.words] == words
+        assert worded.segments is None
+        assert words
         assert transcription("json").text == verbose.text
         assert transcription("text") == f"{verbose.text}\n"
         assert transcription("srt").count(" --> ") == transcription("vtt").count(" --> ") == len(segments)

@@ -218,6 +218,7 @@ def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level
         (("org/late", "encode", {}), {"output_types": ["multivector"]}),
         (GLINER, {"labels": ["place"], "precompute_labels": True, "threshold": 0.4}),
         (PRUNER, {"instruction": "something else"}),
+        (LISTENER, {"word_times": True}),
     ],
 )
 def test_parameters_that_change_no_number_leave_the_fingerprint(asked: Asked, given: dict[str, Any]) -> None:
@@ -591,6 +592,13 @@ def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> N
     for level in LEVELS:
         error = refused(merged({"labels": ["x"]}, at(level, name, value)), spec, operation="extract")
         assert (error.reason, error.param) == ("schema", level + name)
+
+
+def test_the_times_of_words_are_a_boolean() -> None:
+    for wrong in ("yes", 2, ["word"]):
+        with pytest.raises(InvalidInput) as caught:
+            variant(LISTENER, word_times=wrong)
+        assert (caught.value.reason, caught.value.param) == ("schema", "word_times")
 
 
 def test_an_option_of_another_family_is_a_warning() -> None:

@@ -47,12 +47,16 @@ async def post(gateway: GatewayProcess, path: str = PATHS[0], file: Any = RECORD
     return await gateway.client.post(path, data=form, files={"file": ("a.wav", file)}, timeout=30)
 
 
-def outcome(spoken: Spoken, seconds: float, *, space: str = " ", language: str = "de") -> Ok:
+def outcome(
+    spoken: Spoken, seconds: float, *, space: str = " ", language: str = "de", words: Spoken | None = None
+) -> Ok:
     """What a worker answers of a part: times count from its begin."""
     entities = [
         {"text": text, "label": "transcript", "score": 1.0, "seconds": [start, end]} for start, end, text in spoken
     ]
-    data = {"text": space.join(text for _, _, text in spoken), "language": language}
+    data: dict[str, Any] = {"text": space.join(text for _, _, text in spoken), "language": language}
+    if words is not None:
+        data["words"] = [{"text": text, "seconds": [start, end]} for start, end, text in words]
     return Ok({}, 1500, data={"entities": entities, "data": data}, sound_s=seconds)
 
 
@@ -97,11 +101,7 @@ REFUSED = [
         "schema",
         "timestamp_granularities[]",
     ),
-    (
-        {"timestamp_granularities__": ["word"], "response_format": "verbose_json"},
-        "unsupported_parameter",
-        "timestamp_granularities[]",
-    ),
+    ({"timestamp_granularities__": "word"}, "schema", "timestamp_granularities[]"),
     ({"language": "x" * 300}, "schema", "language"),
     ({"prompt": "x" * 5000}, "schema", "prompt"),
     ({"model": "toy/find"}, "unsupported_task", "model"),
@@ -203,6 +203,46 @@ async def test_verbose_json_has_segments_the_language_and_the_duration(
     assert all(each["avg_logprob"] is None and each["compression_ratio"] > 0 for each in found["segments"])
 
 
+WORDS: Spoken = [(0.0, 0.32, "And"), (0.32, 0.5049, "what"), (2.4, 61.0, "then?")]
+
+
+@pytest.mark.parametrize("granularities", [["word"], ["segment", "word"], ["segment"], []])
+async def test_verbose_json_has_the_words_or_the_segments_that_are_asked_for(
+    cluster: InProcess, gateway: GatewayProcess, granularities: list[str]
+) -> None:
+    """A model that always writes words, as Parakeet does."""
+
+    def hear(item: WorkItem) -> Outcome:
+        return outcome(SPOKEN, 62.5, words=WORDS)
+
+    form = {"response_format": "verbose_json", "timestamp_granularities__": granularities}
+    response, (part,) = await heard(cluster, post(gateway, **form), hear)
+    found = response.json()
+    assert part.options.parameters == ({"word_times": True} if "word" in granularities else {})
+    assert ("segments" in found) == (granularities != ["word"])
+    assert found.get("words") == (
+        [{"word": text, "start": start, "end": round(end, 2)} for start, end, text in WORDS]
+        if "word" in granularities
+        else None
+    )
+
+
+async def test_an_error_of_a_parameter_names_its_field(cluster: InProcess, gateway: GatewayProcess) -> None:
+    from sie_contracts.errors import InvalidInput
+    from sie_contracts.wire.messages import Failed
+
+    def refuse(item: WorkItem) -> Outcome:
+        error = InvalidInput("word_times: the model has none", reason="unsupported_parameter", param="word_times")
+        return Failed(error.info())
+
+    form = {"response_format": "verbose_json", "timestamp_granularities__": ["word"]}
+    response, _ = await heard(cluster, post(gateway, **form), refuse)
+    error = response.json()["error"]
+    assert (response.status_code, error["reason"]) == (400, "unsupported_parameter")
+    assert error["param"] == "timestamp_granularities[]"
+    assert error["message"] == "timestamp_granularities[]: the model has none"
+
+
 async def test_a_translation_asks_the_model_for_english(cluster: InProcess, gateway: GatewayProcess) -> None:
     request = post(gateway, PATHS[1], response_format="verbose_json")
     response, (part,) = await heard(cluster, request, answer)
@@ -226,11 +266,12 @@ async def test_a_failure_of_the_recording_is_that_of_the_request(cluster: InProc
 # recordings of many parts
 
 WORD_S = 7.0
+EARLIER_S = 0.1
 
 
 def recorder(seconds: float, *, space: str = " ") -> Callable[[WorkItem], Outcome]:
     """A worker with a recording in which a word is said every 7 s, for 7 s. In a part, it hears each word that begins
-    in it, as far as the part goes.
+    in it, as far as the part goes. A word begins a little before its segment, since Whisper computes these times apart.
     """
 
     def hear(item: WorkItem) -> Outcome:
@@ -242,7 +283,10 @@ def recorder(seconds: float, *, space: str = " ") -> Callable[[WorkItem], Outcom
             start, end = number * WORD_S, min((number + 1) * WORD_S, end_s)
             if from_s - 1e-6 <= start < end_s and end > start:
                 spoken.append((start - from_s, end - from_s, f"w{number}" if space else chr(0x4E00 + number)))
-        return outcome(spoken, seconds, space=space, language="zh" if not space else "en")
+        words = [(max(0.0, start - EARLIER_S), end, text) for start, end, text in spoken]
+        has_words = "word_times" in item.options.parameters
+        language = "en" if space else "zh"
+        return outcome(spoken, seconds, space=space, language=language, words=words if has_words else None)
 
     return hear
 
@@ -251,7 +295,7 @@ def recorder(seconds: float, *, space: str = " ") -> Callable[[WorkItem], Outcom
 async def test_a_long_recording_is_read_part_by_part_and_each_word_once(
     cluster: InProcess, gateway: GatewayProcess, seconds: float
 ) -> None:
-    request = post(gateway, response_format="verbose_json")
+    request = post(gateway, response_format="verbose_json", timestamp_granularities__=["segment", "word"])
     response, parts = await heard(cluster, request, recorder(seconds))
     found = response.json()
     count = int(seconds / WORD_S) + (seconds % WORD_S > 0)
@@ -259,6 +303,11 @@ async def test_a_long_recording_is_read_part_by_part_and_each_word_once(
     for number, segment in enumerate(found["segments"]):
         assert segment["start"] == pytest.approx(number * WORD_S, abs=0.011)
         assert segment["end"] == pytest.approx(min((number + 1) * WORD_S, seconds), abs=0.011)
+    assert [word["word"] for word in found["words"]] == found["text"].split()
+    for word, segment in zip(found["words"], found["segments"], strict=True):
+        assert segment["start"] - EARLIER_S - 0.011 <= word["start"] <= segment["start"]
+        assert word["end"] == segment["end"]
+    assert all(part.options.parameters["word_times"] is True for part in parts)
     assert found["duration"] == seconds
     begins = [part.options.sound_from_s or 0.0 for part in parts]
     step_s = MAX_SECONDS - AGAIN_S - WORD_S + 1  # at least, from one part to the next

@@ -3,14 +3,14 @@ segments.
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window
-  language, task, words before it ──► prompt ────────────┘
+  language, task, words before it ──► prompt ────────────┘                    └──► with `word_times`: times of words
 
 Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
 from sie_adapter.readers.reading import GeneratedText
 from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
-from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, PromptTokens, TranscriptSegment, segments
+from sie_adapter.readers.transcript import FRAMES_PER_STEP, STEP_S, TASKS, PromptTokens, TranscriptSegment, segments
+from sie_adapter.readers.transducer import SpokenText
+from sie_adapter.readers.word_times import WordTimes
 from sie_adapter.readers.written import (
     IsGone,
     Read,
@@ -59,7 +61,8 @@ _WINDOWS_PER_PASS = 8
 @dataclass(eq=False)
 class SoundTranscription:
     """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
-    language token, which the first window determines; -1 if the language is known.
+    language token, which the first window determines; -1 if the language is known. `word_times`: computes the times of
+    words from `encoded`, the states of the present window; None if the request does not ask for them.
     """
 
     features: Heard
@@ -68,6 +71,10 @@ class SoundTranscription:
     rules: Rules
     prompt_tokens: PromptTokens
     label: str
+    codes: Mapping[int, str]
+    word_times: WordTimes | None = None
+    encoded: Tensor | None = None
+    words: list[SpokenText] = field(default_factory=list)
     segments: list[TranscriptSegment] = field(default_factory=list)
     tokens: int = 0
     finish: Finish = "stop"
@@ -76,6 +83,11 @@ class SoundTranscription:
     def frames(self) -> int:
         count: int = self.features.shape[1]
         return count
+
+    @property
+    def language(self) -> str:
+        """Return the code of the language in the prompt; empty if the prompt names none."""
+        return next((self.codes[number] for number in self.ids if number in self.codes), "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +106,29 @@ class SoundWindow:
     def frames(self) -> int:
         return min(self.max_frames, self.sound.frames - self.seek)
 
+    @property
+    def heard_frames(self) -> int:
+        """Return the number of frames before the silence with which a short sound is filled up. All bins of silence
+        have the lowest level of the sound. One frame more is heard than there are, since frames overlap.
+        """
+        levels = self.sound.features[0, self.seek : self.seek + self.frames]
+        loud = np.flatnonzero((levels > self.sound.features.min()).any(axis=1))
+        is_filled = len(loud) and loud[-1] + 1 < self.frames
+        return int(loud[-1]) if is_filled else self.frames
+
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
         sound = self.sound
         if not self.seek:  # after a failed batch, the sound is read a second time from its first window
-            sound.segments, sound.tokens, sound.finish = [], 0, "stop"
+            sound.segments, sound.words, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
         sound.segments += new_segments
+        if sound.word_times is not None:
+            assert sound.encoded is not None
+            ends = sound.word_times.ends(sound.ids, written.ids, sound.encoded, self.heard_frames)
+            offset_s = self.seek * STEP_S / FRAMES_PER_STEP
+            sound.words += sound.word_times.words(new_segments, ends, offset_s, sound.language)
         sound.tokens += len(written.ids)
         sound.finish = written.finish if sound.finish == "stop" else sound.finish
         seek = self.seek + used
@@ -112,9 +139,9 @@ class WhisperReader:
     """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`. The reason is `length` if a window was cut at its limit. An input gets an InvalidInput if it
-    does not have exactly one sound, or if the model does not have the task or the language, and an InferenceFailed if
-    the scores are not finite.
+    `completion_tokens`; with the parameter `word_times` also the words with their times. The reason is `length` if a
+    window was cut at its limit. An input gets an InvalidInput if it does not have exactly one sound, or for a task, a
+    language or times of words that the model does not have, and an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
@@ -145,6 +172,9 @@ class WhisperReader:
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self._is_eager = model.config._attn_implementation == "eager"
         self._config = model.generation_config
+        heads = getattr(self._config, "alignment_heads", None)
+        end = model.config.eos_token_id
+        self._word_times = WordTimes(model, heads, self._words, end) if heads else None
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
@@ -166,8 +196,13 @@ class WhisperReader:
         times = WhisperTimeStampLogitsProcessor(self._config, len(ids))
         rules = self._greedy.rules(ids, most, [times])
         is_translation = self._prompt_tokens.tasks.get(TASKS[1]) in ids
+        label = _LABELS[TASKS[is_translation]]
+        if (has_times := bool(parameters.get("word_times"))) and self._word_times is None:
+            cause = "generation_config.json of the model has no alignment_heads, so it has no times of words"
+            raise InvalidInput(f"word_times: {cause}", reason="unsupported_parameter", param="word_times")
+        word_times = self._word_times if has_times else None
         return SoundWindow(
-            SoundTranscription(features, ids, place, rules, self._prompt_tokens, _LABELS[TASKS[is_translation]]),
+            SoundTranscription(features, ids, place, rules, self._prompt_tokens, label, self._codes, word_times),
             self._frames,
         )
 
@@ -204,6 +239,8 @@ class WhisperReader:
     def _begun(self, encoded: Tensor, sound: SoundTranscription) -> RowStart:
         if sound.place >= 0 and sound.ids[sound.place] < 0:
             sound.ids[sound.place] = self._language(encoded)
+        if sound.word_times is not None:
+            sound.encoded = encoded
         cache = empty(has_encoder=True)
         ids = torch.tensor([sound.ids], device=self._device)
         scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
@@ -248,8 +285,13 @@ class WhisperReader:
             "finish_reason": sound.finish,
             "completion_tokens": sound.tokens,
         }
-        spoken = [self._codes[number] for number in sound.ids if number in self._codes]
-        return {"entities": entities, "data": {**data, **({"language": spoken[0]} if spoken else {})}}
+        if sound.language:
+            data["language"] = sound.language
+        if sound.word_times is not None:
+            data["words"] = [
+                {"text": word.text, "seconds": [round(word.start_s, 2), round(word.end_s, 2)]} for word in sound.words
+            ]
+        return {"entities": entities, "data": data}
 
     def _text(self, ids: Iterable[int]) -> str:
         """Return the text of these ids, without time stamps and special tokens."""

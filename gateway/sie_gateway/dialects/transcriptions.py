@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,8 @@ VTT = "text/vtt"
 # Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
+# SIE's parameters, each with the field of the form that sets it
+_FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANULARITIES}
 # fields of OpenAI that are not supported, each with the values that are accepted because they change nothing, and the
 # end of the error text for other values
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -68,20 +70,22 @@ class SpokenSegment(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Text and segments of the parts of a recording that have been read so far. `language`: code of the language that
-    was recognised in the first part.
+    """Text, segments and words of the parts of a recording that have been read so far. `language`: code of the language
+    that was recognised in the first part. `words`: single words with their times, empty if the model wrote none.
     """
 
     seconds: float = 0.0
     language: str = ""
     text: str = ""
     segments: list[SpokenSegment] = field(default_factory=list)
+    words: list[SpokenSegment] = field(default_factory=list)
     space: str = " "  # text between two segments: empty in a language without spaces
     tokens: int = 0
 
-    def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
+    def add(self, segments: Sequence[SpokenSegment], text: str, words: Sequence[SpokenSegment]) -> None:
         """Add a part. `text`: its text as the model wrote it; if empty, the texts of the segments are joined."""
         self.segments += segments
+        self.words += words
         own = text or self.space.join(segment.text for segment in segments)
         self.text = self.space.join(filter(None, (self.text, own)))
 
@@ -99,8 +103,10 @@ async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -
         parameters["instruction"] = bodies.utf8(prompt, "prompt")
     if language := form.fields.get("language", "").strip():
         parameters["language"] = language
+    if "word" in form.lists[GRANULARITIES]:
+        parameters["word_times"] = True
     item = RequestItem(None, modalities=("audio",), audio=file)
-    with fields.named(instruction="prompt"):
+    with fields.named(**_FIELDS):
         planned = inference.understand(call, InferRequest("extract", resolved, (item,), parameters))
     transcript, finished = await _read(inference, call, planned)
     finished.timing(call.received_s)
@@ -131,7 +137,7 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
         parameters = {**run.parameters, **language}
         part = planned.with_run(msgspec.structs.replace(run, sound_from_s=from_s, parameters=parameters))
         finished = call.finished = await inference.execute(own, part)
-        outcome = finished.succeeded("file")[0][1]
+        outcome = finished.succeeded("file", **_FIELDS)[0][1]
         next_s = _add(transcript, outcome, from_s)
         transcript.tokens += finished.usage["prompt_tokens"]
         if next_s >= outcome.sound_s:
@@ -148,22 +154,42 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
     transcript.seconds = outcome.sound_s
     data = result.get("data", {})
     transcript.language = transcript.language or data.get("language", "")
-    segments = [
-        SpokenSegment(round(from_s + start, 2), round(from_s + end, 2), entity["text"])
-        for entity in result.get("entities", ())
-        for start, end in (entity["seconds"],)
-    ]
+    segments = _spoken(result.get("entities", ()), from_s)
+    words = _spoken(data.get("words", ()), from_s)
     text = data.get("text", "")
     if len(segments) > 1 and "".join(segment.text for segment in segments) == text:
         transcript.space = ""
     if from_s + MAX_SECONDS >= outcome.sound_s:
-        transcript.add(segments, text)
+        transcript.add(segments, text, words)
         return outcome.sound_s
     whole_s = from_s + MAX_SECONDS - AGAIN_S
     cut = [segment for segment in segments if segment.end > whole_s]
-    transcript.add([segment for segment in segments if segment.end <= whole_s], "" if cut else text)
+    whole = [segment for segment in segments if segment.end <= whole_s]
+    transcript.add(whole, "" if cut else text, _words_of(whole, words))
     # the next part begins at least AGAIN_S after this one began: a segment as long as a part causes no endless loop
     return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
+
+
+def _spoken(texts: Iterable[Mapping[str, Any]], from_s: float) -> list[SpokenSegment]:
+    """Return segments or words of a part that begins at `from_s`."""
+    return [
+        SpokenSegment(round(from_s + start, 2), round(from_s + end, 2), text["text"])
+        for text in texts
+        for start, end in (text["seconds"],)
+    ]
+
+
+def _words_of(segments: Sequence[SpokenSegment], words: Sequence[SpokenSegment]) -> list[SpokenSegment]:
+    """Return the words of the first segments of a part. Their number follows from the letters of the segments: Whisper
+    computes times of words apart from those of segments, so a word may begin before its own segment does.
+    """
+    letters = sum(_letters(segment) for segment in segments)
+    before = itertools.accumulate(map(_letters, words), initial=0)
+    return [word for word, count in zip(words, before, strict=False) if count < letters]
+
+
+def _letters(spoken: SpokenSegment) -> int:
+    return sum(map(len, spoken.text.split()))
 
 
 # the reply
@@ -187,11 +213,7 @@ def _writer(form: Form) -> Write:
             raise fields.refused(GRANULARITIES, value, "segment or word")
     if granularities and format_ != "verbose_json":
         raise fields.refused(GRANULARITIES, granularities, "response_format verbose_json beside it")
-    if "word" in granularities:
-        raise fields.refused(
-            GRANULARITIES, "word", "segment: this server has no times of words", "unsupported_parameter"
-        )
-    return _WRITERS[format_]
+    return functools.partial(_verbose, granularities) if granularities else _WRITERS[format_]
 
 
 def _usage(transcript: Transcript) -> dict[str, Any]:
@@ -203,14 +225,19 @@ def _json(transcript: Transcript, task: str, finished: RequestResult) -> tuple[b
     return orjson.dumps(content), JSON
 
 
-def _verbose(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+def _verbose(
+    granularities: Sequence[str], transcript: Transcript, task: str, finished: RequestResult
+) -> tuple[bytes, str]:
+    segments = [_segment(number, segment, transcript.space) for number, segment in enumerate(transcript.segments)]
+    words = [{"word": word.text, "start": word.start, "end": word.end} for word in transcript.words]
     code = "en" if task == "translate" else transcript.language
     content = {
         "task": task,
         "language": NAMES.get(code, code) or "english",
         "duration": round(transcript.seconds, 2),
         "text": transcript.text,
-        "segments": [_segment(number, segment, transcript.space) for number, segment in enumerate(transcript.segments)],
+        **({"segments": segments} if "segment" in granularities else {}),
+        **({"words": words} if "word" in granularities else {}),
         "usage": _usage(transcript),
         **_warnings(finished),
     }
@@ -267,4 +294,10 @@ def _time(seconds: float, mark: str) -> str:
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{mark}{milliseconds:03}"
 
 
-_WRITERS: dict[str, Write] = {"json": _json, "text": _text, "srt": _srt, "verbose_json": _verbose, "vtt": _vtt}
+_WRITERS: dict[str, Write] = {
+    "json": _json,
+    "text": _text,
+    "srt": _srt,
+    "verbose_json": functools.partial(_verbose, ("segment",)),
+    "vtt": _vtt,
+}

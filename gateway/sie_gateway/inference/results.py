@@ -181,11 +181,13 @@ class RequestResult:
         )
         return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
 
-    def check(self, name: str = "") -> None:
+    def check(self, name: str = "", **names: str) -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
         `name`: for API formats whose replies cannot report the error of a single input, the name of their field of
         inputs. For such a format, any failed input fails the request, and the error names the input.
+        `names`: parameters of SIE that such a format has, with the names of their fields. An error of one of these
+        names its field in place of the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -193,6 +195,10 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
+        if is_input and error.param in names:
+            error.message = names[error.param] + error.message.removeprefix(error.param)
+            error.param = names[error.param]
+            raise FailedRequest(error, listed)
         # The error may name a field of the input. Fields of images and chunks are omitted for other API formats,
         # because their names differ.
         own = error.param.startswith(("images[", "chunks"))
@@ -206,9 +212,11 @@ class RequestResult:
             error.message = f"{place}: {error.message.removeprefix((field or 'text') + ': ')}"
         raise FailedRequest(error, listed)
 
-    def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for API formats without errors of single inputs. Raises FailedRequest."""
-        self.check(name)
+    def succeeded(self, name: str, **names: str) -> list[tuple[WorkResult, Ok]]:
+        """Return the value of each input, for API formats without errors of single inputs. Raises FailedRequest.
+        `names`: as in `check`.
+        """
+        self.check(name, **names)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
     def arrays(self, name: str, output: str) -> list[arrays.Array]:

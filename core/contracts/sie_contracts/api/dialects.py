@@ -218,12 +218,12 @@ class TranslationForm(_RecordingForm, kw_only=True):
 
 
 class TranscriptionForm(_RecordingForm, kw_only=True):
-    """Form with a sound file. The reply has the spoken words. With `verbose_json` it also has segments with their
-    times.
+    """Form with a sound file. The reply has the spoken words. With `verbose_json` it also has segments or words with
+    their times.
     """
 
     language: Annotated[Text, Meta(description="Its code or its English name. Without it, it is recognised.")] = UNSET
-    granularities: list[Literal["segment"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
+    granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
     stream: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 
 
@@ -244,6 +244,14 @@ class SegmentInfo(Struct, kw_only=True):
     no_speech_prob: None
 
 
+class WordInfo(Struct, kw_only=True):
+    """Word that was spoken from `start` to `end`, in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
 class Transcription(Struct, kw_only=True):
     """Spoken words of a sound file. Only `verbose_json` has more fields than `text`, `usage` and `warnings`."""
 
@@ -254,6 +262,7 @@ class Transcription(Struct, kw_only=True):
     language: Text = UNSET
     duration: Number = UNSET
     segments: list[SegmentInfo] | UnsetType = UNSET
+    words: list[WordInfo] | UnsetType = UNSET
     usage: Map = UNSET
     warnings: Texts = UNSET
 

@@ -152,6 +152,9 @@ class ExtractParams(_Params, kw_only=True):
     max_new_tokens: Annotated[
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
     ] = UNSET
+    word_times: Annotated[
+        Flag, Meta(description="Readers of sounds: true adds `words` with their times to `data`.")
+    ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
     tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
     output_schema: Annotated[

@@ -191,7 +191,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "sound-reader": Family(
             implementation="sie_adapter.readers.sound_reader:SoundReader",
-            parameters=frozenset({"task", "language", "max_new_tokens"}),
+            parameters=frozenset({"task", "language", "max_new_tokens", "word_times"}),
             transformers_class="WhisperForConditionalGeneration",
             ignores_text_beside_images=True,
         ),

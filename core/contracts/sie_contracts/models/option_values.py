@@ -213,6 +213,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "raw_scores": boolean,
     "ocr": boolean,
     "tree": boolean,
+    "word_times": boolean,
     "hypothesis_template": hypothesis,
     "score_weights": weights,
     "score_mode": lambda path, value: one_of(

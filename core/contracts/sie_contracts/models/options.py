@@ -85,6 +85,7 @@ NEUTRAL: Mapping[str, str] = {
     "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
     "ocr": "has one value",
     "tree": "changes the form of the reply",
+    "word_times": "adds words to the reply and changes nothing else in it",
 }
 _USED: dict[str, frozenset[str]] = {
     "encode": _EVERYWHERE
