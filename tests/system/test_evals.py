@@ -121,7 +121,7 @@ def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
     open_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model with random weights: it replaces more, never less."""
-    monkeypatch.setattr(labelled_tasks, "WRITTEN", 1)
+    monkeypatch.setattr(labelled_tasks, "VALUES_PER_FORMAT", 1)
     found = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
     by_source = scores(found)
     leaks = {name: own["leak"] for name, own in by_source.items() if name.startswith("sie, ")}
