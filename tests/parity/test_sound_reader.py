@@ -27,6 +27,7 @@ from sound_files import encoded, tone
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.reading import _GenerationCall, _GenerationRow, _Loop
+from sie_adapter.readers.word_times import warped
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_sidecar.prepare import sounds
 
@@ -410,7 +411,8 @@ def test_words_and_their_times_equal_those_of_the_library(
     prompts = [served.weights.prompt(sounds.features(SOUNDS[number], recipe), options) for options in asked]
     cpu_engine.readings.read(served.weights, prompts)
     for prompt, options in zip(prompts, asked, strict=True):
-        words = [(word.text, word.start_s, word.end_s) for word in prompt.sound.words]
+        words = [(word.text, word.start_s, word.end_s) for word in served.weights.words(prompt.sound)]
+        assert words
         reference = words_of_the_library(folder, SOUNDS[number], options)
         assert [text for text, *_ in words] == [text for text, *_ in reference]
         assert np.array([times for _, *times in words]) == pytest.approx(
@@ -418,8 +420,55 @@ def test_words_and_their_times_equal_those_of_the_library(
         )
 
 
-def test_times_of_words_are_refused_by_a_checkpoint_that_has_none(load: Callable[[str], Writing]) -> None:
-    weights = load("few").served.weights
+def test_words_beside_a_request_without_them_and_of_a_translation_are_those_alone(
+    cpu_engine: AdapterEngine, tmp_path: Path
+) -> None:
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(tmp_path / "mates", alignment_heads=ALIGNMENT_HEADS)
+    weights = served_by(cpu_engine, reader_entry(TOKENS, "mates", folder)).weights
+    asked = [
+        asks("a river", word_times=True),
+        asks(language="de"),
+        asks(word_times=True),
+        asks(task="translate", word_times=True),
+    ]
+
+    def results(numbers: Sequence[int]) -> list[Any]:
+        call = weights.reading(cpu_engine.readings.read, lambda: False)
+        features = [[sounds.features(SOUNDS[6 - number], weights.rows["extract"].sounds)] for number in numbers]
+        return call.extract([""] * len(numbers), [asked[number] for number in numbers], features)  # type: ignore[no-any-return]
+
+    together = results(range(4))
+    assert together == [result for number in range(4) for result in results([number])]
+    assert ["words" in result["data"] for result in together] == [True, False, True, True]
+    for result in (together[0], together[2], together[3]):
+        assert "".join(word["text"] for word in result["data"]["words"]).replace(" ", "") == "".join(
+            result["data"]["text"].split()
+        )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (7, 1), (5, 5), (12, 40), (40, 12)])
+@pytest.mark.parametrize("levels", [3, 1000])
+def test_the_path_of_time_warping_is_that_of_the_library(shape: tuple[int, int], levels: int) -> None:
+    """With few levels many steps are equally cheap."""
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    costs = np.random.default_rng(sum(shape)).integers(-levels, levels, shape) / levels
+    rows, columns = _dynamic_time_warping(costs)
+    path = warped(costs)
+    assert set(map(type, path)) == {int}  # which a reply can carry
+    assert path == columns[np.diff(rows, prepend=-1) > 0].tolist()
+
+
+@pytest.mark.parametrize("heads", [None, [[0, 1], [10, 0]], [[0, 4]]])
+def test_times_of_words_are_refused_by_a_checkpoint_that_has_none(
+    heads: list[list[int]] | None, cpu_engine: AdapterEngine, tmp_path: Path
+) -> None:
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(tmp_path / "none", alignment_heads=heads)
+    weights = served_by(cpu_engine, reader_entry(TOKENS, "none", folder)).weights
     features = sounds.features(SOUNDS[1], weights.rows["extract"].sounds)
     with pytest.raises(InvalidInput, match="no alignment_heads") as refused:
         weights.prompt(features, asks(word_times=True))

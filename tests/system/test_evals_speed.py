@@ -59,7 +59,7 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     result = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
     (row,) = result["rows"]
     assert row["errors"] == {}
-    assert row["scores"]["items_per_s"] <= 1.03 * 1000 / BATCH_MS
+    assert 0.5 <= row["scores"]["items_per_s"] * BATCH_MS / 1000 <= 1.03
     # four clients whose requests are always under way: throughput and latency tell of each other, on a busy machine too
     assert row["scores"]["items_per_s"] == pytest.approx(4000 / row["scores"]["p50_ms"], rel=0.3)
     assert row["scores"]["p50_ms"] >= BATCH_MS

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from sie_adapter.readers.reading import GeneratedText
 from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_adapter.readers.transcript import FRAMES_PER_STEP, STEP_S, TASKS, PromptTokens, TranscriptSegment, segments
 from sie_adapter.readers.transducer import SpokenText
-from sie_adapter.readers.word_times import WordTimes
+from sie_adapter.readers.word_times import WordTimes, alignment_heads
 from sie_adapter.readers.written import (
     IsGone,
     Read,
@@ -61,8 +61,8 @@ _WINDOWS_PER_PASS = 8
 @dataclass(eq=False)
 class SoundTranscription:
     """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
-    language token, which the first window determines; -1 if the language is known. `word_times`: computes the times of
-    words from `encoded`, the states of the present window; None if the request does not ask for them.
+    language token, which the first window determines; -1 if the language is known. `has_word_times`: the request asks
+    for the times of words, which are computed from `windows` when all of them are read.
     """
 
     features: Heard
@@ -72,9 +72,8 @@ class SoundTranscription:
     prompt_tokens: PromptTokens
     label: str
     codes: Mapping[int, str]
-    word_times: WordTimes | None = None
-    encoded: Tensor | None = None
-    words: list[SpokenText] = field(default_factory=list)
+    has_word_times: bool = False
+    windows: list[WrittenWindow] = field(default_factory=list)
     segments: list[TranscriptSegment] = field(default_factory=list)
     tokens: int = 0
     finish: Finish = "stop"
@@ -108,31 +107,39 @@ class SoundWindow:
 
     @property
     def heard_frames(self) -> int:
-        """Return the number of frames before the silence with which a short sound is filled up. All bins of silence
-        have the lowest level of the sound. One frame more is heard than there are, since frames overlap.
+        """Return the number of frames before the silence with which a sound shorter than a window is filled up. All
+        bins of silence have the lowest level of the sound. One frame more is heard than there are, since frames
+        overlap. Silence that was recorded counts as filling, and the number may be one too large.
         """
-        levels = self.sound.features[0, self.seek : self.seek + self.frames]
-        loud = np.flatnonzero((levels > self.sound.features.min()).any(axis=1))
-        is_filled = len(loud) and loud[-1] + 1 < self.frames
-        return int(loud[-1]) if is_filled else self.frames
+        if self.sound.frames > self.max_frames:
+            return self.frames
+        levels = self.sound.features[0]
+        loud = np.flatnonzero((levels > levels.min()).any(axis=1))
+        is_filled = len(loud) and loud[-1] + 1 < len(levels)
+        return max(0, int(loud[-1]) - self.seek) if is_filled else self.frames
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
         sound = self.sound
         if not self.seek:  # after a failed batch, the sound is read a second time from its first window
-            sound.segments, sound.words, sound.tokens, sound.finish = [], [], 0, "stop"
+            sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
         sound.segments += new_segments
-        if sound.word_times is not None:
-            assert sound.encoded is not None
-            ends = sound.word_times.ends(sound.ids, written.ids, sound.encoded, self.heard_frames)
-            offset_s = self.seek * STEP_S / FRAMES_PER_STEP
-            sound.words += sound.word_times.words(new_segments, ends, offset_s, sound.language)
+        if sound.has_word_times:
+            sound.windows.append(WrittenWindow(self, written.ids, new_segments))
         sound.tokens += len(written.ids)
         sound.finish = written.finish if sound.finish == "stop" else sound.finish
         seek = self.seek + used
         return SoundWindow(sound, self.max_frames, seek) if seek < sound.frames else None
+
+
+class WrittenWindow(NamedTuple):
+    """Window that was read: its tokens, the end token included, and its segments."""
+
+    window: SoundWindow
+    ids: list[int]
+    segments: list[TranscriptSegment]
 
 
 class WhisperReader:
@@ -172,9 +179,8 @@ class WhisperReader:
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self._is_eager = model.config._attn_implementation == "eager"
         self._config = model.generation_config
-        heads = getattr(self._config, "alignment_heads", None)
-        end = model.config.eos_token_id
-        self._word_times = WordTimes(model, heads, self._words, end) if heads else None
+        heads = alignment_heads(model)
+        self._word_times = WordTimes(model, heads, self._words, model.config.eos_token_id) if heads else None
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
@@ -198,11 +204,10 @@ class WhisperReader:
         is_translation = self._prompt_tokens.tasks.get(TASKS[1]) in ids
         label = _LABELS[TASKS[is_translation]]
         if (has_times := bool(parameters.get("word_times"))) and self._word_times is None:
-            cause = "generation_config.json of the model has no alignment_heads, so it has no times of words"
+            cause = "generation_config.json of the model names no alignment_heads of its decoder"
             raise InvalidInput(f"word_times: {cause}", reason="unsupported_parameter", param="word_times")
-        word_times = self._word_times if has_times else None
         return SoundWindow(
-            SoundTranscription(features, ids, place, rules, self._prompt_tokens, label, self._codes, word_times),
+            SoundTranscription(features, ids, place, rules, self._prompt_tokens, label, self._codes, has_times),
             self._frames,
         )
 
@@ -239,8 +244,6 @@ class WhisperReader:
     def _begun(self, encoded: Tensor, sound: SoundTranscription) -> RowStart:
         if sound.place >= 0 and sound.ids[sound.place] < 0:
             sound.ids[sound.place] = self._language(encoded)
-        if sound.word_times is not None:
-            sound.encoded = encoded
         cache = empty(has_encoder=True)
         ids = torch.tensor([sound.ids], device=self._device)
         scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
@@ -287,11 +290,27 @@ class WhisperReader:
         }
         if sound.language:
             data["language"] = sound.language
-        if sound.word_times is not None:
+        if sound.has_word_times:
             data["words"] = [
-                {"text": word.text, "seconds": [round(word.start_s, 2), round(word.end_s, 2)]} for word in sound.words
+                {"text": word.text, "seconds": [round(word.start_s, 2), round(word.end_s, 2)]}
+                for word in self.words(sound)
             ]
         return {"entities": entities, "data": data}
+
+    def words(self, sound: SoundTranscription) -> list[SpokenText]:
+        """Return the words of a sound that was read. Each window is encoded a second time, on the calling thread: the
+        states of all windows of a long sound would take much memory, and other sounds are read meanwhile.
+        """
+        assert self._word_times is not None
+        language = "en" if sound.label == _LABELS["translate"] else sound.language
+        words: list[SpokenText] = []
+        with torch.inference_mode():
+            for window, ids, new_segments in sound.windows:
+                encoded = self._model.model.encoder(self._features([window])).last_hidden_state
+                ends = self._word_times.ends(sound.ids, ids, encoded, window.heard_frames)
+                offset_s = window.seek * STEP_S / FRAMES_PER_STEP
+                words += self._word_times.words(new_segments, ends, offset_s, language)
+        return words
 
     def _text(self, ids: Iterable[int]) -> str:
         """Return the text of these ids, without time stamps and special tokens."""

@@ -1,22 +1,23 @@
 """Times of the words that Whisper wrote, from its attention to the sound.
 
-    prompt and written tokens ──► a pass of the decoder ──► attention of the alignment heads [heads, tokens, positions]
+    prompt and written tokens ──► a pass of the decoder ──► attention of the alignment heads [tokens, positions] of each
     ──► normalised, smoothed, averaged ──► dynamic time warping ──► first position of each token ──► words
 
-The times and the words are those of transformers (`generate` with `return_token_timestamps`, and `_decode_asr`).
+The words and their times are those of transformers: `generate` with `return_token_timestamps`, and `_decode_asr`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
+from transformers.models.whisper.generation_whisper import _median_filter
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine_tokens_into_words
 
 from sie_adapter.readers.transcript import FRAMES_PER_STEP, STEP_S, TranscriptSegment
@@ -34,69 +35,74 @@ class _Pieces(NamedTuple):
 
 
 class WordTimes:
-    """Computes the times of words. Call it on one thread at a time. `heads`: layer and number of each alignment head.
-    `end`: the id of the end token, which is the first special token.
+    """Computes the times of words. Several threads may use it at once. `heads`: layer and number of each alignment
+    head. `end`: the id of the end token, which is the first special token.
     """
 
-    def __init__(self, model: Any, heads: Sequence[Sequence[int]], tokenizer: Tokenizer, end: int) -> None:
+    def __init__(self, model: Any, heads: Sequence[tuple[int, int]], tokenizer: Tokenizer, end: int) -> None:
         self._decoder = model.model.decoder
-        # numbers of the heads of each layer
-        self._heads = {layer: [number for own, number in heads if own == layer] for layer, _ in heads}
+        self._heads = heads
         self._filter_width = model.config.median_filter_width
         self._pieces = _Pieces(tokenizer, end)
+        # for each thread that computes times of words now: the states that reach the cross-attention of each layer
+        self._states: dict[int, dict[int, Tensor]] = {}
+        for layer in {layer for layer, _ in heads}:
+            self._decoder.layers[layer].encoder_attn.register_forward_pre_hook(self._hook(layer))
+
+    def _hook(self, layer: int) -> Any:
+        def read(_: Any, inputs: tuple[Tensor]) -> None:
+            if (states := self._states.get(threading.get_ident())) is not None:
+                states[layer] = inputs[0]
+
+        return read
 
     def ends(self, prompt: Sequence[int], written: Sequence[int], encoded: Tensor, frames: int) -> list[float]:
         """Return the end of each token of `written`, in seconds from the begin of the window. The last token, which
         the decoder did not read, ends with the one before it. `encoded` [1, positions, width]: the states of the
-        window. `frames`: its frames without padding.
+        window. `frames`: its frames without filling.
         """
         if len(written) < 2:
             return [0.0] * len(written)
-        weights = self._attention([*prompt, *written[:-1]], encoded)[
-            :, len(prompt) :, : max(1, frames // FRAMES_PER_STEP)
-        ]
-        deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
-        # one token has no deviation
-        smooth = _median_filter(((weights - mean) / deviation).nan_to_num(), self._filter_width).mean(0)
-        rows, positions = _dynamic_time_warping(-smooth.cpu().double().numpy())
-        begins = (positions[np.diff(rows, prepend=-1) > 0] * STEP_S).tolist()
+        states = self._states[threading.get_ident()] = {}
+        try:
+            row = torch.tensor([[*prompt, *written[:-1]]], device=encoded.device)
+            self._decoder(input_ids=row, encoder_hidden_states=encoded, use_cache=False)
+        finally:
+            del self._states[threading.get_ident()]
+        tokens, positions = slice(len(prompt), None), slice(max(1, frames // FRAMES_PER_STEP))
+        total: Tensor | None = None
+        for layer, number in self._heads:  # one after another, since smoothing takes 20 times their memory
+            weights = self._attention(layer, number, states[layer], encoded)[:, tokens, positions]
+            deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
+            # a single token has no deviation
+            smooth = _median_filter(((weights - mean) / deviation).nan_to_num(), self._filter_width)
+            total = smooth if total is None else total + smooth
+        assert total is not None
+        begins = [position * STEP_S for position in warped(-(total[0] / len(self._heads)).cpu().double().numpy())]
         return [*begins, begins[-1]]
 
-    def _attention(self, ids: Sequence[int], encoded: Tensor) -> Tensor:
-        """Return the attention of each alignment head, float32 [heads, tokens, positions]."""
-        states: dict[int, Tensor] = {}
-        with ExitStack() as hooks:
-            for layer in self._heads:
-                attention = self._decoder.layers[layer].encoder_attn
-
-                def read(_: Any, inputs: tuple[Tensor], layer: int = layer) -> None:
-                    states[layer] = inputs[0]
-
-                hooks.callback(attention.register_forward_pre_hook(read).remove)
-            row = torch.tensor([ids], device=encoded.device)
-            self._decoder(input_ids=row, encoder_hidden_states=encoded, use_cache=False)
-        return torch.cat([self._weights(layer, states[layer], encoded) for layer in self._heads])
-
-    def _weights(self, layer: int, states: Tensor, encoded: Tensor) -> Tensor:
-        """Return the attention of the alignment heads of a layer, float32 [heads, tokens, positions]."""
+    def _attention(self, layer: int, number: int, states: Tensor, encoded: Tensor) -> Tensor:
+        """Return the attention of a head, float32 [1, tokens, positions]."""
         attention = self._decoder.layers[layer].encoder_attn
-        queries, keys = (
-            projected.view(-1, attention.num_heads, attention.head_dim)[:, self._heads[layer]].transpose(0, 1).float()
-            for projected in (attention.q_proj(states) * attention.scaling, attention.k_proj(encoded))
-        )
+        part = slice(number * attention.head_dim, (number + 1) * attention.head_dim)
+        queries = (attention.q_proj(states) * attention.scaling)[..., part].float()
+        keys = attention.k_proj(encoded)[..., part].float()
         return (queries @ keys.transpose(1, 2)).softmax(-1)
 
     def words(
         self, segments: Sequence[TranscriptSegment], ends: Sequence[float], offset_s: float, language: str
     ) -> Iterator[SpokenText]:
         """Yield the words of a window that begins at `offset_s` of the sound. `ends`: the end of each token of the
-        window. `language`: its code, empty if it is unknown.
+        window. `language`: the code of the language of the words, empty if it is unknown.
         """
-        place = 0
+        place, end = 0, self._pieces.eos_token_id
         for segment in segments:
-            # places and ids of the tokens that are neither time stamps nor special
-            end = self._pieces.eos_token_id
-            spoken = [(at, number) for at, number in enumerate(segment.ids, place) if number < end]
+            # places and ids of the tokens that have a text: no time stamps, no special ones
+            spoken = [
+                (at, number)
+                for at, number in enumerate(segment.ids, place)
+                if number < end and self._pieces.decode([number])
+            ]
             place += len(segment.ids)
             ids = [number for _, number in spoken]
             texts, _, parts = _combine_tokens_into_words(self._pieces, ids, LANGUAGES.get(language, "english"))
@@ -105,3 +111,42 @@ class WordTimes:
                     first, last = spoken[part[0]][0], spoken[part[-1]][0]
                     start_s = ends[first - 1] if first else 0.0
                     yield SpokenText(word.strip(), offset_s + start_s, offset_s + ends[last])
+
+
+def alignment_heads(model: Any) -> list[tuple[int, int]]:
+    """Return layer and number of each alignment head that generation_config.json names; empty if it names none, or some
+    that the decoder does not have, or if the model's filter has an even width.
+    """
+    heads = [(layer, number) for layer, number in getattr(model.generation_config, "alignment_heads", None) or ()]
+    layers, numbers = model.config.decoder_layers, model.config.decoder_attention_heads
+    are_there = all(0 <= layer < layers and 0 <= number < numbers for layer, number in heads)
+    return heads if are_there and model.config.median_filter_width % 2 == 1 else []
+
+
+def warped(costs: NDArray[np.float64]) -> list[int]:
+    """Return for each row of `costs` [rows, columns] its first column on the cheapest path from the first to the last
+    cell, which never goes back. Dynamic time warping; of equally cheap steps the one to the next column wins.
+
+    Cells of one anti-diagonal depend on the two before it, so each is computed at once: transformers computes one cell
+    at a time, with the same result, in up to two seconds in which no other Python code runs.
+    """
+    rows, columns = costs.shape
+    total = np.full((rows + 1, columns + 1), np.inf, np.float32)
+    step = np.full((rows + 1, columns + 1), 2, np.int8)
+    total[0, 0] = 0
+    for diagonal in range(2, rows + columns + 1):
+        row = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
+        column = diagonal - row
+        both, down, right = total[row - 1, column - 1], total[row - 1, column], total[row, column - 1]
+        is_both, is_down = (both < down) & (both < right), (down < both) & (down < right)
+        step[row, column] = np.where(is_both, 0, np.where(is_down, 1, 2))
+        total[row, column] = costs[row - 1, column - 1] + np.where(is_both, both, np.where(is_down, down, right))
+    step[:, 0] = 1
+    firsts = [0] * rows
+    row_number, column_number = rows, columns
+    while row_number > 0:
+        firsts[row_number - 1] = max(0, column_number - 1)
+        move = int(step[row_number, column_number])
+        row_number -= move != 2
+        column_number -= move != 1
+    return firsts

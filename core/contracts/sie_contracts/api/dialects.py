@@ -211,6 +211,7 @@ class _RecordingForm(Struct, kw_only=True):
     prompt: Annotated[Text, Meta(description="Words as they are to be written, such as names.")] = UNSET
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | UnsetType = UNSET
     temperature: Annotated[Number, Meta(description="Only 0 is supported.")] = UNSET
+    granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
 
 
 class TranslationForm(_RecordingForm, kw_only=True):
@@ -223,7 +224,6 @@ class TranscriptionForm(_RecordingForm, kw_only=True):
     """
 
     language: Annotated[Text, Meta(description="Its code or its English name. Without it, it is recognised.")] = UNSET
-    granularities: list[Literal["segment", "word"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
     stream: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 
 
