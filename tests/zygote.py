@@ -25,7 +25,7 @@ import importlib
 import json
 import os
 import runpy
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -35,7 +35,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import psutil
@@ -118,7 +118,7 @@ class Forked:
 
     def _ended(self, timeout_s: float | None) -> bool:
         with self._ending:  # which several threads may ask for
-            if self.returncode is None and select.select([self._told], [], [], timeout_s)[0]:
+            if self.returncode is None and _readable([self._told], timeout_s):
                 with self._told as told:
                     self.returncode = int(told.readline())
             return self.returncode is not None
@@ -129,6 +129,14 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _readable(files: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    """Those that can be read, within the time limit. `select.select` takes no file with a number above 1023."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout_s)]
 
 
 class Awaited:
@@ -284,7 +292,7 @@ def fork_on_request(
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     parent = os.getpid()
     while True:
-        ready = select.select([woken, *controls, *filter(None, [listener, owner])], [], [])[0]
+        ready = _readable([woken, *controls, *filter(None, [listener, owner])])
         if owner in ready:
             sys.exit()
         if woken in ready:
@@ -392,7 +400,7 @@ def have_children_forked() -> None:
 if __name__ == "__main__":
     kind: Kind = sys.argv[1]  # type: ignore[assignment]
     owner = os.pidfd_open(int(sys.argv[3]))
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if select.select([owner], [], [], 0)[0] else None)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if _readable([owner], 0) else None)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take longer than a user waits after Ctrl-C
     from setproctitle import getproctitle
 
