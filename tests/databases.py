@@ -95,7 +95,9 @@ class Qdrant:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its dependencies
             from qdrant_client import QdrantClient
-        return QdrantClient(host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False)
+        return QdrantClient(
+            host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False, timeout=60
+        )
 
     async def create(self, collection: str, dims: int, distance: str) -> None:
         from qdrant_client import models

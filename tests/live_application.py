@@ -148,6 +148,7 @@ class Points:
                 https=False,
                 check_compatibility=False,
                 trust_env=False,
+                timeout=60,
             )
         return self._client
 

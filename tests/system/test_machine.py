@@ -254,5 +254,16 @@ def test_wrk_sees_no_error(tmp_path: Path) -> None:
 
 
 def run_wrk(cluster: Cluster, script: Path) -> str:
-    command = ["wrk", "-t1", "-c32", "-d5s", "--latency", "-s", str(script), f"{cluster.url}/v1/encode/{MODEL}"]
+    command = [
+        "wrk",
+        "-t1",
+        "-c32",
+        "-d5s",
+        "--latency",
+        "--timeout",
+        "20s",
+        "-s",
+        str(script),
+        f"{cluster.url}/v1/encode/{MODEL}",
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
