@@ -140,7 +140,8 @@ class AdapterServer:
         # created before the batch waits for a device thread, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
-            self._write(request, answer, permission, functools.partial(_is_gone, connection))
+            with self._engine.writing():
+                self._write(request, answer, permission, functools.partial(_is_gone, connection))
             if broken:
                 raise broken[0]
             return

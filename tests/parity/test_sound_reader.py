@@ -4,8 +4,10 @@ their times, whoever reads beside it.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cluster import until
 from numpy.typing import NDArray
 from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
 from parity.gliner_checkpoints import on_device
@@ -446,6 +449,24 @@ def test_words_beside_a_request_without_them_and_of_a_translation_are_those_alon
         assert "".join(word["text"] for word in result["data"]["words"]).replace(" ", "") == "".join(
             result["data"]["text"].split()
         )
+
+
+def test_a_sound_whose_words_were_written_is_freed_at_once(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
+    """Its features are large, and the process collects no garbage for long."""
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(tmp_path / "freed", alignment_heads=ALIGNMENT_HEADS)
+    weights = served_by(cpu_engine, reader_entry(TOKENS, "freed", folder)).weights
+    prompt = weights.prompt(sounds.features(SOUNDS[6], weights.rows["extract"].sounds), asks(word_times=True))
+    cpu_engine.readings.read(weights, [prompt])
+    assert weights.words(prompt.sound)
+    sound = weakref.ref(prompt.sound)
+    gc.disable()
+    try:
+        del prompt
+        until(lambda: sound() is None, 5, "the loop drops its rows")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (7, 1), (5, 5), (12, 40), (40, 12)])

@@ -113,6 +113,7 @@ class AdapterEngine:
             ended=self.loader.ended,
             count=self.oom_counters.count,
         )
+        self._written, self._writing = threading.Condition(), 0
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
@@ -311,10 +312,24 @@ class AdapterEngine:
             devices=self._worker_devices.number,
         )
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Count a batch that generates text, until it is answered: `stop` waits for these batches."""
+        with self._written:
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._written:
+                self._writing -= 1
+                self._written.notify_all()
+
     def stop(self, timeout_s: float) -> bool:
-        began_s = time.monotonic()
+        end_s = time.monotonic() + timeout_s
         ended = self.device_threads.stop(timeout_s)
-        ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
+        ended = self.readings.stop(max(0.0, end_s - time.monotonic())) and ended
+        with self._written:
+            ended = self._written.wait_for(lambda: not self._writing, max(0.0, end_s - time.monotonic())) and ended
         self.batch_limits.save()
         return ended
 

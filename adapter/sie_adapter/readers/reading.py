@@ -387,14 +387,20 @@ class Readings:
             while True:
                 with self._news:
                     self._news.wait_for(lambda: self._loops or self._joining or self._stopping)
-                    joining, self._joining = self._joining, []
+                    self._join()
                     is_stopped = self._stopped
-                for model, rows in joining:
-                    loop = _Loop(model, self._device, self._fits, self._shed)
-                    self._loops.setdefault(id(model), loop).waiting.extend(rows)
                 if not self._loops:
                     return
                 self._turn(is_stopped=is_stopped)
+
+    def _join(self) -> None:
+        """Add the new rows to the loops of their models. While `_run` waits it must refer to no row, because a row can
+        have the features of a long sound.
+        """
+        for model, rows in self._joining:
+            loop = _Loop(model, self._device, self._fits, self._shed)
+            self._loops.setdefault(id(model), loop).waiting.extend(rows)
+        self._joining = []
 
     def _turn(self, *, is_stopped: bool) -> None:
         for loop in self._loops.values():

@@ -10,6 +10,7 @@ Each window begins at the end of the last whole segment of the previous window, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,7 @@ class SoundWindow:
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
         sound.segments += new_segments
         if sound.has_word_times:
-            sound.windows.append(WrittenWindow(self, written.ids, new_segments))
+            sound.windows.append(WrittenWindow(self.seek, written.ids, new_segments))
         sound.tokens += len(written.ids)
         sound.finish = written.finish if sound.finish == "stop" else sound.finish
         seek = self.seek + used
@@ -135,9 +136,9 @@ class SoundWindow:
 
 
 class WrittenWindow(NamedTuple):
-    """Window that was read: its tokens, the end token included, and its segments."""
+    """Window that was read: its first frame, its tokens, the end token included, and its segments."""
 
-    window: SoundWindow
+    seek: int
     ids: list[int]
     segments: list[TranscriptSegment]
 
@@ -179,6 +180,7 @@ class WhisperReader:
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self._is_eager = model.config._attn_implementation == "eager"
         self._config = model.generation_config
+        self._aligning = threading.Lock()
         heads = alignment_heads(model)
         self._word_times = WordTimes(model, heads, self._words, model.config.eos_token_id) if heads else None
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
@@ -299,16 +301,19 @@ class WhisperReader:
 
     def words(self, sound: SoundTranscription) -> list[SpokenText]:
         """Return the words of a sound that was read. Each window is encoded a second time, on the calling thread: the
-        states of all windows of a long sound would take much memory, and other sounds are read meanwhile.
+        states of all windows of a long sound would take much memory, and other sounds are read meanwhile. One window is
+        encoded at a time.
         """
         assert self._word_times is not None
         language = "en" if sound.label == _LABELS["translate"] else sound.language
         words: list[SpokenText] = []
         with torch.inference_mode():
-            for window, ids, new_segments in sound.windows:
-                encoded = self._model.model.encoder(self._features([window])).last_hidden_state
-                ends = self._word_times.ends(sound.ids, ids, encoded, window.heard_frames)
-                offset_s = window.seek * STEP_S / FRAMES_PER_STEP
+            for seek, ids, new_segments in sound.windows:
+                window = SoundWindow(sound, self._frames, seek)
+                with self._aligning:
+                    encoded = self._model.model.encoder(self._features([window])).last_hidden_state
+                    ends = self._word_times.ends(sound.ids, ids, encoded, window.heard_frames)
+                offset_s = seek * STEP_S / FRAMES_PER_STEP
                 words += self._word_times.words(new_segments, ends, offset_s, language)
         return words
 

@@ -290,3 +290,9 @@ def test_what_a_cuda_error_leaves_of_the_context(message: str, is_memory: bool, 
     """A process that ended for a kernel of another card would end again at every load, and never fall back."""
     error = torch.AcceleratorError(message)
     assert (is_out_of_memory(error), is_device_fatal(error)) == (is_memory, is_lost)
+
+
+def test_the_end_waits_for_a_batch_that_generates_text_until_it_is_answered(engine: AdapterEngine) -> None:
+    with engine.writing():
+        assert not engine.stop(0.05)
+    assert engine.stop(5)
