@@ -887,3 +887,14 @@ async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) 
     for number in range(others):
         await state(world, third, "completed", f"job-{number:02}")
     assert world.stops["g3"][2]._observed == {}
+
+
+async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) -> None:
+    """A job that is cancelled writes the record of its last shard while the rows of that shard are still live."""
+    run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s)
+    run._shards = {}
+    run.rows(0, 5, 1)
+    run.rows(1, 2, 0)
+    run._shards[0] = ShardRecord("part", 5, failed=1)
+    fields = run._progress_fields()
+    assert (fields["done"], fields["failed"]) == (7, 1)

@@ -434,7 +434,8 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        live = self._live.values()
+        # a shard that ends with its job has its record while its rows are still here
+        live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),
             "failed": sums.failed + sum(failed for _, failed in live),
