@@ -84,11 +84,13 @@ class Examined:
         """Status and output of a run with these settings alone, on a machine without `sie serve` or a worker."""
         own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
         with mock.patch.object(probe, "default_sockets", list):
-            found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env=own)
-        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-        self.output = found.output
-        self.status = found.exit_code
-        document: dict[str, Any] = json.loads(found.stdout)
+            result = CliRunner().invoke(
+                main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env=own
+            )
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        self.output = result.output
+        self.status = result.exit_code
+        document: dict[str, Any] = json.loads(result.stdout)
         self.word = document["status"]
         self.states = {each["check"]: each["state"] for each in document["checks"]}
         self.says = {each["check"]: each["says"] for each in document["checks"]}

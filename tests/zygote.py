@@ -132,7 +132,7 @@ class Forked:
 
 
 def _readable(files: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-    """Those that can be read, within the time limit. `select.select` takes no file with a number above 1023."""
+    """Return the files that can be read within the time limit. `select.select` takes no number above 1023."""
     with selectors.DefaultSelector() as selector:
         for file in files:
             selector.register(file, selectors.EVENT_READ)

@@ -30,7 +30,7 @@ from sound_files import encoded, tone
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.reading import _GenerationCall, _GenerationRow, _Loop
-from sie_adapter.readers.word_times import warped
+from sie_adapter.readers.word_times import warping_path
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_sidecar.prepare import sounds
 
@@ -410,10 +410,10 @@ def test_words_and_their_times_equal_those_of_the_library(
     folder = sound_checkpoints.whisper(tmp_path / "words", alignment_heads=ALIGNMENT_HEADS)
     served = served_by(cpu_engine, reader_entry(TOKENS, "words", folder))
     recipe = served.weights.rows["extract"].sounds
-    asked = [asks(language=language, word_times=True) for language in ("en", "de")]
-    prompts = [served.weights.prompt(sounds.features(SOUNDS[number], recipe), options) for options in asked]
+    requests = [asks(language=language, word_times=True) for language in ("en", "de")]
+    prompts = [served.weights.prompt(sounds.features(SOUNDS[number], recipe), options) for options in requests]
     cpu_engine.readings.read(served.weights, prompts)
-    for prompt, options in zip(prompts, asked, strict=True):
+    for prompt, options in zip(prompts, requests, strict=True):
         words = [(word.text, word.start_s, word.end_s) for word in served.weights.words(prompt.sound)]
         assert words
         reference = words_of_the_library(folder, SOUNDS[number], options)
@@ -430,7 +430,7 @@ def test_words_beside_a_request_without_them_and_of_a_translation_are_those_alon
 
     folder = sound_checkpoints.whisper(tmp_path / "mates", alignment_heads=ALIGNMENT_HEADS)
     weights = served_by(cpu_engine, reader_entry(TOKENS, "mates", folder)).weights
-    asked = [
+    requests = [
         asks("a river", word_times=True),
         asks(language="de"),
         asks(word_times=True),
@@ -440,7 +440,7 @@ def test_words_beside_a_request_without_them_and_of_a_translation_are_those_alon
     def results(numbers: Sequence[int]) -> list[Any]:
         call = weights.reading(cpu_engine.readings.read, lambda: False)
         features = [[sounds.features(SOUNDS[6 - number], weights.rows["extract"].sounds)] for number in numbers]
-        return call.extract([""] * len(numbers), [asked[number] for number in numbers], features)  # type: ignore[no-any-return]
+        return call.extract([""] * len(numbers), [requests[number] for number in numbers], features)  # type: ignore[no-any-return]
 
     together = results(range(4))
     assert together == [result for number in range(4) for result in results([number])]
@@ -477,7 +477,7 @@ def test_the_path_of_time_warping_is_that_of_the_library(shape: tuple[int, int],
 
     costs = np.random.default_rng(sum(shape)).integers(-levels, levels, shape) / levels
     rows, columns = _dynamic_time_warping(costs)
-    path = warped(costs)
+    path = warping_path(costs)
     assert set(map(type, path)) == {int}  # which a reply can carry
     assert path == columns[np.diff(rows, prepend=-1) > 0].tolist()
 

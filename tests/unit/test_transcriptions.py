@@ -217,10 +217,10 @@ async def test_verbose_json_has_the_words_or_the_segments_that_are_asked_for(
 
     form = {"response_format": "verbose_json", "timestamp_granularities__": granularities}
     response, (part,) = await heard(cluster, post(gateway, **form), hear)
-    found = response.json()
+    reply = response.json()
     assert part.options.parameters == ({"word_times": True} if "word" in granularities else {})
-    assert ("segments" in found) == (granularities != ["word"])
-    assert found.get("words") == (
+    assert ("segments" in reply) == (granularities != ["word"])
+    assert reply.get("words") == (
         [{"word": text, "start": start, "end": round(end, 2)} for start, end, text in WORDS]
         if "word" in granularities
         else None

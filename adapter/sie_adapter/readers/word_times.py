@@ -78,7 +78,7 @@ class WordTimes:
             smooth = _median_filter(((weights - mean) / deviation).nan_to_num(), self._filter_width)
             total = smooth if total is None else total + smooth
         assert total is not None
-        begins = [position * STEP_S for position in warped(-(total[0] / len(self._heads)).cpu().double().numpy())]
+        begins = [position * STEP_S for position in warping_path(-(total[0] / len(self._heads)).cpu().double().numpy())]
         return [*begins, begins[-1]]
 
     def _attention(self, layer: int, number: int, states: Tensor, encoded: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def alignment_heads(model: Any) -> list[tuple[int, int]]:
     return heads if are_there and model.config.median_filter_width % 2 == 1 else []
 
 
-def warped(costs: NDArray[np.float64]) -> list[int]:
+def warping_path(costs: NDArray[np.float64]) -> list[int]:
     """Return for each row of `costs` [rows, columns] its first column on the cheapest path from the first to the last
     cell, which never goes back. Dynamic time warping; of equally cheap steps the one to the next column wins.
 
