@@ -134,6 +134,11 @@ class AdapterServer:
             except FrameError as error:
                 # the reply is too large, and no byte of it was sent, so a smaller reply can follow
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
+            except (TypeError, ValueError, OverflowError):
+                # MessagePack cannot carry a value of the reply, such as half of a surrogate pair in a text
+                _logger.exception("the reply to batch %s cannot be encoded", request.batch)
+                failure = InternalFailure("the reply of the model cannot be encoded, see the log of the adapter")
+                _send(connection, Refused(failure.info(), request.batch))
             except OSError as error:
                 broken.append(error)
 

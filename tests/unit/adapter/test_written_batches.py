@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import pytest
@@ -29,15 +30,19 @@ class Writing:
         self.device_threads = DeviceThreads(1, lambda message: DONE)
         self.ends = threading.Event()
         self.replies: list[Reply] = []
+        self.done = DONE
 
     def writes(self, message: RunBatch) -> bool:
         return True
+
+    def writing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def execute(self, message: RunBatch, permission: object, is_gone: Callable[[], bool]) -> Reply:
         gone = False
         while not gone and not self.ends.is_set():
             gone = is_gone()
-        self.replies.append(CANCELLED if gone else DONE)
+        self.replies.append(CANCELLED if gone else self.done)
         return self.replies[-1]
 
 
@@ -86,3 +91,19 @@ def test_a_sidecar_that_dies_ends_it(engine: Writing, ours: socket.socket) -> No
             break
         threading.Event().wait(0.01)
     assert engine.replies == [CANCELLED]
+
+
+@pytest.mark.parametrize(
+    "value", ["\ud800", 2**64, object()], ids=["half of a surrogate pair", "an integer of 65 bits", "no plain value"]
+)
+def test_a_reply_that_cannot_be_encoded_is_refused_and_the_connection_is_used_again(
+    value: object, engine: Writing, ours: socket.socket
+) -> None:
+    engine.ends.set()
+    engine.done = BatchDone("b", ({"text": value},), b"", 1.0)  # type: ignore[arg-type]  # the fault
+    for _ in range(2):
+        ours.sendall(ipc.frame(MESSAGE))
+        assert received(ours) == ipc.BatchStarted("b")
+        refusal = received(ours)
+        assert isinstance(refusal, Refused)
+        assert "cannot be encoded" in refusal.error.message
