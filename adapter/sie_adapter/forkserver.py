@@ -2,12 +2,12 @@
 replaces a dead one within milliseconds, while the others continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
-                                └──► all drained, or one refuses its settings ──► the parent ends with their status
+                                └──► all drained, or one refuses its settings ──► the parent ends with this status
 
-The processes share the memory pages of the imported modules, so the parent needs little memory, and no processor time
-while no child dies. A fork copies only one thread, so the parent has no second thread, and it makes no CUDA call, since
-a child could not use its CUDA context. Only Linux is supported: the module needs PR_SET_PDEATHSIG, and Apple's
-frameworks do not survive a fork.
+The processes share the memory pages of the imported modules, so the parent adds little memory. While no child dies, it
+uses no processor time. A fork copies only the thread that calls it, so the parent runs no second thread. It makes no
+CUDA call, since a child could not use its CUDA context. Only Linux is supported: the module needs PR_SET_PDEATHSIG, and
+Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # seconds of life after which a dead child is forked again without a pause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # seconds before a fork after early deaths; each one doubles the pause
+STEADY_S = 5.0  # a child that lived longer than these seconds is forked again without a pause
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; each one doubles it
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001  # number of checks whether other threads have ended, and seconds between two checks
 _logger = logging.getLogger("sie.adapter")
 _NO_FORK = 1  # exit status of a parent that cannot fork, although several devices need a process each
-_NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
+_NOT_FORKED = "the adapter is not forked, so every restart repeats its imports"
 
 
 class ForkResult(NamedTuple):
@@ -54,7 +54,7 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
     Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
     """
-    # SIGCHLD may be ignored, inherited from a parent process, so this process could not wait for its children
+    # this process may have inherited that SIGCHLD is ignored; it could then not wait for its children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -125,7 +125,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more children; send SIGTERM to all. `status`: the parent's exit status if they end without error."""
+        """Fork no more; send SIGTERM to all children. `status`: the parent's exit status if they end without error."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
@@ -133,8 +133,8 @@ class _Children:
             os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
-        """Call waitpid for all processes that have ended. In a container, orphans of other processes become children of
-        this process.
+        """Call waitpid for all children that have ended. As process 1 of a container, this process also gets orphans of
+        other processes as children, so unknown process ids are ignored.
         """
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -163,26 +163,26 @@ class _Children:
 
 
 def _fork() -> int | None:
-    """Call os.fork and return its result, or None, with a log line, if a fork is impossible or not safe."""
+    """Call os.fork and return its result. If a fork is impossible or not safe, write a log line and return None."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         if _is_alone():
             return os.fork()
         _logger.warning(
-            "%s, because an imported library runs threads: a fork would copy the locks that they hold", _NOT_FORKED
+            "%s. Cause: an imported library runs threads, and a fork would copy the locks that they hold", _NOT_FORKED
         )
         return None
     except OSError as error:
-        _logger.warning("%s: %s", _NOT_FORKED, error)
+        _logger.warning("%s. Cause: %s", _NOT_FORKED, error)
         return None
 
 
 def _is_alone() -> bool:
     if len(os.listdir(_TASKS)) > 1:
         # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
-        # fork and starts them at the next matrix product, so they are gone after the fork of a process that exits at
-        # once.
+        # fork and starts them again only at the next matrix product. So a fork whose child exits at once ends these
+        # threads.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)

@@ -36,8 +36,8 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has this
-# number.
+# byte that is written to the wake socket for a drain. A signal writes its number as a byte, and no handled signal has
+# the number of this byte, 68.
 _DRAIN = b"D"
 
 
@@ -80,13 +80,13 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits on entries from the broker: whether their code may run, and which paths they may name."""
+    """Return the limits for entries from the broker: whether their code may run, and which paths they may name."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
 def _import() -> None:
-    """Import all modules that a load of a text encoder needs. Start no thread and make no CUDA call, not even a query
-    for devices: a forked process could then not use CUDA.
+    """Import all modules that a load of a text encoder needs. Start no thread. Make no CUDA call, not even a query for
+    devices: after it, forked processes could not use CUDA.
     """
     _name_temporary_folder()
     import transformers
@@ -107,8 +107,8 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a temporary folder, because torch reads its path during the import. If every temporary folder is full, Python
-    finds none, and the import would raise, although torch writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all are full. The import
+    of torch reads this path. It would raise without one, although torch writes no file there.
     """
     try:
         tempfile.gettempdir()
@@ -120,8 +120,8 @@ def _name_temporary_folder() -> None:
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
-    """Lower the limits of passes that the previous process did not survive. Return a function that does the same after
-    a later death of a child.
+    """Lower the batch limits if the previous adapter process died in a forward pass, probably for lack of memory.
+    Return a function that does the same after a later death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -169,7 +169,7 @@ def _serve(
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    # remove the path first: the parent still has the socket open, so a client could connect and wait without an answer
+    # remove the path first: the parent has the socket open, so a new client could connect and would wait for ever
     path.unlink(missing_ok=True)
     listener.close()
     if not engine.stop(DRAIN_S):
@@ -213,7 +213,7 @@ def _wake(waker: socket.socket, reason: bytes) -> None:
 
 
 def _is_served(path: Path) -> bool:
-    """Return whether a process listens at `path`. A killed process leaves a socket file on which none listens."""
+    """Return whether a process listens at `path`. The socket file of a killed process remains, without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -44,8 +44,8 @@ class AdapterServer:
     """Server that answers requests to `engine` on the socket `listener`. It does not close the listener."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain` is called when a sidecar requests the end of the process. `trust` limits the code that an entry may
-        cause this process to run, and the files that it may cause it to read.
+        """`drain` is called when a sidecar requests the end of the process. `trust`: which code of catalogue entries
+        this process may run, and which files they may name.
         """
         self._trust = trust
         self._listener = listener
@@ -95,7 +95,7 @@ class AdapterServer:
         threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # else the new thread has the number that a device thread set last
+        torch.set_num_threads(1)  # else it would have the number of threads that a device thread set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
@@ -142,7 +142,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a device thread, so that a model that is used in that time is not dropped
+        # created before the batch waits for a device thread: a model that is used after this moment must not be dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():
@@ -152,8 +152,8 @@ class AdapterServer:
             return
         run: Callable[[ipc.RunBatch], Reply] | None = None
         if is_raw := bool(request.texts) and not request.ids:
-            # sent before the texts are processed: if they end the process, the sidecar knows which batch may be the
-            # cause
+            # sent before the texts are processed: if a text crashes this process, the sidecar knows which batch may be
+            # the cause
             answer(ipc.BatchStarted(request.batch))
             run = self._engine.prepare(request, permission)
         run = run or functools.partial(self._engine.execute, permission=permission)
@@ -170,7 +170,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """Run a batch that generates text, on no device thread. The calling thread blocks until the batch has ended."""
+        """Run a batch that generates text, on the calling thread instead of a device thread."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
@@ -224,8 +224,8 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """Return the catalogue entry of a request. Raises ModelLoadFailed if this adapter's settings forbid the code or
-        the paths that the entry names.
+        """Return the catalogue entry of a request. Raises ModelLoadFailed if the settings of this adapter forbid code
+        or paths that the entry names.
         """
         entry = parse_entry(raw)
         refused = self._trust.refused(entry, is_here=True)

@@ -1,7 +1,6 @@
-"""File with the addresses and passwords of a `sie serve`, for the commands of its user. It exists while `sie serve`
-runs.
+"""File with the addresses and passwords of a running `sie serve`. The other `sie` commands of the same user read it.
 
-    sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
+sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and credentials that `sie serve` writes for the commands of its user. An address is empty if this `sie
-    serve` has no such process.
+    """Addresses and credentials that `sie serve` writes for other commands. An address is empty if this `sie serve` did
+    not start that process.
     """
 
     gateway_url: str
@@ -34,7 +33,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of a stream that the starting broker is still reading from disk after a long time, else empty
+    # stream whose files the starting broker is still reading, if its start takes long; else empty
     unread_stream: str = ""
 
     def __repr__(self) -> str:
@@ -44,7 +43,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, atomically: no reader sees a part of it, and no link is followed."""
+    """Write a file that only its owner may read, atomically. A link at `path` is replaced, not followed."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -71,8 +70,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the access file of this data directory; None if no `sie serve` runs. The file of a killed `sie serve` still
-    exists, but its lock is free. Raises SettingError for a file that cannot be used.
+    """Read the access file in a data directory. Return None if no `sie serve` runs there. A killed `sie serve` leaves
+    its file, but not its lock. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
     try:

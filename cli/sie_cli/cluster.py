@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
-FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
-# source of an address or credential that a `sie serve` wrote to its data directory
+FIRST_S = 5.0  # seconds for which a command tries to open its first connection to a gateway
+# value in `Cluster.sources` for an address or credential that a `sie serve` wrote to its data directory
 SOURCE = "data directory"
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
@@ -43,7 +43,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster: its name, and the fields with its address, in Settings (`field`) and Access (`local`)."""
+    """Process of a cluster. `field`, `local`: names of the fields with its address, in Settings and in Access."""
 
     name: str
     field: str
@@ -59,8 +59,8 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses of a cluster's processes, and the credentials for them, in `settings`. `sources`: the source of each
-    setting. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
+    """Addresses of a cluster's processes, and the credentials for them. `sources`: setting -> where its value comes
+    from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
     """
 
     settings: Settings
@@ -72,9 +72,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings and of a running `sie serve`. `named`: its data directory; None for the
-        default one, which is not used without `looks_around`, or if the user set all addresses. Raises SettingError if
-        the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
+        """Return the cluster of these settings. Addresses that the user did not set come from a running `sie serve`.
+        `named`: its data directory. None: the default one, which is read only with `looks_around`. Raises SettingError
+        if the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -92,7 +92,7 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """Take each address and credential that the user has not set from a running `sie serve`."""
+        """Return a copy that uses a running `sie serve` wherever the user has not set another address."""
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
@@ -102,8 +102,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # the user named an address that is not one of this `sie serve`, so another cluster is meant, and no address of
-        # this `sie serve` is used
+        # if the user set an address that is not one of this `sie serve`, another cluster is meant: then its other
+        # addresses are not used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
@@ -120,7 +120,7 @@ class Cluster:
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
-        """Return whether the user set this setting for the command itself."""
+        """Return whether the user set this setting by an option or an environment variable."""
         return self.sources.get(name) in ("flag", "environment")
 
     @property
@@ -140,26 +140,26 @@ class Cluster:
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Token for the gateways. An address from the command line gets no administrator's token."""
+        """Token for the gateways. The administrator's token is not sent to an address from the command line."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token for actions of administrators: SIE_ADMIN_TOKEN, or that which the gateway's `sie serve` wrote."""
+        """Token for administrators: of a local `sie serve`, else SIE_ADMIN_TOKEN, else `gateway_token`."""
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
     @property
     def first_patience_s(self) -> float:
-        """Seconds for which a command waits for its first connection to the gateway: 0 if the address is on this
-        machine and no `sie serve` runs, because no process will start a server there.
+        """Seconds for which a command tries to open its first connection to the gateway: 0 if the address is on this
+        machine and no `sie serve` runs, because then nothing will start a server there.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
     def without_gateway(self, url: str, error: BaseException) -> str:
-        """Return the error to show if no gateway answered at `url`, and the connection failed with `error`."""
+        """Return the error text for a failed connection to the gateway at `url`. `error`: the connection's error."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
         advice = (
             f"start one with `{self.serve}`, or name another address with --url"
@@ -174,8 +174,8 @@ class Cluster:
         return read_token or self.settings.admin_token
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
-        """Connect to the broker, at `url` unless it is empty. The caller closes the connection. Raises SettingError
-        without an address, BrokerUnavailable.
+        """Connect to the broker at `url`; if it is empty, at the address in the settings. The caller closes the
+        connection. Raises SettingError if there is no address, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -207,8 +207,8 @@ class Cluster:
             refuse(error)
 
     def missing(self, name: str) -> str:
-        """Explain why the address in the setting `name` (gateway, config service, broker) is unknown, and how to set
-        it.
+        """Return the error text for an unknown address of a gateway, config service or broker. It says how to set the
+        address. `name`: the setting of the address.
         """
         part = _PARTS[name].name
         running = self.local()
@@ -218,14 +218,14 @@ class Cluster:
                 f"where a {part} is, with --url URL ({name}) or with --data-dir FOLDER of another `sie serve`"
             )
         return (
-            f"the `sie serve` at {running.gateway_url} has no {part} of its own: it runs with --standalone, or with a "
-            f"{part} that was there before; say where that is, with --url URL ({name})"
+            f"the `sie serve` at {running.gateway_url} did not start a {part}: it runs with --standalone, or with a "
+            f"{part} that the operator named; give its address with --url URL ({name})"
         )
 
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
-    """Return settings and sources with the variables that all clients read: SIE_API_KEY also sets SIE_AUTH_TOKEN, and
-    SIE_BASE_URL the gateway's address, unless another setting has it.
+    """Return settings and sources, changed by the variables that all clients read. SIE_API_KEY sets the token for
+    gateways. SIE_BASE_URL sets the gateway's address, unless another setting does.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)
@@ -244,9 +244,9 @@ def _credentials(name: str, written: Access) -> dict[str, object]:
 
 
 def cluster_options(address: str, *settings: str, looks_around: bool = True, required: bool = True) -> Callable[[F], F]:
-    """Give a command the Cluster as its first argument, and the options that describe it: --url for the setting
-    `address`, --data-dir, and an option for each name in `settings`. `required`: a `sie serve` must run with that data
-    directory.
+    """Return a decorator that adds the options --url (for the setting `address`), --data-dir, and one for each setting
+    in `settings`. The command gets the resulting Cluster as its first argument. `required`: refuse a --data-dir with
+    which no `sie serve` runs.
     """
     names = (address, *settings)
 

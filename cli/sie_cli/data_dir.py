@@ -15,7 +15,7 @@ from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # limit for the bytes of the path of a socket; the kernel allows a few more (unix(7))
+MAX_SOCKET_BYTES = 100  # limit for the length of a socket's path; the kernel allows a few bytes more (unix(7))
 _LONGEST = "worker-999.sock"
 
 
@@ -27,8 +27,8 @@ def default_data_dir() -> Path:
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """Return the folder `run` in the data directory, or one in the directory for temporary files if its path is too
-    long for a socket.
+    """Return the folder for sockets: `run` in the data directory. If its path is too long for a socket, return a folder
+    in the directory for temporary files.
     """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:
@@ -41,8 +41,8 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises SettingError for a folder of
-    another user, OSError.
+    """Create a folder that only this user may use, or accept an existing one. Raises OSError, and SettingError if the
+    path is a folder of another user or no folder.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -83,7 +83,7 @@ class DataDir:
             self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(
-                    "--data-dir", f"{self._path}: {why}; name another one, or make it yours and `chmod o-w` it"
+                    "--data-dir", f"{self._path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
                 )
             sockets = sockets_folder(self._path)
             try:
@@ -91,9 +91,9 @@ class DataDir:
             except SettingError:
                 # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
-                    "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
+                    "--data-dir", f"{sockets} (for sockets) is another user's; name a directory with a shorter path"
                 ) from None
-            # with other permissions, another user could lock the file
+            # mode 0600: another user who can open the file could lock it
             self._lock = open(self._path / LOCK, "w", opener=_private)
             os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
@@ -109,5 +109,5 @@ class DataDir:
         if self._lock is not None:
             self._lock.close()
         if (sockets := sockets_folder(self._path)).parent != self._path:
-            with contextlib.suppress(OSError):  # a killed process does not remove its socket
+            with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
                 sockets.rmdir()

@@ -24,7 +24,7 @@ def size(count: float) -> str:
 
 
 def rounded_size(count: int) -> str:
-    """Format an estimate of bytes with two digits and a unit in powers of 1,000, like the hub; `-` for 0."""
+    """Format an estimate of bytes with two digits and a unit in powers of 1,000, as the hub shows sizes; `-` for 0."""
     if not count:
         return "-"
     rounded = float(f"{count:.2g}")
@@ -45,7 +45,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any) -> str:
-    """Encode a value as JSON for a terminal. Control characters are escaped."""
+    """Return a value as JSON for a terminal, with control characters escaped."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
@@ -65,14 +65,14 @@ def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
 
 
 def transfers() -> Progress:
-    """Return progress bars that count bytes, as a context manager, shown only if standard error is a terminal."""
+    """Return progress bars that count bytes: a context manager. On a terminal, they are shown on standard error."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _bars(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def items() -> Progress:
-    """Return progress bars that count items, as a context manager, shown only if standard error is a terminal."""
+    """Return progress bars that count items: a context manager. On a terminal, they are shown on standard error."""
     from rich.progress import MofNCompleteColumn
 
     return _bars(MofNCompleteColumn())

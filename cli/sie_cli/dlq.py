@@ -1,4 +1,4 @@
-"""Command `sie dlq`: list dead letters, which hold work that was given up, and publish this work again."""
+"""Command `sie dlq`: list dead letters (work that was given up), and run their work again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # seconds between two lines about a replay that still waits
+NOTE_S = 5.0  # seconds between two lines that say that `replay` is still waiting
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -71,7 +71,7 @@ def dlq() -> None:
 @dlq.command("list")
 @_options
 def list_command(cluster: Cluster) -> None:
-    """List the dead letters. The columns are time, model, reason and number of deliveries."""
+    """List the dead letters. DELIVERIES counts how often a worker got the work, DEATHS the adapters that it killed."""
 
     async def body(broker: Broker) -> list[DeadLetterEntry]:
         return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
@@ -210,7 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run the command with a connection to the broker. Raises CommandRefused for a broker without this pool."""
+    """Run `body` with a connection to the broker. Raises CommandRefused if the broker has no stream of this pool."""
 
     pool = cluster.settings.pool
 

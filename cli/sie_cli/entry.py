@@ -34,8 +34,8 @@ def main() -> None:
 
 
 def _end_on_signals() -> Any:
-    """End at once on Ctrl-C, without the traceback of an import; in process 1, also on SIGTERM and SIGHUP, until the
-    process sets its handlers. Return the handler of SIGINT to restore for the command; None if SIGINT is ignored.
+    """End the process at once on Ctrl-C, without the traceback of an import. In process 1, also on SIGTERM and SIGHUP,
+    until the command sets its own handlers. Return the SIGINT handler for the command; None if SIGINT is ignored.
     """
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,5 +1,5 @@
-"""Clients of the gateway for commands: that of the SDK, and one for routes of administrators. They end the command if
-the gateway does not answer.
+"""Clients of the gateway for commands: the client of the SDK, and one for administrators' routes. Both end the command
+if the gateway does not answer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class AdminClient:
         self._client.close()
 
     def request(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """Send a request and return the decoded body of a success. `content`: as httpx takes it. Raises CommandRefused,
-        httpx.TransportError.
+        """Send a request and return the decoded body of a successful reply. `content`: arguments of
+        `httpx.Client.request`. Raises CommandRefused, httpx.TransportError.
         """
         answer = self._client.request(method, path, **content)
         try:
@@ -75,8 +75,8 @@ class AdminClient:
 
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
-    """Open a client for a command that needs a token with these scopes; errors are handled as in `gateway_errors`. A
-    patient client waits while the gateway restarts, any other only as long as a `sie serve` may be starting.
+    """Open a client for a command that needs a token with these scopes. Errors are handled by `gateway_errors`.
+    `is_patient`: wait while the gateway restarts; else wait only as long as a starting `sie serve` needs.
     """
     from sie_client import SIEClient
 
@@ -94,8 +94,8 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the command with status 2 if no gateway answers or if it refuses the token. Convert other errors of the
-    client to CommandRefused.
+    """End the command with status 2 if no gateway answers or if it refuses the token. Raises CommandRefused for other
+    errors of the client.
     """
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 

@@ -1,5 +1,5 @@
-"""Home folder for a user who has none: a container often runs under a user id that has neither a name nor a folder.
-Libraries need both (torch the name, Hugging Face the folder), so both are set in the environment, which child processes
+"""Home folder for a user who has none. A container often runs under a user id that has no name and no home folder.
+Libraries need both (torch the name, Hugging Face the folder). So both are set in the environment, which child processes
 inherit.
 """
 
@@ -18,9 +18,9 @@ from sie_contracts.settings import SettingError
 
 
 def settle(environ: MutableMapping[str, str]) -> None:
-    """Set HOME if it is unset or can never be written, and USER if the user has no name. HOME becomes the folder in the
-    user database, else `sie-UID` in the directory for temporary files, private to this user. Raises SettingError if
-    this folder belongs to another user.
+    """Set HOME if it is unset or this user cannot use it, and USER if the user has no name. HOME becomes the folder in
+    the user database, else a private folder `sie-UID` in the directory for temporary files. Raises SettingError if this
+    folder belongs to another user.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
@@ -40,15 +40,15 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except SettingError:
         why = f"{named or 'unset'}, and {folder} is another user's: name a folder where this user may write"
         raise SettingError("HOME", why) from None
-    except OSError:  # no folder is writable; a command that writes files later reports the setting of its folder
+    except OSError:  # no folder is writable; a command that needs one reports the setting to change
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
     sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")
 
 
 def _is_usable(home: str) -> bool:
-    """Return whether the user may enter this folder, or it can be created. A read-only folder is usable too, because
-    parts of it may be writable volumes. The root, which containers use as home of unknown users, is not usable.
+    """Return whether the user may enter this folder, or can create it. A read-only folder is usable, because writable
+    volumes may be mounted below it. The root is not usable: containers set it as home of unknown users.
     """
     if not os.path.isabs(home):
         return False

@@ -55,13 +55,13 @@ def moment(at_s: float) -> str:
 
 
 def local(at_s: float, now_s: float) -> str:
-    """Format a time in the zone of this machine, with the date if it is not today."""
+    """Format a time in the time zone of this machine. The date is left out if it is today."""
     at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
     return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 def span(seconds: float) -> str:
-    """Format a duration in days, h or min: the largest unit of which it has at least two. Durations below two
+    """Format a duration in days, h or min: the largest of these units of which it has at least two. Durations below two
     minutes are in seconds.
     """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):

@@ -39,8 +39,8 @@ def port_option(default: int, meaning: str) -> Callable[[F], F]:
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
-    """Add an option for every setting that one of the components reads. Secrets have no option, because process lists
-    would show them. `url`: the setting that --url also sets.
+    """Return a decorator that adds an option for every setting that one of the components reads. Secrets have no
+    option, because process lists would show them. `url`: the setting that --url also sets.
     """
 
     def decorate(function: F) -> F:
@@ -67,8 +67,8 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Add --url, the address of the server that a command calls. The option named after the address's setting, for
-    example --gateway-url, means the same.
+    """Return a decorator that adds --url, the address of the server that a command calls. The option of the address's
+    setting, for example --gateway-url, means the same.
     """
     row = BY_NAME[name]
     return click.option(
@@ -94,9 +94,9 @@ def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -
 
 
 class ManyOptions(click.Command):
-    """Command with an option for each of many settings. --help sorts them alphabetically in groups.
+    """Command with options for many settings. --help shows them in groups, each in alphabetical order.
 
-    Before the groups, it shows the settings in `first` under the heading FIRST, and then the command's own options. If
+    The settings in `first` come before the groups, under the heading FIRST, and then the command's own options. If
     `first` is not empty, --help ends there, and --help-all shows all groups.
     """
 
@@ -132,8 +132,8 @@ class ManyOptions(click.Command):
 
 
 class Commands(MutableMapping[str, click.Command]):
-    """Commands of a group, by name. A command `module:attribute` is imported on first use: processes of the cluster
-    must not import the modules of operators' commands.
+    """Commands of a group, by name. `places`: name -> `module:attribute`, which is imported when the command is first
+    used. So processes of the cluster do not import the modules of operators' commands.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -161,14 +161,14 @@ class Commands(MutableMapping[str, click.Command]):
 
 
 class AnyPosition(click.Group):
-    """Group that also accepts options of the cluster before the name of a command: `sie --url URL dlq list`."""
+    """Group that accepts options of the cluster also before the name of a command: `sie --url URL dlq list`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, behind(args))
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move options in _ANYWHERE from before the name of the command to the end of the arguments."""
+    """Move the options in _ANYWHERE that are before the name of the command to the end of the arguments."""
     lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
@@ -206,7 +206,7 @@ def _failpoints(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
-    """Return the text of each flag that was set, by the name of its environment variable."""
+    """Return the flags that were set: name of the setting -> text of its value."""
     rows = {row.field: row for row in ROWS}
     options = {name: value for name, value in values.items() if name in rows and value is not None}
     return {

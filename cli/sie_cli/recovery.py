@@ -1,4 +1,4 @@
-"""`sie backup` and `sie restore` for the control plane (one file), and `sie repair` for streams with damaged files.
+"""`sie backup` and `sie restore` for the control plane, and `sie repair` for streams with damaged files.
 
 sie backup FILE ◄── keys, changes of the catalogue over the API, records of jobs and files ── buckets of the broker
 sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
@@ -37,14 +37,14 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# Buckets whose entries `sie restore` and `sie repair` write back. The restore keeps this order: shards come before
-# their jobs, because the leader of a job reads its shards as soon as the job exists.
+# Buckets whose entries `sie repair` writes back, and `sie restore` if a backup has them. Shards come before their jobs,
+# because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """Content of a backup. `entries`: bucket name -> keys and stored values, for the buckets of jobs and shards."""
+    """Content of a backup. `entries`: for the buckets of jobs and shards, bucket name -> keys and values."""
 
     version: str
     made_s: float
@@ -77,7 +77,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        # read shards before their jobs: a restored shard without its job would never be removed
+        # shards are read before jobs, so that no shard of a job that begins meanwhile is stored without its job
         for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
@@ -149,8 +149,8 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to the bucket of keys and to its copy. Of two records of a key, keep the one that permits less
-    (revoked, earlier expiry). Return the number written to the main bucket.
+    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the one that permits less
+    (revoked, or earlier expiry). Return the number of keys written to the main bucket.
     """
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
@@ -187,7 +187,8 @@ def repair(cluster: Cluster, stream: str) -> None:
     KV_sie_keys, KV_sie_keys_copy              filled from each other; the stricter record of a key is used
     KV_sie_catalogue                           filled from its copy; the config service adds the models of folders
     KV_sie_catalogue_copy                      filled from the catalogue
-    KV_sie_jobs, KV_sie_shards, KV_sie_pools   filled with the readable entries; `sie restore FILE` writes the rest
+    KV_sie_jobs, KV_sie_shards                 filled with the readable entries; `sie restore FILE` writes the rest
+    KV_sie_pools                               filled with the readable entries
     all others                                 empty: placement, demand, leases, poison, work and dead letters
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of

@@ -16,7 +16,7 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended (128 + SIGINT)
 
 class CommandRefused(click.ClickException):
     def format_message(self) -> str:
-        """Format the message. Control characters are replaced: servers and files supply parts of it."""
+        """Format the message. Control characters are replaced, because parts of it come from servers and files."""
         return printable(self.message[:MAX_CHARS], lines=True)
 
 

@@ -57,7 +57,7 @@ def _options(command: F) -> F:
 def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
     """Print streams and consumers with their backlog. The consumers are summed by lane (pool, machine profile, bundle).
 
-    An `own` consumer serves one model, a `shared` consumer several models. Messages wait, or are leased to a worker.
+    An `own` consumer serves one model, a `shared` consumer several. Each message is waiting, or leased to a worker.
     """
     present = cluster.at_broker("sie-topology", _shown)
     if as_json:
@@ -122,8 +122,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps to this version's topology, for the streams of all pools that have a stream of work at the
-    broker, and of the default pool and SIE_POOL. Raises BrokerError.
+    """Return the steps to this version's topology. They cover the default pool, SIE_POOL, and all pools that have a
+    stream of work at the broker. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec

@@ -45,7 +45,7 @@ class ConfigGate:
             key = self._key_with(token, "read" if row is None else row.scope, is_reader)
         if not (is_admin or (is_reader and reads) or key):
             if is_reader:
-                raise PermissionDenied("the read token reads only; this needs SIE_ADMIN_TOKEN")
+                raise PermissionDenied("the read token permits only reads; this needs SIE_ADMIN_TOKEN")
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
                 names = "neither SIE_ADMIN_TOKEN nor SIE_CONFIG_READ_TOKEN is" if reads else "no SIE_ADMIN_TOKEN is"
                 raise PermissionDenied(
@@ -65,9 +65,9 @@ class ConfigGate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """Return the key with this token; None for an unknown token, or if `is_known`: the token is the read token.
-        Raises PermissionDenied for a key without the scope, Unauthenticated for a key that is revoked or has expired,
-        NotReady while the keys have not been read.
+        """Return the key with this token; None for an unknown token, or if `is_known` (it is the read token, not a
+        key). Raises PermissionDenied for a key without the scope, Unauthenticated for a key that is revoked or has
+        expired, NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -1,12 +1,12 @@
-"""Guard of aliases and models: no write over the API may make a valid alias invalid.
+"""Guard of aliases and models: a write over the API may make a valid alias invalid only if it is forced.
 
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket, with the targets of each alias. A write over the API of an alias, of a model that an
-alias names, and each removal of a model also writes the index by compare-and-set in the same batch. So two replicas
-cannot at the same time add an alias of a model and remove this model. A changed model of a folder is written even if
-that makes an alias invalid.
+The index is one key of the bucket, with the targets of each alias. Three kinds of writes over the API also write the
+index, by compare-and-set in the same batch: writes of an alias, writes of a model that an alias names, and removals of
+a model. So two replicas cannot at the same time add an alias of a model and remove this model. A model whose file in a
+folder has changed is written even if that makes an alias invalid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
-# code of the warning that vectors of the old target do not fit the alias's new target
+# code of the warning that vectors of the alias's old target and of its new target cannot be compared
 VECTORS_CHANGED = "alias_vectors_changed"
 ALIAS_BROKEN = "alias_broken"  # code of the warning that a forced write made an alias invalid
 _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
@@ -165,7 +165,7 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return the reasons, by alias, for invalid aliases whose own name or target is one of these models."""
+    """Return, for each invalid alias with its name or a target in `models`, the reason why it is invalid."""
     folded = {model.casefold() for model in models}
     named = sorted(
         alias

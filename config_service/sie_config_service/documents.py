@@ -75,7 +75,7 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse YAML with too many levels or values. Building its tree afterwards is a C recursion without a limit."""
+    """Refuse YAML with too many levels or values, before its tree is built by a C recursion that has no limit."""
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
         if number > MAX_EVENTS:
@@ -131,7 +131,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     if revision and not _COMMIT.fullmatch(revision):
         loc = "$.weights.revision"
         fault = f"expected a commit of 40 hex digits, since a branch or a tag moves, got {revision[:60]!r}"
-        raise invalid(loc, f"{fault}; `sie models add` finds it, and the hub shows it", document.line(loc))
+        raise invalid(loc, f"{fault}; `sie models add` finds the commit, and the hub shows it", document.line(loc))
     return entry
 
 

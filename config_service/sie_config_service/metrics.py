@@ -36,7 +36,7 @@ class ConfigMetrics(Collector):
         self.refused.labels(reason).inc()
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an answered request. `route` has no name of a model, so that clients cannot add label values."""
+        """Count an answered request. `route`: without the model's name, so that clients cannot add label values."""
         self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 

@@ -43,8 +43,8 @@ _Record = TypeVar("_Record")
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """Revision of a model. `entry` is None for a removal. `source`: packaged or overlay (a folder), or api. Seeding,
-    which copies the folders to the bucket, never changes a model of the source api.
+    """Revision of a model. `entry` is None for a removal. `source`: packaged or overlay (from a folder), or api (from a
+    request). Seeding, which copies the folders to the bucket, never changes a model with the source api.
     """
 
     entry: dict[str, Any] | None
@@ -75,8 +75,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the write number that epochs contain for this model. Each batch writes the model and then its record
-        in the history; the number is that of the history record.
+        """Return the number of the first epoch with this revision: the number of the write of its history record. A
+        batch writes that record directly after the model itself.
         """
         return self.sequence + 1
 
@@ -175,9 +175,9 @@ class Mirror:
         self._now = CatalogueSnapshot()
         self._read = 0  # number of the last write in the bucket that was applied
         self._created = ""  # time when the bucket was created; empty before the first read
-        self.is_lost = False  # True if the broker now has another bucket of this name
+        self.is_lost = False  # True after the broker lost this bucket: a new one has its name now
         self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` then examines it
-        self.before = CatalogueSnapshot()  # last snapshot before `invalidate` discarded it
+        self.before = CatalogueSnapshot()  # last snapshot that `invalidate` discarded
 
     @property
     def last(self) -> CatalogueSnapshot | None:

@@ -1,4 +1,4 @@
-"""Check of a write against the model's files on this machine."""
+"""Check of an entry that is about to be written, against the model's files on this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Finder of a model's files: where a worker with the same settings finds them, without a download."""
+    """Checks entries against the models' files, if they are where a worker looks for them. It downloads none."""
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)
 
     async def check(self, raw: dict[str, Any]) -> None:
-        """Raise ValidationFailed if a load would refuse the entry because of the model's files. If the files are not on
-        this machine, or cannot be read, the entry is accepted.
+        """Raise ValidationFailed if a load would refuse the entry because it does not fit the model's files. If the
+        files are not on this machine, or cannot be read, the entry is accepted.
         """
         entry = parse_document(raw)
         if isinstance(entry, ModelEntry) and (mismatch := await asyncio.to_thread(self._fault, entry)) is not None:

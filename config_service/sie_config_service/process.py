@@ -41,8 +41,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store, and seed it with the models of the folders. `cached_overlay`: has the last readable contents of
-    the folders, for the case that they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store, and seed it with the models of the folders. `cached_overlay`: overlay that was read before; its
+    last contents are used if the folders cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}

@@ -81,7 +81,9 @@ class Reload:
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
     _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
-    _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
+    _trouble: Trouble = field(
+        default_factory=lambda: Trouble(_logger, "a change of the folder of models could not be applied yet")
+    )
     _watched: list[_Watched] = field(default_factory=list)
 
     async def run(self, stop: Stop) -> None:
@@ -130,7 +132,7 @@ class Reload:
         self._trouble.passed()
         self.signature, self._refused = now, None
         if not done:
-            outcome = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
+            outcome = "the bundles now match it" if bundles else "nothing in the catalogue had to be changed"
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
@@ -171,8 +173,8 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log the changes that all gateways and workers of their bundles have, and those that some lack after
-        WATCHED_S.
+        """Log each change that has reached all gateways and all workers of its bundles. After WATCHED_S, log each
+        change that some of them lack.
         """
         left = []
         for watched in self._watched if self.workers is not None else ():

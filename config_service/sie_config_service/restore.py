@@ -1,5 +1,5 @@
-"""Restore of models. If the load of a model's new revision failed permanently on a worker, and no worker has it, then
-the last revision that was loaded is written again.
+"""Restore of models. If the load of a model's new revision failed permanently on a worker, and no worker has loaded it,
+then the last revision that was loaded is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
@@ -42,7 +42,7 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models that were loaded, but of which a later revision failed permanently and is loaded nowhere."""
+    """Return the models that were loaded before, and whose later revision failed permanently and is loaded nowhere."""
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}
@@ -64,7 +64,7 @@ class Restore:
         self._workers = workers
         self._store = store
         self._writer = writer
-        self._trouble = Trouble(_logger, "a revision that cannot be loaded stays the newest")
+        self._trouble = Trouble(_logger, "a revision that cannot be loaded could not be replaced yet")
 
     async def run(self, stop: Stop) -> None:
         """Restore models until `stop`. A failed restore is tried again at the next heartbeat."""
@@ -89,7 +89,8 @@ class Restore:
             return entry
 
         note = (
-            f"revision {failed.revision} could not be loaded, so it is as revision {failed.loaded} again: {failed.why}"
+            f"revision {failed.revision} could not be loaded, so revision {failed.loaded} was written again: "
+            f"{failed.why}"
         )
         source = held.stored.source
         restore = WriteRequest(

@@ -20,7 +20,7 @@ B = TypeVar("B", Heartbeat, GatewayBeat)
 
 
 class CatalogueReaders:
-    """Last heartbeat of each worker, and last announcement of each gateway, unless older than `timeout_s` seconds."""
+    """Last heartbeat of each worker and last announcement of each gateway, if at most `timeout_s` seconds old."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

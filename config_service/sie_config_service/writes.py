@@ -44,7 +44,7 @@ from sie_contracts.models.trust import Trust
 MAX_IDS = 50_000  # maximum number of models and aliases in the bucket, including removed ones, whose history is kept
 MAX_ENTRY_BYTES = 256 << 10  # maximum size of an entry in bytes; the bucket keeps up to 100 revisions of each
 WRITE_S = 10.0  # maximum duration of a write in seconds, including the wait for earlier writes of this replica
-# operations that can create a model; for these, If-Match is also compared if there is no model
+# operations that can create a model; their If-Match is checked even if the model does not exist
 _FROM_NOTHING = ("create", "rollback")
 _logger = logging.getLogger("sie.config")
 
@@ -161,11 +161,11 @@ class CatalogueWriter:
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
         if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
-            message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
+            message = f"{model} has {size} bytes, the limit is {MAX_ENTRY_BYTES}: move profiles to another model"
             raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
         ids = (await self._store.snapshot()).held
         if model not in ids and len(ids) >= MAX_IDS:
-            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: give one that was there before"
+            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: use an id that existed before"
             raise ContentConflict(message, param="id", extras={"limit": MAX_IDS})
 
     def _body(
@@ -210,7 +210,7 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Factory of edits: functions that compute a model's new document from its stored document.
 
-    Each document of a request has passed `checked`, has a bundle that serves it, and uses only allowed code and paths.
+    They accept only documents that pass `checked`, that a bundle serves, and whose code and paths are allowed.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
@@ -249,8 +249,8 @@ class Edits:
                 present["profiles"] = {name: before[name] for name in added if name != "default" and name in before}
                 merged = {**desired, "profiles": desired.get("profiles", {})}
                 raise ContentConflict(
-                    f"{desired['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, "
-                    "PATCH changes",
+                    f"{desired['id']} already has a different profile {', '.join(differing)}; POST only adds, "
+                    "PUT replaces, PATCH changes",
                     extras={"revision": held.revision, "diff": difference(present, merged), "profiles": differing},
                 )
             profiles = {**held.entry.get("profiles", {}), **desired.get("profiles", {})}
@@ -329,7 +329,7 @@ class Edits:
             if document.entry is None:
                 raise invalid(
                     "$.revision",
-                    f"revision {target} is a removal: DELETE removes, an earlier revision brings the model back",
+                    f"revision {target} is a removal: DELETE the model, or roll back to an earlier revision",
                 )
             return self.entry(document.entry, ParsedDocument(None))
 
@@ -338,9 +338,7 @@ class Edits:
     @staticmethod
     def _same(model: str, entry: dict[str, Any], document: ParsedDocument) -> dict[str, Any]:
         if entry["id"] != model:
-            raise invalid(
-                "$.id", f"expected {model!r}, the one of the path, got {entry['id']!r}", document.line("$.id")
-            )
+            raise invalid("$.id", f"expected {model!r}, the id in the path, got {entry['id']!r}", document.line("$.id"))
         return entry
 
     async def _present(self, model: str, held: HeldModel) -> dict[str, Any]:

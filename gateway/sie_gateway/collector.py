@@ -21,7 +21,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads metrics from the gateway's objects. Workers that have left have no series."""
+    """Collector that reads metrics from the gateway's objects. It exports no series for workers that have left."""
 
     def __init__(
         self,

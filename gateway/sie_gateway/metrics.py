@@ -22,7 +22,7 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        # series by labels, stored because finding a series takes longer than counting
+        # series by label values, stored because a call of `labels` takes longer than counting
         self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")

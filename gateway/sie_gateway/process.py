@@ -67,7 +67,7 @@ FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
 # seconds by which a drain is longer than the longest time limit of a request, to send the last answers
 _LATE_S = 1.0
-# by field of a stream: setting that the error names if an existing stream has a different value in this field
+# field of a stream -> setting that the error names if an existing stream has another value in this field
 _SETTINGS = {
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -92,11 +92,11 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`, then accept requests for `lame_duck_s` more seconds, then finish them for at most `drain_s`
-    seconds, by default as long as any request may take. Return the exit status. Raises SettingError.
+    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open ones in at most
+    `drain_s` seconds (None: as long as any request may take). Return the exit status. Raises SettingError.
 
-    `network`: connections and resolver with which images at URLs are fetched. If a `sie serve` runs this gateway,
-    `data_dir` is its data folder.
+    `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder of the `sie serve` that runs
+    this gateway, if one does.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -237,7 +237,7 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    drained = Stop()  # set at the end of the drain, and ends the background tasks: requests need them until then
+    drained = Stop()  # ends the background tasks. Set only after the drain, because open requests need these tasks
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
@@ -308,7 +308,7 @@ async def serve(
                 inference.in_progress,
             )
             await stop.lame_duck(lame_duck_s)
-            # connections are closed only now, because requests may arrive on them during the lame-duck time
+            # idle connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -348,8 +348,8 @@ async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
     """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
-    Raises SettingError if an existing stream has other settings, which are not changed, or if a single server cannot
-    store SIE_STREAM_REPLICAS copies; BrokerError.
+    Raises BrokerError, and SettingError if an existing stream has other settings (they are not changed), or if
+    SIE_STREAM_REPLICAS is above 1 and the broker is a single server.
     """
     try:
         await placer.start()

@@ -79,7 +79,7 @@ class Job(SeenJob):
         return self
 
     def cancel(self) -> Job:
-        """Stop the job for ever. The output that is already written remains."""
+        """Stop the job for good. The output that is already written remains."""
         self.info = self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 

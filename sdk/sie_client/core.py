@@ -161,7 +161,7 @@ class Patience:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        # replaced after each answer: a part that finds another object than before knows that there was an answer
+        # replaced after each answer: if a part sees another object than before, there was an answer meanwhile
         self.mark = object()
 
     def renew(self) -> None:
@@ -255,7 +255,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return a session with the options of one call, and the other options: parameters for the server."""
+        """Return a session with the client's options of one call, and the rest: parameters for the server."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -300,12 +300,12 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request until it succeeds, fails with an error that a retry cannot mend, or the waiting time is used up.
-    Raises SIEError: the last error, with the one before as its cause.
+    """Send a request until it succeeds, a retry is useless, or the waiting time is used up. Raises SIEError: the error
+    of the last attempt, with the error of the attempt before as its cause.
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    # by cause of the wait: True for no connection, False for no capacity
+    # cause of the wait (True: no connection, False: no capacity) -> seconds waited, number of attempts
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -364,7 +364,7 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    # an answer without SIE's error code comes from a proxy: the server behind it does not run
+    # an answer with such a status, but without SIE's error code, comes from a proxy: the server behind it does not run
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
@@ -394,9 +394,7 @@ def failure_of(answer: Received) -> SIEError:
     # the header comes first: in routes of another API's format, the code in the body is that API's code
     code = str(answer.headers.get("x-sie-error-code") or details.get("code", ""))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
-    message = str(
-        details.get("message", f"status {answer.status}, which SIE does not answer with here: is this its base URL?")
-    )
+    message = str(details.get("message", f"status {answer.status} without an error of SIE: is the base URL right?"))
     retryable = answer.headers.get("x-should-retry", str(details.get("retryable") is True)).lower() == "true"
     return error_class(code, answer.status)(
         f"{code or answer.status}: {message}",

@@ -30,7 +30,7 @@ from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
 
-# seconds between two polls of a job: first value at the start, growing to the second
+# seconds between two polls of a job: at the start, and the largest value to which the pauses grow
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # jobs per page
 PARTS = 4  # output files that are downloaded at the same time
@@ -141,7 +141,7 @@ def _place(source: Any) -> Path | dict[str, str]:
     if isinstance(source, os.PathLike):
         return Path(source)
     if not isinstance(source, str) or not source:
-        invalid(f"input: expected a path, an address, or the id of a file, got {type(source).__name__}")
+        invalid(f"input: expected a path, a URL or the id of a file, got {type(source).__name__}")
     if "://" in source:
         return {"url": source}
     return {"file": source} if _FILE_ID.fullmatch(source) else Path(source)

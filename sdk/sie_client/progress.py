@@ -1,4 +1,4 @@
-"""Shows the progress of a call to the user: log lines about waits, a bar on a terminal, and calls of `on_progress`."""
+"""Progress of a call for its user: log lines about waits, a bar on a terminal, and calls of `on_progress`."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Run a plan (the requests of one call) and return its result. `total`: number of items of the call. `send`:
-        called with each request instead of sending it over HTTP.
+        """Run a plan and return its result. `total`: number of items of the call. `send`: called with each request
+        instead of sending it over HTTP.
         """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)

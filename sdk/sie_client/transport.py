@@ -21,13 +21,13 @@ PIECE_BYTES = 1 << 20  # bytes of a response's body that are given to a sink at 
 CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
-# exceptions of a request: of httpx, also RuntimeError for a closed client, ValueError for an invalid URL or header
+# exceptions that a request raises: those of httpx, RuntimeError if the client is closed, ValueError for a bad header
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
 _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
 
 
 class Ended(Exception):
-    """Raised in a plan that runs in the background when it is stopped."""
+    """Raised by the driver to end a plan that runs in the background."""
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return client options with `api_key` of the environment, unless the option is present; None sends no key."""
+    """Return client options. A missing `api_key` is taken from the environment; with None, no key is sent."""
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -68,9 +68,9 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """Convert an exception of a request. The failure is permanent, because a retry is useless, if the URL or a header
-    cannot be sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody`: a port of this
-    machine refuses the connection, and has not answered before (`has_answered`): a server that has answered may be
+    """Convert an exception of a request. The failure is permanent if a retry is useless: the URL or a header cannot be
+    sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody` is true if a port of this
+    machine refuses the connection and has never answered; if it has answered (`has_answered`), its server may be
     restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
@@ -118,9 +118,7 @@ def _is_without_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Received | TransportFailed) -> bool:
-    """Return True if this answer is a success. The second copy of the request (`Send.hedge_after_s`) is then not
-    needed.
-    """
+    """Return True if this answer is a success, so that the other copy (`Send.hedge_after_s`) need not be awaited."""
     return isinstance(answer, Received) and answer.status == 200
 
 

@@ -24,14 +24,14 @@ class Picture(Protocol):
 # `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
-# like Media, without pixels. Samples are a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
+# one file as in Media, or samples as a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
 Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    `boundary` (default: sentence) with which it still has `min_tokens` tokens. Each chunk begins with at most
-    `overlap_tokens` tokens from the end of the chunk before.
+    `boundary` (default: sentence) at which it has at least `min_tokens` tokens, or else at a smaller unit of the text.
+    It begins with at most `overlap_tokens` tokens from the end of the chunk before.
     """
 
     max_tokens: Required[int]
@@ -147,9 +147,9 @@ class EncodeParams(Params, total=False):
 
 class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
-    the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
-    `multi_label` a list. `label_thresholds`: the least score of a label or a property. `relation_labels`: the relations
-    to look for between the entities. `relation_threshold`: the least score of a relation.
+    the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with the option
+    `multi_label` a list of labels. `label_thresholds`: the least score of a label or a property. `relation_labels`: the
+    relations to look for between the entities. `relation_threshold`: the least score of a relation.
     """
 
     labels: Sequence[str] | None
@@ -359,9 +359,9 @@ class RestoreMap(TypedDict):
 
 
 class RedactResult(Shared, total=False):
-    """One result of redact, at the position of its input. `error` replaces `text`, `spans` and `map` if the item
-    failed. `spans`: start, end, kind, score and source of each part that was replaced; they count from the start of
-    the text before its redaction.
+    """Result of redact for one item. If the item failed, it has `error` instead of `text`, `spans` and `map`.
+
+    `spans`: start, end, kind, score and source of each part that was replaced. The offsets are in the original text.
     """
 
     id: str
@@ -374,8 +374,8 @@ class RedactResult(Shared, total=False):
 
 
 class SchemaResult(Shared, Generic[M], total=False):
-    """Result of extract with a `schema`: `data` is an instance of it. `entities` and `classifications` have, for each
-    value in `data`, its score and its place in the text, by the path of its field.
+    """Result of extract with a `schema`: `data` is an instance of it. `entities` or `classifications` has an entry for
+    each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
     """
 
     id: str

@@ -133,7 +133,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. With ASIDE_BYTES or more, a thread calls it, to block no other calls."""
+    """Call a function and return its result; for ASIDE_BYTES or more in a thread, where it blocks no other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
@@ -374,7 +374,7 @@ def _json_schema(schema: type[Any]) -> dict[str, Any]:
         raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"})
     try:
         stated = _pydantic(schema).json_schema() if _is_of_pydantic(schema) else msgspec.json.schema(schema)
-    except Exception as error:  # pydantic and msgspec raise many kinds, for types that JSON has not
+    except Exception as error:  # pydantic and msgspec raise many kinds, for types that have no JSON Schema
         message = f"schema: {schema.__name__} has a field without a JSON Schema: {error}"
         raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"}) from error
     return dict(_unrestricted(stated))
@@ -406,7 +406,7 @@ def _is_of_pydantic(schema: type[Any]) -> bool:
 
 
 def _pydantic(schema: type[Any]) -> Any:
-    from pydantic import TypeAdapter  # no requirement: who has such a class has the package
+    from pydantic import TypeAdapter  # not a requirement of the client: a caller with such a class has installed it
 
     return TypeAdapter(schema)
 

@@ -129,7 +129,7 @@ class _Counts:
 
 
 class OomCounts:
-    """Number of times that each remedy was used after a device ran out of memory, by model."""
+    """Number of times that each remedy (see OOM) was used after a device ran out of memory, by model."""
 
     def __init__(self) -> None:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
@@ -166,8 +166,8 @@ class TowerCounts:
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
     """Return the metrics with the label `model`: counters as metric -> model -> value, and histograms as metric ->
     model -> buckets and counts. Values are summed over the other labels. Of a metric with the label `phase`, only the
-    phase `total` is used. `buckets` are upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of
-    `counts` is the number of all observations.
+    phase `total` is used. `buckets` are upper bounds: `counts[i]` is the number of observations up to `buckets[i]`.
+    The last entry of `counts` is the number of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

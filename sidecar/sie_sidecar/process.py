@@ -42,7 +42,7 @@ PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-# seconds in which a late answer to a ping may arrive before the adapter counts as silent
+# seconds that the answer to a ping may take; they are added to the time after which an adapter counts as silent
 PING_ANSWER_S = 0.25
 _logger = logging.getLogger("sie.sidecar")
 
@@ -139,7 +139,7 @@ async def serve(
             )
             health.asks = True
             hints = topology.assigned_subject(worker_id), admission.on_hint
-            await with_broker(lambda: broker.subscribe(*hints), task="listening for hints")
+            await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
         await with_broker(lambda: _verified(broker, stream), task=f"waiting for {stream}")
@@ -186,13 +186,13 @@ def _ledger_path(settings: Settings, worker_id: str) -> Path:
 
 
 async def _verified(queue: Queue, stream: str) -> bool:
-    """Raise BrokerError if the stream does not exist. A gateway creates it; a worker never does."""
+    """Raise BrokerError if the stream does not exist. Gateways request its creation; workers never do."""
     await queue.stream_state(stream)
     return True
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the pool that gateways assign to this worker, also after a change of the assignment, until `stop`."""
+    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`."""
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
@@ -200,7 +200,7 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
             trouble.passed()
             await stop.wait_woken(admission.changed)
             continue
-        _logger.info("this worker serves the pool %s", pool or "none, because no gateway has confirmed its pool")
+        _logger.info("pool that this worker now serves: %s", pool or "none, because no gateway assigns one to it")
         try:
             await worker.source.serve(pool)
             worker.loading.ahead(admission.pinned)
@@ -213,9 +213,9 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS. Until then the worker is not ready. An unknown name ends the process. A failed load is
-    tried again unless its error is permanent; meanwhile the error is shown as the reason why the worker is not ready.
-    After the last attempt, the error is logged, and the worker serves other models.
+    """Load the models of SIE_PRELOAD_MODELS. Until then the worker is not ready. A failed load is tried again unless
+    its error is permanent; meanwhile the worker reports the error as the reason why it is not ready. After the last
+    attempt, log the error, and serve without the model. Raises SettingError for an unknown name.
     """
     if not settings.preload_models:
         return
@@ -287,7 +287,7 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
     for resolved in entries:
         if bundle not in (able := catalogue.bundles_of(resolved.entry)):
             message = (
-                f"{resolved.canonical} is served by bundle {' or '.join(able)}, and this worker is of {bundle} "
+                f"{resolved.canonical} is served by bundle {' or '.join(able)}, but this worker serves bundle {bundle} "
                 "(SIE_BUNDLE)"
             )
             raise SettingError("SIE_PRELOAD_MODELS", message)

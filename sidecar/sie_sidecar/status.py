@@ -146,8 +146,8 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
-        """Return the models of this worker's bundle, and all others that it has loaded; those that use most memory
-        come first.
+        """Return the models of this worker's bundle, and others that it loaded or tried to load. The models that use
+        most memory come first.
         """
         pending = worker.inventory.pending_inputs() if worker else {}
         statuses = {status.model: status for status in worker.models.statuses()} if worker else {}

@@ -1,5 +1,5 @@
-"""All parts of a worker, and the end of its work (drain). They are used by one event loop. Whatever happens in a stage,
-its work items are answered or returned to the queue.
+"""Worker: it creates and connects the stages below, runs them on one event loop, and drains them at the end. If a stage
+fails, its work items are answered with an error or returned to the queue.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
     (pulls)   (groups)   (device,    (batches) └─► Isolate (runs inputs alone after
@@ -57,8 +57,8 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts that distinguish a worker. `lane`: its pool, machine profile and bundle. `ledger`: file of leased
-    deliveries, None if the broker ends together with this process. `store`: payload store with large inputs.
+    """Facts that distinguish a worker. `lane`: its pool, machine profile and bundle. `ledger`: path of the file that
+    records leased deliveries; None if the broker runs in this process. `store`: payload store with large inputs.
     """
 
     id: str
@@ -91,7 +91,7 @@ class Worker:
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
-        self._heard: list[Subscription] = []  # subscriptions to messages of gateways, made at the start
+        self._heard: list[Subscription] = []  # subscriptions to messages from gateways, opened by `start`
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
@@ -103,7 +103,7 @@ class Worker:
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
-        # functions that use `source`, which is created later
+        # the callbacks are lambdas, because `source` is created later
         self.inventory = Inventory(
             self.models,
             on_less=lambda: self.source.refill_soon(),
@@ -174,15 +174,14 @@ class Worker:
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Start all parts. Deliveries that a killed process of this worker had in flight are returned to the queue
-        first. Waits for the broker without a limit, but only until `stop`. No work arrives before `WorkSource.pull`
-        is called.
+        """Start all parts. First return to the queue the deliveries that an earlier process of this worker had when it
+        was killed. Wait for the broker without a time limit, until `stop`. No work arrives before `WorkSource.pull`.
         """
         with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
             await self.broker_clock.measure()
         if left := await self.leases.hand_back_left(self._broker):
-            _logger.warning("this worker was killed before: %d of its deliveries were returned to the queue", left)
-        with contextlib.suppress(BrokerError):  # if the marks cannot be read now, `run` tries again
+            _logger.warning("an earlier process of this worker was killed: %d deliveries returned to the queue", left)
+        with contextlib.suppress(BrokerError):  # if the poison marks cannot be read now, `PoisonMarks.run` tries again
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -256,7 +255,7 @@ class Worker:
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish work, return unfinished work to the queue: in about `grace_s` seconds at most."""
+        """Stop pulling and finish the work in flight. Return work that is unfinished after `grace_s` to the queue."""
         end_s = self._clock() + grace_s
         await self.source.stop()
         try:

@@ -23,8 +23,8 @@ class Sight(NamedTuple):
 
 
 class ImageFrame(NamedTuple):
-    """Size of an image, and size of the area that the model sees, in pixels of the image. The area is larger than the
-    image if the model pads images.
+    """Size of an image, and size of the area that the model sees, both in pixels of the image. The area is larger than
+    the image if the model pads it.
     """
 
     width: int

@@ -32,9 +32,9 @@ _IMAGES_PER_PASS = 8
 class _DetectorKind(Protocol):
     """Model class of a detector: it reads the labels and runs the forward passes.
 
-    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for
-    all labels together, or for each label if the class reads each separately. `recipe`: how pixels are prepared for
-    `detect`.
+    `thresholds`: names of the options that set a lowest score for an object, with their defaults. `max_tokens`: limit
+    for all labels together, or for each label if the class encodes labels separately. `recipe`: how pixels are prepared
+    for `detect`.
     """
 
     thresholds: ClassVar[Mapping[str, float]]

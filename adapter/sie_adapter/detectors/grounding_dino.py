@@ -1,4 +1,4 @@
-"""Grounding DINO (arXiv 2303.05499): one prompt with all labels, and for each candidate a probability of each token.
+"""Grounding DINO (arXiv 2303.05499): one prompt has all labels; each candidate gets a probability for each token.
 
     labels ──► lower case, without . and ? ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
                                                                                                      ├──► the model
@@ -41,8 +41,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Changes to the published configuration. It declares an encoder-decoder, which `checkpoint` refuses, though this
-# affects only generation. It allows custom kernels, which transformers would download from the hub.
+# Changes to the published configuration. It sets is_encoder_decoder, for which `checkpoint` would refuse the model,
+# although only text generation reads it. It allows custom kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
 # The cost of an image in tokens is the number of positions in its feature maps, divided by this number: 4 positions
 # take about as long as one token of a text encoder.
@@ -58,8 +58,8 @@ class _LabelPrompt:
 
 
 class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Replacement of the model's image backbone: it returns feature maps computed before, which may be cached. Each
-    thread sets the maps of its own pass.
+    """Replacement of the model's image backbone: it returns feature maps that were computed before the pass or are
+    cached. Each thread sets the maps for its own pass.
     """
 
     def __init__(self, own: Any) -> None:

@@ -127,7 +127,7 @@ class Owlv2:
 def _sampling(side: int, size: int, submitted: int) -> Float32:
     """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size]: linear
     interpolation, and a blur. `submitted`: longer edge of the submitted image in pixels; `submitted` / `side` sets the
-    strength of the blur. Beyond its edge the image is mirrored.
+    strength of the blur. Beyond the edge of the image, its pixels are mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """

@@ -1,9 +1,9 @@
-"""Family of Docling: the package docling, without a model, computes the text, the Markdown and the tree of documents.
+"""Family of Docling: the package docling extracts the text, the Markdown and the tree of a document, without a model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A batch of documents occupies no device thread: a document may need a core for a minute, but not the device. Only the
-parser processes import docling.
+A batch of documents uses no device thread: a document may need a CPU core for a minute, but it does not need the
+device. Only the parser processes import docling.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class DoclingParser:
     """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
-        """Raises ImportError without docling."""
+        """Raises ImportError if docling is not installed."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),
@@ -112,7 +112,7 @@ class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package i
 
     def page_starts(self, markdown: str) -> tuple[tuple[int, int], ...]:
         """Return for each page with text the index of its first code point in `markdown`, and the page's number. Return
-        an empty tuple if the text without marks is not `markdown`, since the indices would be wrong.
+        an empty tuple if the serialised text without the marks differs from `markdown`: the indices would be wrong.
         """
         first, *pages = re.split(rf"{self._mark}(\d+)\.", self.serialize().text)
         text, starts = first, []

@@ -1,5 +1,5 @@
-"""Format of a document, read from its content; for a text, the client names the format. Parser processes call this
-module before other code reads the file.
+"""Detection of a document's format from its content. A text file that is not HTML has the format that the client names.
+Parser processes use this module before any other code reads the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def format_of(document: DocumentFile) -> str:
         return _of_archive(data)
     for magic, name in _UNREAD:
         if head.startswith(magic):
-            raise fault("undecodable", f"the document is of {name}, supported: {_READ}")
+            raise fault("undecodable", f"the document is of {name}, which is not supported; supported: {_READ}")
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):

@@ -48,7 +48,7 @@ class ParserNotStarted(Exception):
 
 
 class Parsers:
-    """Pool of at most `most` parser processes. A new process starts if all are busy when a document arrives.
+    """Pool of at most `most` parser processes. If all are busy when a document arrives, one more process starts.
     Thread-safe.
 
     `module`: the Python module that each process runs. It must speak the protocol of `parser_frames`.
@@ -81,8 +81,8 @@ class Parsers:
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
-        """Return each parsed document, or an error. The error of an unusable document is an InvalidInput, reason
-        invalid_media, whose message begins with the cause. Other errors are not caused by the document.
+        """Return each parsed document, or an error. For an unusable document it is an InvalidInput with the reason
+        `invalid_media`, whose message begins with the cause. Other errors are not caused by the document.
 
         When `is_gone`, which is called repeatedly, returns True, parsing stops and InternalFailure with the reason
         `cancelled` is raised.
@@ -148,8 +148,8 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send the SIGKILL; the kernel does when memory is short. No InvalidInput, since the
-            # document may be valid
+            # this pool did not send the SIGKILL, so probably the kernel did, because memory is short. The error is no
+            # InvalidInput, since the document may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
@@ -186,7 +186,7 @@ class _ParseCall:
         try:
             yield
         finally:
-            # after this removal `end` cannot kill the process, which may already parse a document of another caller
+            # from now on `end` must not kill the process, because it may parse a document of another call next
             with self._lock:
                 self._processes.discard(process)
 
@@ -209,7 +209,7 @@ class _ParserProcess:
     """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process. From this environment it gets only the paths of Python modules. Raises ParserNotStarted."""
+        """Start a process. Of this environment it gets only the module path. Raises ParserNotStarted."""
         self._number = 0
         self._late = False
         ours, theirs = socket.socketpair()

@@ -1,5 +1,5 @@
-"""Device of this process, a GPU or the CPU: chosen once, logged and reported. `precision` and `attention_backend`
-choose the precision and the attention of its models.
+"""Device of this process, a GPU or the CPU, which is chosen once at the start. The modules `precision` and
+`attention_backend` choose the precision and the attention of its models.
 
 SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
@@ -36,14 +36,13 @@ _STATUS = Path("/proc/self/status")
 # device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
+# glibc serves allocations of at least this size by mmap, outside the heap; it accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
 # smaller threshold while weights are loaded or RLIMIT_DATA is set, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
-# number of loads in progress, and its lock, which the capture of a CUDA graph holds
+# number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
-# bytes that `claim` allocates in addition to those of its caller: several times the 1 MB or so that oneDNN allocates
-# for a new shape
+# bytes that `claim` allocates in addition to `nbytes`: several times the 1 MB or so that oneDNN needs for a new shape
 _CLAIM_BYTES = 8 << 20
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
@@ -58,8 +57,8 @@ def names_of(setting: str) -> list[str]:
 
 
 def _cuda_devices() -> int:
-    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked process counts them: after a call of
-    CUDA this process could not fork processes that use CUDA.
+    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked child counts them, because a process
+    that has called CUDA can no longer fork processes that use CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
@@ -75,9 +74,9 @@ def _cuda_devices() -> int:
 
 
 def hide_other_gpus(name: str) -> None:
-    """Make the GPU `cuda:N` the only visible one, as `cuda:0`, for this process and its children, so that no library
-    uses the GPU of another adapter. Call it before any use of CUDA. Raises SettingError if CUDA_VISIBLE_DEVICES has
-    fewer GPUs.
+    """Hide all GPUs except `cuda:N` from this process and its children, so that no library uses the GPU of another
+    adapter. The GPU is then called `cuda:0`. Call this before any use of CUDA. Raises SettingError if
+    CUDA_VISIBLE_DEVICES lists too few GPUs.
     """
     index = int(name.removeprefix("cuda:"))
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -87,8 +86,8 @@ def hide_other_gpus(name: str) -> None:
 
 
 def require(name: str) -> None:
-    """Check that a named CUDA device can exist, without a call of CUDA, which would forbid later forks. Raises
-    SettingError.
+    """Raise SettingError if `name` is a CUDA device and this machine cannot have one. CUDA is not called, because a
+    process that has called it can no longer fork.
     """
     if not name.startswith("cuda"):
         return
@@ -107,7 +106,7 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device. `auto` selects CUDA, then MPS, then CPU. Raises SettingError for an absent device."""
+    """Return the torch device. `auto` is CUDA if present, else MPS, else the CPU. Raises SettingError if absent."""
     require(name)
     # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
     torch.backends.cudnn.allow_tf32 = False
@@ -132,9 +131,9 @@ class Compute:
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
     `dtype` is another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the
-    model, by which its engine is chosen. `engine`: the chosen engine; if it does not support the model, torch replaces
-    it, unless the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None
-    for the system's folder. `int8`: weights are stored in 8 bits.
+    model, by which its engine is chosen. `engine`: the chosen engine. If it cannot run the model, torch runs it, or the
+    load fails if the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load,
+    None for the system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -156,8 +155,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device without waiting for a GPU; CUDA buffers pageable memory first. On a CPU the
-    tensor shares the array's memory.
+    """Copy a host array to the device without waiting for a GPU: CUDA first copies the array to a buffer of its own, so
+    the array may change afterwards. On a CPU the tensor shares the array's memory.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -178,7 +177,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Used and total memory of the device that runs the models, in bytes. Memory of all processes counts as used."""
+    """Used and total bytes under one limit: that of the device, of the container, or of this process."""
 
     used_bytes: int
     total_bytes: int
@@ -192,9 +191,9 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
     """Return the device's memory as if `more_bytes` more bytes were used. If this process has several limits, the one
     with the highest share in use is returned.
 
-    CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
-    machine, the container, and RLIMIT_DATA (`ulimit -d`), by which one of several adapters can be limited without a
-    container.
+    The limits are, on CUDA: the card, and the fraction of it that this process may use. On MPS: the size that Metal
+    recommends. On a CPU: the machine, the container, and RLIMIT_DATA (`ulimit -d`), which can limit an adapter that has
+    no container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -228,7 +227,7 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return NVML's handle of the card, by UUID, which CUDA_VISIBLE_DEVICES does not change. None without NVML."""
+    """Return NVML's handle of the card, by UUID, as CUDA_VISIBLE_DEVICES changes the indices. None without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -255,7 +254,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
 
 
 class UtilisationProbe:
-    """Probe of how busy a device is with the work of all processes. May be called from any thread."""
+    """Meter for the utilisation of a device by all processes. `percent` may be called from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -292,7 +291,7 @@ class UtilisationProbe:
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # `user` and `nice` already include the time of guests
+    # `user` and `nice` already include `guest` and `guest_nice`
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -320,7 +319,7 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # VmData includes freed memory that the allocator will use again before it asks the system for more
+    # VmData also counts freed memory that the allocator keeps. It is subtracted, because the allocator reuses it first.
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -341,10 +340,10 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return the largest number of bytes that it needed on the device, beyond the bytes in use before; 0
-    if this cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
+    """Call `run` and return its peak memory on the device, in bytes more than were in use before; 0 if this cannot be
+    measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # memory that the allocator keeps is returned first: `run` could use it, and it would not be counted
+    # the allocator's free memory is returned first: if `run` used it, it would not be counted
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
@@ -373,12 +372,12 @@ def _status_kib(field: str) -> int:
 
 def keep_freed_memory() -> None:
     """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default it returns the memory of each
-    layer's states to the kernel, and the page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py).
-    `give_memory_back` still returns all freed memory.
+    layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass on a CPU
+    (bench/engine.py). `give_memory_back` still returns all freed memory.
 
-    Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because freed memory inside the heap still
-    counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of a
-    single item. The heap then grows by 1 MiB at a time, because with steps of 64 MiB a small allocation near the limit
+    Under RLIMIT_DATA, allocations of 1 MiB and more are outside the heap (mmap), because freed memory inside the heap
+    still counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of
+    a single item. The heap also grows by only 1 MiB at a time: with steps of 64 MiB, a small allocation near the limit
     would fail.
     """
     if platform.libc_ver()[0] == "glibc":
@@ -398,7 +397,7 @@ def _mapped_bytes() -> int:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give pages of its own to each allocation of at least 1 MiB inside the context, on all threads, so that freed
+    """Serve allocations of at least 1 MiB outside the heap (mmap) inside this context, on all threads, so that freed
     weights leave no holes in the heap. No CUDA graph is captured inside the context.
     """
     _count_apart(1)
@@ -431,9 +430,9 @@ def is_limited() -> bool:
 
 
 def claim(nbytes: int) -> None:
-    """Allocate and free `nbytes` plus _CLAIM_BYTES. Raises the error of torch's allocator if that fails. Another thread
-    may allocate the memory before the caller does. oneDNN needs this check: it ends the process if one of its own small
-    allocations for a new shape fails.
+    """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate and free them. Raises the error of torch's
+    allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new shape
+    fails. Another thread may still allocate the memory in between.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

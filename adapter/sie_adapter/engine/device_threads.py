@@ -1,7 +1,7 @@
 """Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, which saves the
 time to wake another thread.
 
-    submit(Job) ──► queue ──► thread: started, run, answer
+    submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
 
 The queue needs no limit: it has at most one job per connection. If the first thread is idle, it takes the next job.
 """
@@ -43,24 +43,25 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, and its begin and end in ns since 1970, unaffected by changes of the wall clock."""
+    """Return the reply of `run`, its begin in ns since 1970, and its end: begin plus duration by a monotonic clock."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
 
 
 def is_alone() -> bool:
-    """Return whether no other device thread runs a batch now."""
+    """Return whether the calling device thread is the only one that runs a batch now."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
     return owner is not None and owner.busy <= 1
 
 
 class DeviceThreads:
-    """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`.
+    """`count` device threads, which run queued batches until `stop`. `execute` runs a batch, returns its reply, and
+    does not raise.
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
-    with `count` torch threads, at most 8. The other device threads never do: if there are more torch threads than
-    cores, libgomp puts them to sleep at each barrier.
+    with `count` torch threads, at most 8. The other device threads never do: each would get torch threads of its own,
+    and if there are more of them than cores, libgomp puts them to sleep at each barrier.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -108,7 +109,7 @@ class DeviceThreads:
         deadline_s = time.monotonic() + timeout_s
         for number in range(len(self._threads)):
             ended = None
-            # a thread on which oneDNN can run no new shapes may start a new thread during this wait, which must end too
+            # a device thread may be replaced during this wait (`_is_replaced`); the new thread must end too
             while ended is not self._threads[number]:
                 ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))
@@ -141,8 +142,8 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # no memory for a new thread's stack: this slower thread continues and tries again after
-            # its next batch
+            # no memory for the stack of a new thread: this thread continues, although it is slower, and tries again
+            # after its next batch
             _logger.warning(
                 "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
@@ -170,8 +171,8 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # `execute` and `answer` should not raise; if one does, the thread must not end, because that would end the
-            # adapter
+            # `execute` and `answer` should not raise; if one does, this thread must not end, because no other thread
+            # would replace it
             _logger.exception("a device thread failed")
             _refuse(job)
         finally:
@@ -189,7 +190,7 @@ class DeviceThreads:
 
 
 def _refuse(job: DeviceJob) -> None:
-    """Reply Refused, because the sidecar waits without a timeout for the last reply to a batch."""
+    """Reply Refused to a batch that failed: the sidecar waits for a batch's last reply without a timeout."""
     try:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)

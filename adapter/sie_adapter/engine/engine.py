@@ -4,8 +4,8 @@ the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outc
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
 Each input has exactly one outcome, at its own position: an invalid input gets a typed error and does not harm the
-others. If memory runs out, cached memory is freed, models are evicted, then the batch is halved by cost until it fits.
-An input that does not fit alone gets RESOURCE_EXHAUSTED.
+others. If memory runs out, cached memory is freed, then models are evicted, then the batch is split into halves of
+equal cost until each part fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -168,10 +168,9 @@ class AdapterEngine:
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts of a batch for a family with its own tokenisation, on the calling thread, which is no
-        device thread; at most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function by which a device thread
-        then runs the batch, or None if no preparation is needed. Never raises: the device thread meets the same error
-        again and answers it.
+        """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
+        SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that then runs the batch on a device thread, or
+        None if nothing was prepared. Never raises: an error occurs again on the device thread, which replies with it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -335,15 +334,15 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the device threads run in parallel
-    (a batch that is alone gets more); the allocator; small caches of oneDNN; no telemetry.
+    """Configure the whole process: one torch thread per operation, because the device threads run in parallel; the C
+    allocator; small caches of oneDNN; no telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch in each thread, cache data for matrix products of each size: by default 1,024 entries of half a
-    # megabyte each (bench/results/memory.md)
+    # by default, oneDNN and each thread's torch cache data for 1,024 sizes of matrix products, half a megabyte for each
+    # (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
     # onnxruntime (which gliner imports) and openvino store and send telemetry as soon as they are imported
@@ -369,8 +368,8 @@ class BatchRun:
 
         `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
         memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
-        each counter to raise (`OomCounters`). `pass_records`: keeps a record on disk of each running pass. If the pass
-        kills this process, the next process reads the record.
+        the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record on disk of each running pass.
+        If the pass kills this process, the next process reads the record.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -526,7 +525,7 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            # run each item again alone: an overflow of another item in the pass may have caused its value
+            # run each of these items again alone: an overflow of another item in the pass may have caused the NaN
             for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
@@ -558,8 +557,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item, each with the tokens that ran for it. A shared query's tokens count for
-        the first input.
+        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a query that
+        all inputs share count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -655,8 +654,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device: an id out of range would break the device context,
-    and so would a text longer than `max_tokens`, which may have no positions.
+    """Return an error for each row that must not reach the device: an id without an embedding would break the CUDA
+    context, and so would a text of more than `max_tokens` tokens, for which the model may have too few positions.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:

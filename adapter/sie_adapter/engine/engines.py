@@ -5,13 +5,13 @@ family, device, precision, LoRAs, what is installed ──► RULES, in order: t
 
   engine      computes                                                        chosen for
   openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
-  sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if an
-                                                                               environment with it is named
+  sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if
+                                                                               SIE_SGLANG_PYTHON is set
   torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. SGLang has none: an operator chooses it by a setting
-with the path of its environment. An engine whose states differ from those of the unchanged transformers model is not
-used, even if the rules select it (`backbone`).
+The measurements behind the rules are in bench/results/engine.md. They do not cover SGLang, which an operator enables by
+SIE_SGLANG_PYTHON. An engine whose states differ from those of the unchanged transformers model is not used, even if the
+rules select it (`backbone`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sie_contracts.wire.ipc import RunBatch
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts that the rules read. `device`: the type of the device. `reads_text`: the inputs of the model are only ids
-    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits this
-    process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty if no
-    setting names one. `int8`: the entry requests weights in 8 bits.
+    """Facts that the rules read. `device`: the type of the device. `reads_text`: the model reads only ids of texts, no
+    images or sounds. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits
+    this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty
+    if no setting names one. `int8`: the entry requests weights in 8 bits.
 
     From the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a window;
     OpenVINO cannot run such a model. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model,
@@ -80,7 +80,7 @@ TORCH = Choice("torch", "the model reads more than texts")
 
 
 class Unserved(Exception):
-    """Raised if an engine does not support a model whose torch weights are freed: the model must be loaded again."""
+    """Raised if an engine cannot run a model whose torch weights are already freed: torch must load the model again."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Rule:
     """Conditions of one engine. `why`: the reason to choose it. `package`: the package that must be installed; the pip
     extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if
     it can. `unasked`: returns the reason why the engine is used only for an entry that demands it, empty if it may be
-    chosen for any entry. `held_bytes`: returns the largest number of bytes in memory while a model is loaded, from the
-    bytes of its weights.
+    chosen for any entry. `held_bytes`: returns the peak memory of a load, in bytes, from the bytes of the
+    model's weights.
     """
 
     why: str

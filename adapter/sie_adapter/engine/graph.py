@@ -1,10 +1,10 @@
 """A text model as a graph that OpenVINO compiles for this CPU: ids of texts of similar length ──► states.
 
-stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, with a stream per thread
+stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled, with a stream per thread
 
-The weights have the blocked order that the kernels read, and no Python runs within a pass. One text of 8 tokens takes
-little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
-(bench/results/engine.md).
+It is faster than torch's packed path, because its weights are stored in the blocked order that the kernels read, and no
+Python runs within a pass: one text of 8 tokens takes little more than half of the time. A batch runs in groups of texts
+of similar length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
 # Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
-# of a short text. While another device thread runs, the batch would wait for the slower one (bench/results/engine.md).
+# of a short text. While another device thread runs, one of the two may have to share its core, and the batch waits for
+# the slower one (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-# tokens of each example text of the trace; ModernBERT creates its masks only for texts longer than its local window
+# tokens of each example text of the trace: more than ModernBERT's local window, because it masks only longer texts
 _EXAMPLE_TOKENS = 300
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -66,14 +67,14 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 class Graph:
     """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
-    `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
+    `memory_bytes`: bytes of the compiled weights, in all copies.
     """
 
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
         """Compile `model`, which is on the CPU and is not changed. `lanes`: the number of device threads. `filler`: the
-        token id for padding. `max_tokens`: the tokens of the longest text. Raises NoGraph.
+        token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -88,9 +89,8 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # The compiled graph is read by mmap from a temporary file, because the runtime keeps the float32 weights
-            # beside the weights in the order of its kernels. The system can reclaim pages of a file when memory is
-            # needed.
+            # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. So it reads them by mmap
+            # from a temporary file, whose pages the system can reclaim when memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -157,7 +157,7 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        # inputs are set one by one, because `infer` with inputs runs more Python code
+        # inputs are set one by one, because `infer` with inputs as arguments runs more Python code
         for place, array in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
@@ -165,7 +165,7 @@ class _Compiled:
 
 
 class RowGroup(NamedTuple):
-    """Sequences `start` to before `stop`, which run together, padded to `rows` rows of `columns` tokens."""
+    """Sequences that run together, from `start` to before `stop`, padded to `rows` rows of `columns` tokens."""
 
     start: int
     stop: int
@@ -174,12 +174,12 @@ class RowGroup(NamedTuple):
 
 
 def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
-    """Split sequences, which are sorted by length, into groups with the shortest total time. The time of a group counts
-    as rows times columns, plus PASS_TOKENS.
+    """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
+    a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
     The number of rows is a power of two and the number of columns is one of few values, so OpenVINO's cache of shapes
-    stays bounded. Rows without a sequence have padding. No sequence is padded beyond `max_tokens`, for which the model
-    may have no position, or by more than `max_filling` tokens.
+    stays bounded. Rows without a sequence have only padding. No sequence is padded beyond `max_tokens`, because the
+    model may have no positions there, or by more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
@@ -209,7 +209,7 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded: one of few, because OpenVINO caches kernels for each shape."""
+    """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape."""
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
 
@@ -221,14 +221,14 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 
 def most_filling(config: PretrainedConfig) -> int:
-    """Return the largest number of padding tokens for a text. In a layer with a window, each padding token must attend
-    to a token of the text: otherwise it becomes NaN, which corrupts the text.
+    """Return how many padding tokens a text may get. In a layer with a window, the window of each padding token must
+    contain a token of the text: otherwise the padding token becomes NaN, which corrupts the text's states.
     """
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # Some model classes count the window's keys on one side, others on both sides together. Half of the number is safe
-    # in both cases, less the token itself.
+    # Some model classes count the window's keys on one side, others on both sides together. Half of the number, minus
+    # one for the token itself, is safe in both cases.
     return max(0, window // 2 - 1)
 
 
@@ -248,8 +248,8 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace: float32 weights, because the front end builds a wrong graph from 16-bit weights,
-    and an empty loss function, because transformers warns when the trace reads the attribute of a model without one.
+    """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
+    weights. Its loss function is set to None: transformers warns when the trace reads the attribute and it is not set.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -264,8 +264,8 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
 
 def compress(graph: Any) -> int:
     """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output feature. Return the
-    number of these weights. Activations keep their precision: calibrated in 8 bits they lower the cosine of MiniLM's
-    vectors to 0.97, and no other recipe is exact and fast enough (bench/results/int8.md).
+    number of these weights. Activations keep their precision: calibrated activations in 8 bits lower the cosine of
+    MiniLM's vectors to 0.97, and no other recipe is exact and fast enough (bench/results/int8.md).
     """
     from openvino import opset13
 
@@ -298,10 +298,9 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
         # under a lock, because a trace changes a map of modules, and this code changes the warning filters: both are
         # global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            # warnings about a wrong trace are not needed: the backbone later compares the states of the graph with the
-            # model's
+            # Neither warnings about a wrong trace nor a second trace as a check are needed: the backbone later compares
+            # the states of the graph with the model's.
             warnings.simplefilter("ignore")
-            # no second trace as a check: the backbone later compares the states of the graph with the model's
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

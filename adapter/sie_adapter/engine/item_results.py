@@ -1,5 +1,5 @@
-"""Results of inputs, computed from the rows of the heads. The output options of a request are applied here, per work
-item, so requests with different options can share a batch.
+"""Results of inputs, computed from the outputs of the heads for each row. The output options of a request are applied
+here, per work item, so requests with different options can share a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
                         ──► row of the query against rows of documents ──► scores    score of stored vectors
@@ -98,11 +98,11 @@ def batch_reply(
 
 def not_finite() -> InferenceFailed:
     """Return the error for a vector that is zero, NaN or infinite, or a score that is NaN or infinite."""
-    return InferenceFailed("the model returned a vector that is zero, NaN or infinite", reason="non_finite")
+    return InferenceFailed("the model returned a zero vector, or a number that is NaN or infinite", reason="non_finite")
 
 
 def vectors(options: RunOptions, rows: Rows) -> ItemResults:
-    """Return the vectors of each input, in order: the outputs that the options request."""
+    """Return for each input, in order, the vectors of the outputs that the options request."""
     count = len(next(iter(rows.values()), ()))
     results: ItemResults = [ItemResult() for _ in range(count)]
     for name in options.outputs:
@@ -211,10 +211,12 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Return the score of each document for the query: the score of the one output, or a weighted mean of several.
+    """Return the score of each document for the query: the score by the requested output, or the weighted mean of the
+    scores by several outputs. If the client requested relevance, scores are mapped to 0 .. 1.
 
-    dense: cosine. sparse: the sum over common ids. multivector: the sum over query rows of the best document row
-    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3. `is_relevance` maps scores to 0 .. 1.
+    dense: the cosine. sparse: the sum of the weights' products over common ids. multivector: for each vector of the
+    query the best product with a vector of the document, summed (MaxSim); if `per_row`, divided by the number of query
+    vectors, like BGE-M3.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {
@@ -266,7 +268,7 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _unit_rows(row: Row) -> Tensor:
-    """Return token vectors, normalised as scores need them. Vectors that a client sent are returned unchanged."""
+    """Return token vectors, normalised to length 1. Vectors that a client sent are returned unchanged."""
     return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
 
 
@@ -274,11 +276,11 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    # all documents at once, because a kernel for each document would take longer to start than to run
+    # on CUDA all documents at once: a kernel for each document would take longer to start than to run
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # one by one: a product over padded documents would need the longest document's memory for each document
+    # on a CPU one by one: if documents were padded, each would need the memory of the longest
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -287,7 +289,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
-    The product is split by offsets, because torch checks lengths on the host, which would wait for the device.
+    `segment_reduce` gets offsets, because torch would check lengths on the host and so wait for the device.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):
@@ -308,11 +310,11 @@ def _scores(values: Tensor) -> ItemResults:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
-    """Return the score of each pair from its float32 logits. With the activation `softmax` it is the probability of the
-    last label, else the sigmoid of the one logit, or with `identity` the logit itself, unless `is_relevance`.
+    """Return the score of each pair from its float32 logits. `activation` softmax: the probability of the last label.
+    sigmoid: the sigmoid of the only logit. identity: the logit, or its sigmoid if the client requested relevance.
 
-    With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
-    Inference and Infinity return it.
+    With `raw_scores` a score is the logit, or with two classes the difference of both logits, as in Text Embeddings
+    Inference and Infinity.
     """
     # float64, because in float32 the scores of different large logits would be equal
     stacked = torch.stack(list(logits)).double()
@@ -325,8 +327,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
-    """Return the classes of each text that labels and threshold of the request select, best first, from float32 logits
-    [classes]. With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
+    """Return for each text the classes that the labels and the threshold of the request select, best first, from
+    float32 logits [classes]. With `raw_scores` a score is the logit. Source: transformers' TextClassificationPipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
@@ -358,8 +360,8 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]: P(yes) of their softmax; but yes - no with `raw_scores`, or with
-    `difference` unless `is_relevance`. If the logits are only [yes], the logit of no is 0.
+    """Return scores from float32 logits [no, yes]; if they are only [yes], the logit of no is 0. A score is P(yes) by
+    softmax. With `raw_scores` it is yes - no instead, and also with `difference` unless the client requested relevance.
     """
     # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()
@@ -369,9 +371,9 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
-    """Return the labels of each text whose probability reaches the threshold, best first, from the logits [classes] of
-    (text, hypothesis of the label). In `logits`, the labels of the request come before those of its schema; the answers
-    to the schema are returned in `data`.
+    """Return for each text the labels whose probability reaches the threshold, best first. `logits`: [classes] for each
+    pair of a text and a label's hypothesis; the labels of the request come before those of its schema. The answers to
+    the schema are returned in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
     several may apply, or there is only one label, it is the softmax of contradiction and entailment, for each label

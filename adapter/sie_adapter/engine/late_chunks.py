@@ -1,11 +1,10 @@
-"""Vectors of the chunks of texts ("late chunking"). A chunk is pooled from the states of its own tokens. They may lie
-in several windows of the text; the tokens of a chunk in one window are a segment.
+"""Vectors of the chunks of texts ("late chunking"). A text runs in one or more windows, each a row of the batch. A
+chunk is pooled from the states of its own tokens. The tokens of a chunk in one window are a segment.
 
-    states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
-    parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
+    states of a pass ──► states of each segment, side by side ──► heads ──► a part for each segment
+    parts of all passes ──► joined by chunk ──► a row for each chunk ──► results, as for any row
 
-Heads skip the row of a window, because only its segments have results. The rows of chunks are numbered after all rows
-of the batch.
+A window itself gets no result, only its segments do. The rows of chunks are numbered after all rows of the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `lengths`: the tokens of each row of the batch. Raises MalformedBatch for a segment that is not inside its row.
+    `lengths`: the number of tokens of each row. Raises MalformedBatch for a segment that is not inside its row.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -61,7 +60,7 @@ class LateChunks:
     def reduce(self, name: str, head: Head, states: States, rows: Int64) -> set[int]:
         """Compute the values of the segments in these rows. Return the rows with NaN or infinite values."""
         if not isinstance(head, JoiningHead):
-            raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
+            raise InternalFailure(f"the head {name} cannot join the segments of a chunk", reason="malformed_batch")
         sequences = np.full(self._count, -1, np.int64)
         sequences[states.packed.order] = np.arange(len(states.packed.order))
         numbers = np.flatnonzero(np.isin(self._segments[:, 1], rows))
@@ -84,8 +83,8 @@ class LateChunks:
         return set(owners[bad].tolist())
 
     def joined(self, heads: Mapping[str, Head], pooling: str) -> dict[str, list[Row | None]]:
-        """Return the results of all chunks, by head (output layer); None for a chunk of which a segment has no value.
-        `pooling`: the pooling that the batch requests.
+        """Return the results of all chunks, by head (output layer); None for a chunk if one of its segments has no
+        value. `pooling`: the pooling that the batch requests.
         """
         bounds = np.searchsorted(self._segments[:, 0], np.arange(self.chunks + 1))
         lengths = self._segments[:, 3] - self._segments[:, 2]
@@ -105,8 +104,8 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return for each input of a work item the rows of the batch that have its texts, and the rows that have its
-        results: for a text in windows, those of its chunks.
+        """Return two lists of rows for each input of a work item: the rows of the batch with its text, and the rows
+        with its results. For a text in windows, the latter are the rows of its chunks; else both lists are equal.
         """
         units = []
         row = group.start
@@ -141,8 +140,8 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
-    """Return the result of one input: the arrays of its chunks one after the other, with a table of the range of each
-    chunk (`messages.Ok`), or the first error of a chunk.
+    """Return the result of one input: the joined arrays of its chunks, and a table with the range of each chunk
+    (`messages.Ok`); or the first error of a chunk.
     """
     if not described.spans:
         (result,) = results

@@ -1,4 +1,4 @@
-"""Models that read texts, images, sounds and documents themselves: extraction models, and adapters of other packages.
+"""Models that get texts and files instead of token ids: extraction models, and adapter classes of other packages.
 
 RunBatch with texts and files ──► encode | score | extract of the model: a list of inputs, a list of results
 ──► BatchDone
@@ -35,10 +35,10 @@ class VerbModel(Protocol):
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
     `extract(texts, options)` returns for each text the map that the client gets. `options` of `extract` has an entry
-    for each text; those of the others apply to all texts. Instead of any result, a model may return an SIEError.
+    for each text; that of `encode` and `score` applies to all texts. Any result may be an SIEError instead.
 
     `extract` gets up to two more arguments, in this order:
-    1. If the model has `prepare(texts, options)`, which tokenises off the device thread: the Preparation it returned.
+    1. If the model has `prepare(texts, options)`, which tokenises outside the device threads: its Preparation.
     2. If the attribute `rows` declares files: for each text a list of images (`Shown`), a list of sounds (`Heard`), or
        a document or None.
     """
@@ -72,9 +72,9 @@ def run_raw(
     preparation: Preparation | None = None,
 ) -> BatchDone:
     """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. Raises the errors of the model,
-    and InternalFailure if the model returns a list of another length.
+    and InternalFailure if the model does not return one result for each text.
 
-    `preparation`: the result of the model's own `prepare` for this batch. Without it, such a model tokenises here.
+    `preparation`: the result of the model's own `prepare` for this batch. None: a model with `prepare` tokenises here.
     """
     started = time.perf_counter()
     if preparation is None and hasattr(model, "prepare"):
@@ -255,5 +255,5 @@ def _tensors(value: Any) -> Any:
 
 def _of_length(results: Sequence[Any], count: int) -> list[Any]:
     if len(results) != count:
-        raise InternalFailure(f"the family gave {len(results)} results for {count} inputs", reason="wrong_length")
+        raise InternalFailure(f"the model returned {len(results)} results for {count} inputs", reason="wrong_length")
     return list(results)

@@ -1,4 +1,4 @@
-"""Answers to a schema: the values of an input, from the model's results for each part of the schema.
+"""Answers to a schema: the JSON values for an input, from the model's results for each part of the schema.
 
     decision ──► score of each label ──► the best label, the labels above 0.5, or true and false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
@@ -15,14 +15,14 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-# default threshold for scores: that a statement is true, that a label applies (several may), that a span of the text is
-# a value
+# default threshold for three kinds of score: that a boolean is true, that a label applies (if several may), and that a
+# span of the text is a value
 LEAST = 0.5
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# thousands are grouped by comma, dot or space; a single dot or comma that cannot group is the decimal mark
+# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, and that of `1.299`, mark decimals
 _POINT = re.compile(r"\d+(\.\d+)?|\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
@@ -50,7 +50,7 @@ class SchemaAnswer:
 
     def decide(self, decision: Decision, scores: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
         """Add the answer to a decision. `scores`: the score of each label; empty if the text cannot be scored.
-        `thresholds`: the lowest accepted scores of the request, by path.
+        `thresholds`: the lowest score that the request accepts, by path.
         """
         *above, name = decision.path
         owner = self.data
@@ -118,7 +118,7 @@ class SchemaAnswer:
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:
-    """Return the value of a property that `text` stands for, or None if it stands for none."""
+    """Return the value of a property that `text` stands for, or None if the property cannot have such a value."""
     if text_field.kind == "string":
         return text
     if text_field.kind == "choice":

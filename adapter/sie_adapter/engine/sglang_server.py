@@ -3,8 +3,8 @@
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
                                          └──► it ended, or hangs: a new server replaces it, once for each batch
 
-The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs end it,
-for example ids beyond the table of embeddings, which are refused before they reach this module. Source: the server's
+The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
+it. One example, ids beyond the table of embeddings, is refused before it reaches this module. Source: the server's
 HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
@@ -48,9 +48,9 @@ ARCHITECTURES = (
 )
 # seconds until a started server must be ready; imports and weights take minutes on a busy machine
 START_S = 300.0
-RUN_S = 120.0  # seconds in which the server must answer a batch; else it is replaced
+RUN_S = 120.0  # seconds within which the server must answer a batch; otherwise it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
-_POOL_TOKENS = 16_384  # least size of the server's KV cache, in tokens; a text waits while there is no room for it
+_POOL_TOKENS = 16_384  # smallest size of the server's KV cache, in tokens; a text waits until the cache has room for it
 # Environment variables that the process inherits. None of them is secret.
 _KEPT = (
     "PATH",
@@ -189,7 +189,7 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`, started by the first caller. Raises SglangNotStarted."""
+        """Return the server that replaces `lost`. The first caller starts it. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -269,13 +269,13 @@ class _SglangProcess:
             ]
             vectors = np.stack(rows)
         except (msgspec.DecodeError, ValueError) as error:
-            raise _SglangLost("its answer is no list of vectors") from error
+            raise _SglangLost("its answer is not a list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
-            raise _SglangLost("its answer belongs to other texts")
+            raise _SglangLost("its answer does not have one vector for each text, in order")
         return vectors
 
     def memory_bytes(self) -> int:
-        """Return the memory that the server uses: of the GPU, or on a CPU of the processes in its session."""
+        """Return the bytes that the server uses: GPU memory, or on a CPU the memory of the processes in its session."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0

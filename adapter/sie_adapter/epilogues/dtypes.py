@@ -1,4 +1,4 @@
-"""Output dtypes: float32 vectors in the dtype that a client requests, with the numbers that reverse the conversion.
+"""Conversion of float32 vectors to the dtype that a client requests, with the numbers to convert them back.
 
 vectors [.., width] ──► float32 ──► per row of the last axis: cast, scale to 8 bits, or one bit per value ──► numpy
 """
@@ -18,8 +18,8 @@ Converted = tuple[Array, Array | None, Array | None]
 
 
 def convert(vectors: Tensor, dtype: str) -> Converted:
-    """Convert finite `vectors` [.., width] to `dtype`. Returns the values, and `scale` and `offset`, float32 [..], for
-    the dtypes that have them.
+    """Convert finite `vectors` [.., width] to `dtype`. Return the values, `scale` and `offset`. The last two are
+    float32 [..], or None if the dtype does not need them.
 
     A number x is about values * scale + offset; `int8` has a scale, `uint8` has both. The bits of `binary` and
     `ubinary` are x > 0, eight in a byte of uint8, the first value in the highest bit, zeros after the last value.

@@ -1,7 +1,7 @@
 """Fixed dimensional encodings: one vector for each set of token vectors. Their inner products approximate MaxSim.
 
-token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each ──► count sketch ──►
-[items, width]
+token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each partition ──►
+count sketch ──► [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
 are numbered by Gray code. Items and repetitions are computed in blocks of limited size, so that memory does not grow
@@ -56,8 +56,8 @@ def _token_bytes(dim: int, parameters: Muvera) -> int:
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of items whose tokens, and whose partitions of one repetition, need at most `budget` bytes. An item
-    that needs more is a range alone.
+    """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes, and so do its
+    partitions in one repetition. An item that needs more is a range of its own.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -106,8 +106,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, whose
-    rounding could move a token to the other side of a plane: another item of the batch could change its partition.
+    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, and its
+    rounding could move a token to the other side of a plane. So other items of the batch could change its partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -123,12 +123,12 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return one vector for each bag, [bags, columns of `vectors`]: the sum of its vectors for a query, their mean for
-    a document. A bag has the tokens of one item that are in one partition of one repetition. An entry is one token in
-    one repetition; entries are in the order of tokens, then of repetitions. `bag_of` [entries]: the bag of each entry.
-    Row e // `repeats` of `vectors` belongs to entry e: `repeats` is the number of repetitions if they share the row of
-    a token, and 1 if each entry has a row. With `fill_empty_partitions` an empty bag of a document gets the vector of
-    the nearest token of its item.
+    """Return one vector for each bag, [bags, columns of `vectors`]. A bag has the tokens of one item that are in one
+    partition of one repetition. Its vector is the sum of the token vectors for a query, their mean for a document. With
+    `fill_empty_partitions` an empty bag of a document gets the vector of the nearest token of its item. An entry is one
+    token in one repetition; entries are ordered by token, then by repetition. `bag_of` [entries]: the bag of each
+    entry. The vector of entry e is row e // `repeats` of `vectors`. `repeats` is 1 if each entry has a row, and the
+    number of repetitions if all entries of a token share one.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -143,10 +143,10 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return for each bag the nearest entry of its item, int64 [bags]: of entries at equal distance, the first; -1 if
-    the item has no entry. The distance is the Hamming distance between the bits of the bag's partition and the entry's:
-    a sum over bits. So the bits are processed one by one: after each, `best` has the minimum over the bits so far. This
-    needs no comparison of each token with each partition.
+    """Return for each bag the nearest entry of its item, int64 [bags]; of entries at equal distance, the first; -1 if
+    the item has no entry. The distance is the Hamming distance between the bits of the bag's partition and those of the
+    entry's partition. It is a sum over bits, so the bits are processed one by one: after each, `best` has the minimum
+    over the bits so far. So no token is compared with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries

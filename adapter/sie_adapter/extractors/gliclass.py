@@ -5,7 +5,7 @@ text.
     softmax or sigmoid
 
 The prompt may also have an instruction and `examples`, which are texts with their labels. Models with `instruct` in
-their names were trained for them. A score depends on all labels and their order. Scores are a softmax over the labels
+their names were trained for both. A score depends on all labels and their order. Scores are a softmax over the labels
 of a request; with `multi_label` each label has a sigmoid instead.
 """
 
@@ -130,7 +130,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
         """Return the texts of each pass, as indices. The texts of a pass have equal lengths, because the package's
-        pooling includes padding. Only with the pooling `first`, which reads no padding, may lengths differ.
+        pooling includes padding. Lengths may differ only with the pooling `first`, which reads no padding.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":
@@ -142,7 +142,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _prompt_tokens(self, labels: list[str], around: _Around) -> int:
-        """Count the tokens of a request without its text. Raises InvalidInput for an unusable part of it."""
+        """Return the number of tokens of a prompt without its text. Raises InvalidInput for an unusable part."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -186,7 +186,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Cut a very long text at a space, after more tokens than the model reads. The rest need not be tokenised."""
+        """Cut a very long text at a space, after more tokens than the model reads. This saves tokenising the rest."""
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
             stop = text.rfind(" ", 0, length)

@@ -6,8 +6,8 @@ encoders.
          offsets
 
 The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
-all offsets after it. It finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder
-again for each batch. For texts in which these cases do not occur, the results are equal.
+all offsets after it. It finds entities in the padding of a token-level batch. It encodes the labels of a bi-encoder
+again for each batch. Where none of this occurs, the results here are equal to those of the package.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
-# about 0.2 MB per word at a width of 512
+# limit for the tokens of a pass, padding and labels included, by type of device; for a model of width 512, the span
+# states of a pass need about 0.2 MB per word
 _TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
 # first token of a word.
 _CHARACTERS_PER_TOKEN = 16
-# limit for the candidates of a window that are decoded, best first: the time of the decoder grows with the square of
-# their number, since it compares each with all selected ones, or in a token-level model each start with each end
+# limit for the candidates of a window that are decoded, best first: the decoder's time grows with the square of their
+# number. It compares each candidate with all selected ones, and in a token-level model each start with each end
 _CANDIDATES = 2048
-# the same limit for entities that have one label each and may not overlap: the decoder selects few, so it has little to
-# compare
+# the same limit for requests where entities have one label and must not overlap: the decoder selects few of them, so it
+# has few comparisons
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
 
@@ -66,7 +66,7 @@ WordRelation = tuple[tuple[int, int], tuple[int, int], str, float]  # first and 
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the tokens of each. `starts`, `ends`: its offsets in characters."""
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: their offsets."""
 
     strings: list[str]
     sizes: list[int]
@@ -90,7 +90,7 @@ class GlinerTexts:
 
 @dataclass(frozen=True)
 class GlinerRequest:
-    """Options of a pass. `label_vectors`: [labels, width], None unless the model has a second encoder, for labels."""
+    """Options of a pass. `label_vectors`: [labels, width]; None for a model without a separate encoder for labels."""
 
     threshold: float
     flat: bool
@@ -103,7 +103,7 @@ class GlinerRequest:
 
 @dataclass(frozen=True)
 class WindowResult:
-    """Entities of one window, and the relations between them. Positions count the words of the window."""
+    """Entities of one window, and the relations between them. Positions are word indices in the window."""
 
     spans: list[Span]
     relations: list[WordRelation] = field(default_factory=list)
@@ -146,7 +146,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
-        # a token-level bi-encoder does not read these labels, but the package's processor counts them
+        # a token-level bi-encoder reads no labels here, but the package's processor still needs their number
         counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,
@@ -174,7 +174,7 @@ class GlinerModel(Extractor[GlinerTexts]):
             self._label_vectors = LabelVectors(self._encode_labels)
 
     def _encode_labels(self, labels: Sequence[str]) -> Tensor:
-        """Return the vectors of labels, [labels, width], as they are before the model combines them with the text."""
+        """Return the vectors of labels, [labels, width], before the model combines them with a text."""
         with self._tokenizing:
             tokens = self._processor.labels_tokenizer(
                 list(labels), return_tensors="pt", truncation=True, padding="longest"
@@ -239,7 +239,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and how often each mark of a label must occur in them, by the mark's id."""
+        """Return the words before a text, and how often each special token for labels must occur in them, by its id."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
@@ -293,7 +293,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     def _decoded(
         self, logits: Tensor, words: list[str], classes: dict[int, str], request: GlinerRequest
     ) -> WindowResult | SIEError:
-        """Decode a window's logits: [words, widths, labels], if token-level [words, labels, (start, end, inside)]."""
+        """Decode a window's logits [words, widths, labels], or token-level [words, labels, (start, end, inside)]."""
         if not bool(torch.isfinite(logits).all()):
             return scores_not_finite()
         threshold = request.threshold
@@ -349,8 +349,8 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbouring entities of one label with at most one character between them; the better score stays. Source:
-    model card of NuNER_Zero.
+    """Join neighbouring entities of one label with at most one character between them; the higher score is kept.
+    Source: model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

@@ -1,22 +1,22 @@
-"""GLiNER2, by the package `gliner2`: entities of the types and the relations that a request names, or scores for the
-classes of a request, if the entry has the output classifications. Models score all spans of words up to a width, or are
-of the boundary architecture (`gliner2_boundary.py`), which has neither relations nor records here.
+"""GLiNER2, by the package `gliner2`: entities and relations of the types that a request names. If the entry has the
+output classifications: scores for the classes of a request. A model either scores all spans of words up to a width, or
+has the boundary architecture (`gliner2_boundary.py`), for which relations and records are not supported here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
          windows ──► character offsets
 
-The package's own `batch_extract` is not called. It reads a text of any length at once. It finds entities in the full
-stop that it adds to a text. For a word without tokens it reads the token that follows, and it keeps the words of texts
-in memory. For texts where none of this occurs, the results are equal.
+The package's own `batch_extract` is not called. It runs a text of any length in one pass. It finds entities in the full
+stop that it adds to a text. For a word without tokens it uses the token that follows. It keeps the words of texts in
+memory. Where none of this occurs, the results here are equal to those of the package.
 
 Classes share a prompt that begins with the name of their task (parameter `task`). Only the first window of a text is
 classified.
 
 Relations share the prompt of the entities (`gliner2_relations.py`).
 
-A record of a schema is a structure of the package: its properties are the labels, and the model predicts how many
-objects a window has. The choices of an object are words before the text.
+A record of a schema is run as what the package calls a structure: its properties are the labels, and the model predicts
+how many objects a window has. Allowed values of a property (choices) are words before the text.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
-# about 0.1 MB per word at a width of 768
+# limit for the tokens of a pass, padding and labels included, by type of device; for a model of width 768, the span
+# states of a pass need about 0.1 MB per word
 _TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
@@ -143,8 +143,8 @@ class _WindowAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: index of a
-    text that is not run -> its error.
+    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: the index
+    of each text that is not run -> its error.
     """
 
     labels: list[str]
@@ -188,7 +188,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
         self._is_boundary = self._model.architecture == "boundary"
         if self._is_boundary and "relations" in entry.outputs:
-            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which this family lacks")
+            raise incompatible(f"{entry.id}: its relations are of the boundary architecture, which is not supported")
         settings = self._model.boundary_settings if self._is_boundary else None
         self._temperature: float = settings.classification_temperature if settings else 1.0
         self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width
@@ -334,7 +334,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         processor = self._processor
         if isinstance(options.part, TextRecord):
             if self._is_boundary:
-                message = "output_schema: a GLiNER2 of the boundary architecture answers enums and booleans alone here"
+                message = "output_schema: a GLiNER2 of the boundary architecture answers only enums and booleans here"
                 raise InvalidInput(message, reason="unsupported_output", param="output_schema")
             return self._record_prompt(options.part)
         if not labels and not relations:
@@ -400,7 +400,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _check_task(
         self, kind: Kind, name: NDArray[np.int32], labels: Sequence[NDArray[np.int32]], descriptions: int
     ) -> None:
-        """Raise InvalidInput for the name of a task, or the labels of one, that cannot be used."""
+        """Raise InvalidInput if the name of a task, or one of its labels, cannot be used."""
         if not all(map(len, labels)):
             raise labels_refused("one of them is empty after tokenisation")
         if any(np.isin(ids, self._reserved).any() for ids in labels):
@@ -436,7 +436,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return one window as the package's model reads it. A word that is too long for the model is cut."""
+        """Return one window in the package's form for its model. A word that is too long for the model is cut."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -534,8 +534,7 @@ def _entities(
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:
     """Build the package's model with random weights, and with as many embeddings as `weights` has. The package itself
-    would import code in the encoder's configuration, and create random embeddings for tokens that are missing in the
-    weights.
+    would import code that the encoder's configuration names, and create random embeddings for tokens without weights.
     """
     from gliner2.configuration import ExtractorConfig
     from gliner2.inference.engine import BoundaryExtractor, SpanExtractor
@@ -572,8 +571,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of `folder`. The list of extra tokens in older folders is replaced by an empty map of names,
-    which transformers expects.
+    """Read the tokenizer of `folder`. Older folders have a list as `extra_special_tokens`, where transformers expects a
+    map: it is replaced by an empty map.
     """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}

@@ -1,5 +1,5 @@
-"""Entities of GLiNER2 models of the boundary architecture: the package proposes candidates for each label, which may
-have any length, and scores them.
+"""Entities of GLiNER2 models with the boundary architecture. For each label the package proposes candidates of any
+length, and scores them.
 
     states of words and labels ──► candidates [labels, candidates] ──► those above the threshold of their label
     ──► over all windows of a text: those that the model's overlap policy keeps
@@ -19,7 +19,7 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# largest number of overlapping spans of a label that the package compares, the best: 8 windows of a usual model
+# largest number of overlapping spans of a label that the package compares: as many as 8 windows usually have
 _CANDIDATES = 1024
 
 
@@ -36,7 +36,7 @@ def window_candidates(
     model: Any, words: Tensor, labels: Tensor, at: TextWindow, thresholds: Sequence[float]
 ) -> list[BoundedSpan] | SIEError:
     """Return the candidates of one window. `words` [words, width] and `labels` [labels, width]: their states. A full
-    stop may follow the words of the window; no candidate has it.
+    stop may follow the words of the window; no candidate includes it.
     """
     settings = model.boundary_settings
     present = (torch.ones(1, len(states), dtype=torch.bool, device=states.device) for states in (words, labels))
@@ -100,9 +100,9 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield candidates that overlap, directly or through others, at most _CANDIDATES together: those with the best
-    scores. The package's time and memory grow with the square of the number of spans, and a client may choose a
-    threshold of 0. A text of one window has fewer candidates, so its entities are those of the package.
+    """Yield groups of candidates that overlap, directly or through others. A group has at most _CANDIDATES, those with
+    the best scores: the package's time and memory grow with the square of their number, and a client may choose a
+    threshold of 0. One window has fewer candidates, so for a short text the entities are those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

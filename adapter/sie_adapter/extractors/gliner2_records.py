@@ -2,8 +2,8 @@
 the words of a record's choices, which come before the text, and reads the candidates of each property from the logits.
 
 logits [objects, properties, words, widths] ──► choices: the score of their word
-                                            └─► spans of the text at least at the threshold, best first, no overlap
-objects of all windows ──► each counts in the window where it begins
+                                            └─► spans of the text that reach the threshold, best first, without overlaps
+objects of all windows ──► of an object in two windows, only the copy in one is kept
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def window_objects(
 
 
 def _chosen(text_field: TextField, scores: list[float], least: float) -> list[FieldSpan]:
-    """Return the choices whose score reaches the threshold, best first, or for a property that is a list, in the order
-    of the schema.
+    """Return the choices whose score reaches the threshold, best first. For a property that is a list, they are in the
+    order of the schema.
     """
     rows: list[FieldSpan] = [
         {"text": label, "score": score, "start": None, "end": None}
@@ -132,8 +132,8 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. Properties at the root of the answer (a record without
-    a path) are joined over all windows.
+    """Return the objects of a text in the order of its windows. A record without a path has the properties at the root
+    of the answer: its text has one object, with the values from all windows.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]

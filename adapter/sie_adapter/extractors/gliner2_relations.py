@@ -1,5 +1,5 @@
-"""Relations of GLiNER2: each relation label is a task of the package with the fields head and tail. The model predicts
-how many pairs a window has, and for each pair the scores of the spans.
+"""Relations of GLiNER2: for the package, each relation label is a task with the fields head and tail. The model
+predicts how many pairs a window has, and for each pair the scores of the spans.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
@@ -20,7 +20,7 @@ FIELDS = ("head", "tail")
 
 
 class WordPair(NamedTuple):
-    """Relation between two ranges of words, each (first word, last word). `score`: the lower of the scores of both."""
+    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of the two."""
 
     head: tuple[int, int]
     tail: tuple[int, int]

@@ -4,8 +4,8 @@ that the folder lacks come from the hub cache.
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device
 
-The package itself would ask the hub for each backbone that the folder does not describe, leave missing weights random,
-and import code that a backbone's configuration names.
+The package itself would download the description of a backbone that the folder lacks, leave missing weights random, and
+import code that the configuration of a backbone names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sie_contracts.models.load_errors import incompatible
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
     """Load a `gliner.model.BaseEncoderGLiNER` for inference. `max_len` of the entry's parameters, in words, replaces
-    the value of the folder. Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit,
-    NOT_FOUND for a backbone that is not on this machine.
+    the value of the folder. Raises ModelLoadFailed: INCOMPATIBLE for weights that do not fit or an unsupported kind of
+    GLiNER, NOT_FOUND for a backbone that is not on this machine.
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
@@ -87,6 +87,6 @@ def _refuse_other_kinds(raw: dict[str, Any], entry: ModelEntry) -> None:
     elif raw.get("relations_layer") is not None and raw.get("span_mode") == "token_level":
         cause = "its relations are between tokens (span_mode token_level), which this version of gliner does not have"
     elif raw.get("triples_layer") is not None:
-        cause = "it scores relations by triples, whose memory grows with pairs times labels"
+        cause = "it scores relations by triples: not supported, because memory would grow with pairs times labels"
     if cause:
         raise incompatible(f"{entry.id}: {cause}")

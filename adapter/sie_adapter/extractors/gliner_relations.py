@@ -5,8 +5,8 @@ between them that `relation_labels` name.
     of the relation labels ──► relations whose head and tail are entities of the result
 
 The package's own `inference` is not called, for the reasons in gliner.py and for two more. Its relations refer to
-entities by index, and the indices are wrong if entities that overlap were left out. And it relates all pairs of all
-spans above the threshold, so memory grows with the square of the number of spans.
+entities by index, and the indices are wrong after overlapping entities were removed. It scores all pairs of spans above
+the threshold, so memory grows with the square of the number of spans.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class GlinerRelationModel(GlinerModel):
     """Loaded GLiNER with relations. A result is that of GlinerModel, and `relations` [{head, tail, relation, score}],
     best first. It has no relations unless the request names labels for them.
 
-    A span can be head or tail if its best score is above the threshold, and an entity of the result has the same words.
-    A relation counts if its score is above `relation_threshold`, by default the threshold of entities. In a long text,
-    relations are found within one window.
+    A span can be head or tail if its best score is above the threshold and the result has an entity with the same
+    words. A relation counts if its score is above `relation_threshold`, by default the threshold of entities. In a long
+    text, relations are found within one window.
     """
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -116,14 +116,14 @@ class GlinerRelationModel(GlinerModel):
 
 def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Return the indices (in words x widths) of spans that may be head or tail, in the order of the text, and a mask
-    that is False for indices that only fill a row. Each is [windows, spans]. `scores`: [windows, words, widths,
+    that is False for indices that are only padding. Both are [windows, spans]. `scores`: [windows, words, widths,
     labels]. `mask` is 0 for a span that ends after the window.
     """
     best = torch.sigmoid(scores).amax(-1).flatten(1).masked_fill(~mask.flatten(1).bool(), -1.0)
     top = best.argsort(dim=1, descending=True, stable=True)[:, :_CANDIDATES]
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, top, best.gather(1, top) > threshold)
     counts = chosen.sum(1, keepdim=True)
-    # at least one column: the package's attention layers fail for none
+    # at least one column, because the package's attention layers fail without any
     columns = max(1, int(counts.max()))
     places = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :columns]
     return places, torch.arange(columns, device=places.device) < counts

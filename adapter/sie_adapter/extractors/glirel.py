@@ -3,8 +3,8 @@
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair
 
-A score depends on all labels and their order. The package's own `predict_relations` is not called: it reads words
-instead of a text, drops the words beyond its limit, accepts entities that are not in the text, and fails without
+A score depends on all labels and their order. The package's own `predict_relations` is not called: its input is words
+instead of a text, and it drops the words beyond its limit, accepts entities that are not in the text, and fails without
 entities.
 """
 
@@ -152,7 +152,7 @@ class GlirelModel(Extractor[GlirelTexts]):
                 return InvalidInput(f"{path}: its range of the text contains no word", reason="schema", param=path)
             if last >= len(words):
                 message = (
-                    f"{path}: it ends after the first {len(words)} words, and with these labels the model reads no more"
+                    f"{path}: it ends after word {len(words)}, the last word that the model reads with these labels"
                 )
                 return InvalidInput(message, reason="input_too_long", param=path, extras={"limit": len(words)})
             spans.append((first, last))
@@ -199,7 +199,7 @@ def _relations(
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
     """Build the package's model with random weights, which the caller replaces by those of the checkpoint. The
-    package's constructor reads a file of weights for the backbone. It gets an empty one: these weights are not used.
+    package's constructor reads a weight file of the backbone: it gets an empty one, since these weights are replaced.
     """
     from glirel import GLiREL
 

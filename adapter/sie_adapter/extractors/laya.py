@@ -1,12 +1,12 @@
-"""Laya: typed decisions about a text. A question has options, each behind a mask token, whose states are scored. The
-encoder runs packed; no code of the package `laya` runs.
+"""Laya: typed decisions about a text. A question has options. Before each option is a mask token, whose state is
+scored. The encoder runs packed; no code of the package `laya` runs.
 
     question, options, text ──► ids ──► packed passes ──► layers of the head, for each length
     ──► a logit for each option ──► temperature ──► probabilities
 
 Three types of question: `choice` among labels, `score` among the levels of a scale, and `noul`, whether a statement is
-true. With `multi_label` each label is a statement. The text is cut, and where the package cuts them, the options and
-the question about them. A statement is never cut: its label is at its end.
+true. With `multi_label` each label is a statement. Long texts, options and questions are cut at the places where the
+package cuts them. A statement is never cut, because its label is at its end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOKENIZER, ENCODER = "tokenizer", "encoder"  # folders below the model's folder
 
 Question = Literal["choice", "score", "noul"]
 _QUESTIONS: tuple[Question, ...] = ("choice", "score", "noul")
-# question about labels without an instruction
+# question about the labels, if the request has no instruction
 _OF_LABELS: dict[Question, str] = {"choice": "Which of these describes the text?", "score": "How much?", "noul": ""}
 # the two options of a statement, in the order of the package
 _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement holds")
@@ -79,8 +79,8 @@ class _QuestionIds:
 
 @dataclass(frozen=True)
 class LayaTexts:
-    """Tokenised texts. `texts`: the indices of the texts that are read. `rows`: for each of them and each question, the
-    ids. `passes`: for each pass the indices of its rows.
+    """Tokenised texts. `texts`: the indices of the texts that are not blank. `rows`: the ids for each of these texts
+    with each question. `passes`: for each pass the indices of its rows.
     """
 
     kind: Question
@@ -92,7 +92,7 @@ class LayaTexts:
 
 
 class _DecisionModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Encoder and the layers after it, under the names of the weights file."""
+    """Encoder and the layers after it. Attributes have the names that the weights file uses."""
 
     def __init__(self, encoder: PreTrainedModel, layers: int) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ class LayaModel(Extractor[LayaTexts]):
 
     A result is `{"classifications": [{label, score}]}`, best first: the labels whose probability reaches the threshold
     (default 0). A label that is named twice counts once. A text of white space has no classifications. An input gets an
-    InvalidInput if its labels do not fit beside each other, or a statement does not fit, and an InferenceFailed if the
-    logits are not finite.
+    InvalidInput if its labels together, or a statement, have too many tokens, and an InferenceFailed if the logits are
+    not finite.
 
     `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit with the question; longer texts are cut.
     """
@@ -204,7 +204,7 @@ class LayaModel(Extractor[LayaTexts]):
         return results
 
     def _questions(self, options: ExtractOptions) -> tuple[Question, list[_QuestionIds]]:
-        """Return the type of the questions, and one question, or one for each label of `multi_label`."""
+        """Return the type of the questions, and the questions: one, or with `multi_label` one for each label."""
         if not options.labels:
             raise labels_refused("expected at least one")
         kind, text, labels = _kind(options), _text(options), _labels(options)
@@ -216,8 +216,8 @@ class LayaModel(Extractor[LayaTexts]):
         return kind, [self._question_ids(words[:room], marked)]
 
     def _statement_ids(self, text: str, label: str) -> _QuestionIds:
-        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput if it does
-        not fit whole: the package would cut off the label.
+        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput if the
+        question is too long: the package would cut off the label.
         """
         words, marked, room = self._parts("noul", f"{text} {label}".strip(), _TRUTH)
         if len(words) > room:
@@ -225,14 +225,14 @@ class LayaModel(Extractor[LayaTexts]):
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
                 raise labels_refused(f"each is a statement, which may have {most} tokens")
-            message = f"with the description it may have {room - len(alone)} tokens before a statement"
+            message = f"together with the description it may have {room - len(alone)} tokens before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 
     def _parts(self, kind: Question, text: str, options: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
-        """Return the ids of a question, those of its options, and the largest number of ids for the question.
-        The options are cut as the package cuts them, each behind a mask token. Raises InvalidInput for options that
-        are equal after they are cut.
+        """Return the ids of a question, those of its options, and the largest number of ids for the question. Each
+        option follows a mask token, and is cut as the package cuts it. Raises InvalidInput for options that are equal
+        after the cut.
         """
         size = 1 + _OPTION_TOKENS
         marked = [[self._mark, *self._ids(f" {option}")][:size] for option in options]
@@ -242,7 +242,7 @@ class LayaModel(Extractor[LayaTexts]):
             marked = [ids[:size] for ids in marked]
             room = self._head_tokens - sum(map(len, marked))
         if len(set(map(tuple, marked))) < len(marked):
-            raise labels_refused(f"each may have {size - 1} tokens beside the others, and two of them begin alike")
+            raise labels_refused(f"so many are cut to {size - 1} tokens each, and two of them begin alike")
         return self._ids(f"{kind} question: {text}"), marked, max(_LEAST_QUESTION_TOKENS, room)
 
     def _question_ids(self, words: Sequence[int], marked: Sequence[Sequence[int]]) -> _QuestionIds:
@@ -279,7 +279,7 @@ def _kind(options: ExtractOptions) -> Question:
 
 
 def _text(options: ExtractOptions) -> str:
-    """Return the question. For a property of a schema without a description, it is as the package writes it."""
+    """Return the question. For a property of a schema without a description, the wording is that of the package."""
     part, texts = options.part, [options.instruction.strip()]
     if isinstance(part, Decision) and not part.question:
         name = part.path[-1]

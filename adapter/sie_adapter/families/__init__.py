@@ -1,4 +1,4 @@
-"""Model families, one in each file. `sie_contracts.models.families` names the class of each family.
+"""Model families, and code that they share. `sie_contracts.models.families` names the class of each family.
 
 The class of a family loads a model from its folder, offline. It raises ModelLoadFailed, for example INCOMPATIBLE for
 weights, limits or files that do not fit the entry, and ImportError without the package of the family.

@@ -1,7 +1,7 @@
 """Dual encoders, whose vectors of texts and of images are in one space: CLIP (arXiv 2103.00020), SigLIP (arXiv
 2303.15343).
 
-    token ids ──► packed text tower ──► the state that the model reads ──┐
+    token ids ──► packed text tower ──► state of one token of each text ─┐
                                                                          ├──► projection ──► one vector for each row
     uint8 pixels ──► normalised ──► image tower, equal sizes stacked ────┘
 
@@ -46,7 +46,8 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# end id in old configurations, which is wrong: with it, transformers' CLIPTextModel reads the state at the largest id
+# wrong id of the end token in old configurations; with it, transformers' CLIPTextModel reads the state of the token
+# with the largest id
 _ARGMAX_EOS = 2
 
 
@@ -139,8 +140,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. The check of a loaded model (`certificate`) runs passes of the text
-    tower alone, whose hidden states the head turns into vectors.
+    """Head that returns the vector of each row. After a normal pass, the towers have computed these vectors already.
+    The check of a loaded model (`certificate`) runs only the text backbone: the head turns its states into vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -292,8 +293,8 @@ def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
-    SigLIP was trained on texts in lower case, its first version also without punctuation and repeated spaces. Of the
-    tokenizers of transformers, only the slow one removes punctuation. open_clip removes it after it has replaced
+    SigLIP was trained on texts in lower case, its first version also without punctuation and repeated spaces. In
+    transformers, only the slow tokenizer removes punctuation, so it is removed here. open_clip first replaces
     underscores by spaces. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)

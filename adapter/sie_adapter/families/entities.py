@@ -30,12 +30,12 @@ def entities(
     """Return the entities of each text, in text order, from float32 logits [tokens, labels]. `places`: the indices of
     the texts in the batch.
 
-    Neighbouring tokens with one label are one entity, unless the tag of the second token begins another. The score of
-    an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple" of
-    transformers' token-classification pipeline, which supports only B- and I-.
+    Neighbouring tokens with the same label are one entity, unless the tag of the second token begins a new one. The
+    score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
+    of transformers' token-classification pipeline, which supports only B- and I-.
 
-    With `keeps_order` the tags of a text are the best sequence in the order of BIOES (`ordered_tags`), and entities
-    have no white space at their ends.
+    With `keeps_order` the tags of a text are the best sequence that BIOES allows (`ordered_tags`), and entities have no
+    white space at their ends.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
@@ -60,9 +60,9 @@ def entities(
 
 
 def ordered_tags(scores: Tensor, names: Sequence[str]) -> Tensor:
-    """Return the tags, as indices of `names`, with the largest sum of `scores` [tokens, tags] among all sequences in
-    the order of BIOES: I- or E- of the same label follows B- or I-; O, B- or S- follows any other tag and begins the
-    text; O, E- or S- ends it. Source: model card of openai/privacy-filter, without its biases for transitions.
+    """Return the tags, as indices of `names`, with the largest sum of `scores` [tokens, tags] among all sequences that
+    BIOES allows: after B- or I- comes I- or E- of the same label; after any other tag, and at the start of the text,
+    comes O, B- or S-; the last tag is O, E- or S-. Source: model card of openai/privacy-filter, without its biases.
     """
     if not len(scores):
         return torch.zeros(0, dtype=torch.long)

@@ -135,7 +135,7 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are dropped here: `run_alike` gets them again and returns them."""
+        """Tokenise the texts. Errors are dropped here: they occur again in `run_alike`, which returns them."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
@@ -172,7 +172,7 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes of every loaded model. `tokenizer`: that of `encoder`, without padding and truncation."""
+        """Set the attributes that each model needs. `tokenizer`: that of `encoder`, without padding and truncation."""
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -236,7 +236,7 @@ def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOption
 
 
 def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]]:
-    """Return the examples that have labels of a decision, which are written as `label` or `path.label`."""
+    """Return the examples with labels of a decision. They may write a label as `label` or `path.label`."""
     names = {f"{'.'.join(part.path)}.{label}": label for label in part.labels} | {label: label for label in part.labels}
     examples = [
         {"text": example["text"], "labels": [names[label] for label in example["labels"] if label in names]}
@@ -340,7 +340,7 @@ def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Yield passes, shortest sequences first: lists of indices of sequences that are padded to one length and run
     together. A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A
-    longer sequence runs alone.
+    sequence of more than `budget` tokens runs alone.
     """
     chosen: list[int] = []
     real = 0
@@ -394,9 +394,9 @@ def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
 def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
-    """Return the ids of the words, the number of tokens of each word, and the rows of `split` (word, start, end). Words
-    without tokens, such as a variation selector, are left out: they give the model no input. Only the first `longest`
-    characters of a word are tokenised.
+    """Return the token ids of the words, the number of tokens of each word, and the words' rows of `split` (word,
+    start, end). Words without tokens, such as a variation selector, are left out: they give the model no input. Only
+    the first `longest` characters of a word are tokenised.
     """
     counted = [
         tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
@@ -415,9 +415,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text, best first, whose score reaches the threshold of its label (`label_thresholds`),
-    else of the options, else 0. `logits`: float32 [labels], on the host. Scores are a softmax, or sigmoids if
-    `multi_label` is set.
+    """Return the classes of one text whose score reaches their threshold, best first. The threshold is that of the
+    label (`label_thresholds`), else that of the options, else 0. `logits`: float32 [labels], on the host. Scores are a
+    softmax, or sigmoids if `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()

@@ -41,7 +41,7 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Raises ModelLoadFailed for an unreadable table or layer."""
+        """Return why the files do not fit the entry, else an empty string. Raises ModelLoadFailed if unreadable."""
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)

@@ -1,5 +1,5 @@
-"""Load of text models: from the files of a folder, the model without its head (backbone), the tokenizer, the heads, and
-the functions that turn the results of heads into answers.
+"""Loader of text models. From the files of a folder it creates the backbone (the model without its head), the
+tokenizer, the heads, and the functions that turn the results of heads into answers.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -254,7 +254,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of the token that marks queries or documents (PyLate adds a space to it); -1 for none."""
+        """Return the id of the token that marks queries or documents; -1 for none. PyLate adds a space to the token."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -267,8 +267,8 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the words that are one token. A word outside the vocabulary has no id; only the unknown
-        token itself has the unknown id.
+        """Return the ids of those words that are one token of the vocabulary. For any other word, the tokenizer may
+        return the id of the unknown token. This id is left out, unless `words` has the unknown token itself.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
@@ -301,8 +301,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers no and yes, or only yes if the score needs no other. Later
-        operations, such as a scaling of logits, still apply.
+        """Reduce the output layer to the rows of the answers "no" and "yes", or to that of "yes" if the score needs
+        only this one. Later operations, such as a scaling of logits, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")
@@ -370,7 +370,7 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """Return the heads of a cross-encoder, and one that scores how much each token of the text should be kept."""
+        """Return the heads of a cross-encoder, and a head that scores for each token whether it should be kept."""
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)
         self.head_bytes += keep.memory_bytes
@@ -400,7 +400,7 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """Read a linear layer in a file of torch.save, without running code in it."""
+    """Read a linear layer from a file of torch.save, without running code from the file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise incompatible(f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")

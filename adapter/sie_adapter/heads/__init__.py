@@ -1,4 +1,4 @@
-"""Heads, which turn the hidden states of a pass into one output for each sequence. Each module has one type of head.
+"""Heads, which turn the hidden states of a pass into one output for each sequence.
 
 hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and whether it is finite
 """

@@ -16,8 +16,8 @@ from sie_adapter.packed.packing import Int64
 
 class SequenceHead:
     """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
-    state. Most of these heads read only the first token, which a trial call in the constructor detects. They are called
-    once for sequences of all lengths, other heads once for each length.
+    state. Most of these heads read only the first token, which a trial call in the constructor detects. Such a head is
+    called once for sequences of all lengths, any other head once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:

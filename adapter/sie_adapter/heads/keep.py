@@ -1,4 +1,4 @@
-"""Head of a pruner: a small network computes from the state of each token whether the passage should keep the token.
+"""Head of a pruner: a small network computes from the state of each token whether to keep the token in the passage.
 
 best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """

@@ -1,4 +1,4 @@
-"""Heads for learned sparse vectors, which have one positive weight for some of the ids of the vocabulary.
+"""Heads for learned sparse vectors, which give some ids of the vocabulary a positive weight.
 
     masked-LM logits ──► max over tokens ──► activation     (SPLADE, arXiv 2109.10086)
     one weight per token ──► relu ──► max per id            (BGE-M3, arXiv 2402.03216)

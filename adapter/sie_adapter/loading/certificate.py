@@ -3,15 +3,15 @@ become ready. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
     files     pooling and prompts of the entry against the model's own files
-    tokenizer its ids are within the table of the weights, it has its special tokens, and it knows tokens of sentences
-              in several scripts
-    direction the attention of the packed path against load.causal
-    packed    the packed path against the reference path, output by output
-    golden    vectors that another, public implementation computed, if the entry names a file of them and
+    tokenizer its ids are within the table of embeddings, it adds the special tokens that the model needs, and it knows
+              at least one of several sample texts
+    direction whether attention is causal, against load.causal
+    packed    each output of the packed path against that of the reference path, the unchanged transformers model
+    golden    dense vectors against those of another, public implementation, if the entry names a file of them and
               load.accept_unproven is not set
 
-Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits: cosine
-0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
+Lower bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits:
+cosine 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != digest.lower():
             cause = (
-                f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: changed, or of another "
-                "revision"
+                f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: it was changed, or is "
+                "of another revision"
             )
             raise _refuse(entry, cause)
     return tuple(entry.weights.digests)
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. Without a table of embeddings a model uses it only to count tokens, so
+    """Check that the tokenizer fits the model. A model without a table of embeddings only counts tokens with it, so
     only its format is checked.
     """
     try:
@@ -116,8 +116,8 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Refuse a model whose attention does not have the direction of load.causal, or whose result for a text depends on
-    the other texts of its batch: some classes read is_causal only if no text is padded.
+    """Refuse a model whose attention does not have the direction of load.causal. Refuse also a model whose direction
+    depends on the other texts of the batch: some classes apply is_causal only if no text is padded.
     """
     if not hasattr(model, "backbone"):
         return
@@ -134,8 +134,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with that of
-    the unchanged transformers model, which ran with padding at load. Return the lowest cosine of each output.
+    """Run test sequences on the packed path. Compare each output of the model with that of the unchanged transformers
+    model, which ran the same sequences with padding during the load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
@@ -147,7 +147,7 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
         # deviate
         if name == TOKEN_STATES:
             continue
-        # rounding decides which of two almost equal clusters of tokens are merged, so tokens are compared unmerged
+        # tokens are compared before they are merged, because rounding decides between almost equal merges
         reduce = head.parts if isinstance(head, MultivectorHead) else head.reduce
         expected = reduce(States(reference, packed, queries), sequences).rows
         packed_rows = reduce(States(states, packed, queries), sequences).rows

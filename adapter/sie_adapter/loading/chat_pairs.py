@@ -1,9 +1,9 @@
-"""Conversion of a reranker's chat template to the option `pair` of a catalogue entry: the texts before, between and
-after a query and a document.
+"""Conversion of a reranker's chat template to the option `pair` of a catalogue entry: a text before, a text with the
+fields {query} and {document}, and a text after.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 
-A tokenizer splits a text at its added tokens first, so the ids of the pieces together are the ids of the whole text.
+A tokenizer first splits a text at its added tokens, so separately tokenised pieces have the ids of the whole text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, stru
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
-    except Exception:  # noqa: BLE001  a template may raise anything; then it does not have this form
+    except Exception:  # noqa: BLE001  a template may raise any error; it is then not used in this form
         return ""
     # a template that expects plain strings prints structured content as Python's repr: then the text contains 'type'
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text

@@ -1,5 +1,5 @@
-"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer, and the module `modules`
-reads later modules of sentence-transformers.
+"""Load of a transformers model from its folder. `tokenizer` reads its tokenizer, and `modules` the modules of
+sentence-transformers after the transformer.
 
 The load refuses weights that are missing, unexpected, of another shape or newly initialised, since a model with a
 random part still returns plausible answers.
@@ -23,13 +23,13 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import incompatible
 
-# While transformers constructs a model, it changes torch for the whole process: the default dtype, which would change
-# the results of other threads' passes if it is not float32, and functions of torch, which two concurrent loads would
-# restore in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process. It sets the default dtype: if that were
+# not float32, it would change the results of passes on other threads. It replaces functions of torch: two concurrent
+# loads would restore them in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
 _COUNTED = "position_ids"  # tensors that the class computes itself, so files may lack them
-# top-level names of the tensors of language-model heads: files may have them although the loaded class has no such head
+# first parts of the names of tensors of language-model heads, which files may have although the class has no head
 _LANGUAGE_HEADS = frozenset(
     {
         "cls",
@@ -93,8 +93,8 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without weights. Names and shapes are compared as in `load_model`,
-    with the same errors.
+    """Return the model on the device `meta`, without weights. Raises the errors of `load_model` for names and shapes of
+    weights that do not fit.
     """
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
@@ -153,7 +153,7 @@ def _from_files(
 
 def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message: str) -> PreTrainedModel:
     """Return a model with these tensors, for a checkpoint that transformers cannot read. Raises ModelLoadFailed
-    INCOMPATIBLE, which begins with `message`, for missing tensors, additional tensors and other shapes.
+    INCOMPATIBLE, whose text begins with `message`, for missing tensors, additional tensors and wrong shapes.
     """
     with construction():
         model: PreTrainedModel = model_class(config)
@@ -173,10 +173,10 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
     """Convert weights to the dtype of `compute`, except those that the architecture keeps in float32, and move the
     model to its device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
-    batch normalisation keep their dtype too, since torch accepts them in 16 bit only with 16-bit statistics, which are
-    buffers.
+    batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
+    statistics are buffers.
     """
-    # a model inside of this model may have its own setting
+    # a submodule that is itself a transformers model may have its own list
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()

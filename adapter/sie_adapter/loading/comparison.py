@@ -23,8 +23,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raise ModelLoadFailed if a load of `entry` from `folder` would be refused. No code of the folder is run. Return
-    the parts that could not be checked, each with the reason.
+    """Raise ModelLoadFailed if the files in `folder` do not fit `entry`, so that a load would be refused. Return the
+    parts that could not be checked, each with the reason. No code in the folder is run.
     """
     if entry.family not in FAMILIES:
         return [f"its files: the family {entry.family} comes from another package"]

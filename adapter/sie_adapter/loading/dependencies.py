@@ -22,8 +22,8 @@ def check(settings: Settings) -> None:
     """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
     distribution that is missing or has another version.
 
-    A file in the package, or in `bundles/` of a local SIE_MODELS_DIR, describes a bundle. Without it nothing is
-    checked.
+    A file in the package, or in `bundles/` of a local SIE_MODELS_DIR, describes a bundle. Without such a file nothing
+    is checked.
     """
     bundle = _described(settings)
     if bundle is None:

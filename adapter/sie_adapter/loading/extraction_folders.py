@@ -11,8 +11,8 @@ from sie_store.folder_files import read_json
 
 LAYA = "rl_agent_config.json"
 _GLINER_WORDS = 384
-# If the encoder has no limit, a window of words may have up to this number of tokens per word. The package sets no
-# limit on tokens, although it counts a Chinese clause, which has many, as one word.
+# If the encoder has no limit, a window may have up to this number of tokens per word. The package sets no limit on
+# tokens, but it counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # tokens of a window if the model's files have no limit
 
@@ -58,7 +58,7 @@ def _gliner(folder: Path) -> Described:
     findings = [f"family {family}: gliner_config.json, windows of {words} words"]
     if not encoder:
         findings.append(
-            f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
+            f"its backbone {raw.get('model_name')} is elsewhere: in the folder of that name, or in the hub cache"
         )
     return Described(entry, findings)
 
@@ -85,7 +85,7 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder; None for DeBERTa, which has no table of them."""
+    """Return the number of positions of an encoder; None for DeBERTa, which has no table of positions."""
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

@@ -17,7 +17,7 @@ from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_l
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
 # prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
-# largest number of blocks of a page, from the class of ColQwen2.5 in colpali-engine and its training of ColQwen3
+# largest number of blocks of a page. Source: colpali-engine, the class of ColQwen2.5 and the training of ColQwen3
 _QWEN_PAGE_BLOCKS = 768
 # prompt of a query. Source: colpali-engine 0.3.18, ColIdefics3Processor
 _IDEFICS_QUESTION = "{text}" + "<end_of_utterance>" * 10
@@ -26,16 +26,16 @@ _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{t
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
-_PARAKEET_POSITIONS = 375  # of 80 ms, largest max_tokens of an entry: a window of 30 s
+_PARAKEET_POSITIONS = 375  # largest max_tokens of an entry: a window of 30 s, at 80 ms per position
 _ASSUMED = {
-    "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
-    "vision-language": "no LoRA: one that the model was trained with is named by run.lora",
+    "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair, and two answers in head",
+    "vision-language": "no LoRA: if the model was trained with one, name it by run.lora",
 }
 _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None unless a family runs its
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None if no family runs it as an
     image or sound model.
     """
     if is_open_clip(folder):
@@ -149,8 +149,8 @@ def _projected_pages(pages: str, width: int, question: str, folder: Path) -> dic
 
 
 def _qwen3(config: Any, folder: Path) -> dict[str, Any]:
-    """Return an entry of ColQwen3, else of Qwen3-VL-Embedding, also for Qwen3-VL-Reranker, whose files have the same
-    form.
+    """Return an entry for ColQwen3 if the files have its projection, else for Qwen3-VL-Embedding. The files of a
+    Qwen3-VL-Reranker have the same form, so it also gets an entry for Qwen3-VL-Embedding.
     """
     return _qwen_pages(config, folder) or {
         "description": "Texts, images and both together, Qwen3-VL.",
@@ -213,8 +213,8 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return Donut's task tokens, which begin an output: unlike the tokens of fields, such as <s_name>, they have no
-    closing token </s_name>.
+    """Return Donut's task tokens, with which an output begins. They have no closing token, unlike the tokens of fields:
+    <s_name> has </s_name>.
     """
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)

@@ -41,11 +41,11 @@ from sie_store.weights.selection import FILES, PICKLED
 
 # files that influence results: all that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
-# folders of a model's parts, as the extraction packages name them
+# subfolders with the parts of a model, as the extraction packages name them
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
-# prefixes of the model_type of models whose states overflow in float16: Gemma (model card of EmbeddingGemma; ColPali
-# has one as its language model), and T5, which was trained in bfloat16
+# model_type prefixes of models whose states overflow in float16: Gemma (source: model card of EmbeddingGemma), ColPali,
+# whose language model is a Gemma, and T5, which was trained in bfloat16
 _OVERFLOWING = ("gemma", "colpali", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 # fields of config.json that only models with encoder and decoder have, such as T5
@@ -84,7 +84,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    # the folder of a model from the hub has only the downloaded files and their manifest, so its size is the download's
+    # a folder from the hub has only the downloaded files and their manifest, so its size is that of the download
     if "hub" in weights:
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
@@ -141,7 +141,7 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry's fields except its weights. Golden vectors are of one commit: a new revision drops them."""
+    """Return an entry's fields except its weights. Golden vectors belong to one revision, so a new one drops them."""
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
@@ -176,7 +176,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
     modules = read_modules(folder)
     if (modules.folder / "adapter_config.json").is_file():
         raise incompatible(
-            f"{modules.folder} has adapter_config.json beside config.json, which would be left out: merge the adapter "
+            f"{modules.folder} has adapter_config.json beside config.json, and a load would ignore that LoRA: merge it "
             "into the weights, or move it to a folder that run.lora of a profile names",
         )
     with reading(modules.folder / "config.json"):
@@ -207,8 +207,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # A folder of sentence-transformers lists a Normalize if rows are normalised. In older formats, rows are always
-    # normalised.
+    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats they always
+    # are.
     if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
@@ -288,7 +288,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return an empty backbone on the device `meta`, to read the sizes of its tables."""
+    """Return the backbone on the device `meta`, without weights, to read the sizes of its tables."""
     try:
         with construction(), torch.device("meta"):
             if config.model_type in ENCODERS:
@@ -311,7 +311,7 @@ def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
             return "zero-shot-classifier"
         return "cross-encoder" if config.num_labels == 1 else "text-classifier"
     if named.endswith("ForCausalLM") and not modules.kinds:
-        message = f"{named} without modules.json is a language model: what its vectors are, no file says"
+        message = f"{named} without modules.json is a language model, and no file says how it makes vectors"
         raise incompatible(
             f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token"
         )
@@ -433,8 +433,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """Return the late-interaction options of the model's files as fields of an entry. If such fields cannot express all
-    options, return an empty map; then a load reads them from the files.
+    """Return the late-interaction options of the model's files as fields of an entry. Return an empty map if fields of
+    an entry cannot express all options; a load then reads the options from the files.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
@@ -460,7 +460,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     ):
         return head
     report.findings.append(
-        "its own files decide lengths, expansion and skipped words, which an entry cannot write as they do"
+        "an entry cannot express its lengths, expansion and skipped words, so a load reads them from its files"
     )
     return {}
 
@@ -476,7 +476,7 @@ def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dic
         report.findings.append("texts end with the end token: add_eos_token of tokenizer_config.json")
     if raw.get("auto_map"):
         report.assumed.append(
-            f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it"
+            f"the code of its repository is not run: the class of transformers for {config.model_type} is used instead"
         )
     return load
 
@@ -501,13 +501,13 @@ def _prompts(folder: Path, report: Inspection) -> None:
     stored = model.get("prompts") or {}
     default = model.get("default_prompt_name")
     if default is not None and default not in stored:
-        raise incompatible(f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have")
+        raise incompatible(f"{MODEL_FILE}: default_prompt_name is {default!r}, but prompts has no such name")
     prompts = {}
     for side, prompt in stored.items():
         if not prompt:
             continue
         if side == "default_instruction" or "{text}" in prompt or "{instruction}" in prompt:
-            raise incompatible(f"{MODEL_FILE}: the prompt {side} is {prompt!r}, which is no text here but a template")
+            raise incompatible(f"{MODEL_FILE}: the prompt {side} is {prompt!r}, which would be read as a template")
         prompts[side] = f"{prompt}{{text}}"
         if side in ("query", "document") and (taught := _INSTRUCTION.fullmatch(prompt)):
             prompts[side] = f"{taught[1]}{{instruction}}{taught[3]}{{text}}"
@@ -521,8 +521,8 @@ def _prompts(folder: Path, report: Inspection) -> None:
     unused = [name for name in (default, "passage", "corpus") if stored.get(name) and name not in ("query", "document")]
     if unused and not stored.get("document"):
         report.assumed.append(
-            f"documents get no prompt, as by encode_document of sentence-transformers: {unused[0]} applies where "
-            f"prompt_name names it, or as prompts.document of the entry"
+            f"documents get no prompt, as in encode_document of sentence-transformers: {unused[0]} applies only if "
+            f"a request names it as prompt_name, or the entry has it as prompts.document"
         )
 
 

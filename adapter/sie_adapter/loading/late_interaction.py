@@ -22,7 +22,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # tokens to which queries are padded if no file has the number
+_EXPANDED = 32  # number of tokens to which queries are padded if no file names it
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (  # settings of PyLate in config_sentence_transformers.json
     "query_prefix",
@@ -72,9 +72,8 @@ class Filling(NamedTuple):
 
 
 def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) -> LateInteraction:
-    """Return the settings of a model. `is_stanford`: the files have Stanford's format, which stores the projection with
-    the transformer's weights. Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not
-    compute.
+    """Return the settings of a model. `is_stanford`: the files have Stanford's format, with the projection among the
+    transformer's weights. Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
     """
     settings = {
         **(_stanford(modules.root) if is_stanford else {}),

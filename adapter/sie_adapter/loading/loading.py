@@ -2,7 +2,7 @@
 
   entry ──► folder of its weights ──► family ──► Loaded
 
-A family of another distribution is an entry point of the group `sie.adapters` with the family's name.
+A family of another Python package is loaded by an entry point of the group `sie.adapters`, named like the family.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert exceptions in the context to ModelLoadFailed, except SIEErrors and the loss of the device."""
+    """Convert exceptions in the context to ModelLoadFailed. SIEErrors and errors of a lost device stay unchanged."""
     try:
         yield
     except SIEError:
         raise
     except ImportError as error:
         raise load_failed(
-            "DEPENDENCY", f"{entry.id} needs a package that is not installed beside the adapter: {error}"
+            "DEPENDENCY", f"{entry.id} needs a package that is not installed in the adapter's environment: {error}"
         ) from error
     except Exception as error:
         if is_device_fatal(error):
@@ -143,11 +143,11 @@ class Loader:
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Return the bytes of the weights during the load: a CPU loads in float32, and a graph needs several copies.
-        Fetches missing files. Raises the errors of `load`.
+        """Return the bytes that the weights need during the load: a CPU loads in float32, and an engine with compiled
+        graphs keeps several copies. Fetches missing files. Raises the errors of `load`.
         """
         with classed(resolved.entry):
-            # the family is checked first, so that no files of a model without one are downloaded
+            # the family is checked first, so that nothing is downloaded for a model whose family is unknown
             _family(resolved)
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
@@ -164,7 +164,7 @@ class Loader:
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Return the loaded model. Raises the errors of `classed`."""
+        """Return the loaded model. Raises ModelLoadFailed, or the error of a lost device."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)
@@ -173,14 +173,14 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # length of a text at which attention takes as long as the rest; 0 for a model without a backbone, which
-            # splits long texts itself
+            # length of a text at which attention takes as long as all other computation; 0 for a model without a
+            # backbone, which splits long texts itself
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select, or on torch if that engine does not support it, or the
-        model then fails its checks.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
+        fails its checks there, return it on torch, unless the entry demands the engine.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -208,7 +208,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files, only once while they stay unchanged, and not for families of other packages."""
+        """Check weight files, unless they were checked before and are unchanged, or another package has the family."""
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -217,7 +217,7 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store the requested precision with the model. Warn once if it is another one than the one in use."""
+        """Store the requested precision with the model. Warn once if the model computes in another one."""
         reason = compute.precision_reason
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
@@ -234,7 +234,7 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return a model's check results, cached for a reload with the same files, entry and device."""
+        """Return the results of a model's checks. They are cached for reloads with the same files, entry and device."""
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]

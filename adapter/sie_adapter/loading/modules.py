@@ -72,7 +72,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
-_POOLERS = ("Pooling", "SpladePooling", "LogitScore")  # modules that make one vector or score of a text
+_POOLERS = ("Pooling", "SpladePooling", "LogitScore")  # modules that turn a text into one vector or score
 _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
@@ -118,12 +118,12 @@ class TransformerSettings:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules in modules.json in addition to a transformer. `layers` are applied in order to pooled vectors, or to the
-    states of late interaction; `token_layers` to states before pooling.
+    """Modules that modules.json lists in addition to a transformer. `layers` are applied in order to pooled vectors, or
+    to the states of late interaction; `token_layers` to states before pooling.
 
-    `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
-    weights of token ids in queries, float32 [ids], if queries need no pass; then `query_folder` has their tokenizer.
-    `normalizes`: the last module is a Normalize.
+    `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
+    queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
+    tokenizer of queries. `normalizes`: the last module is a Normalize.
     """
 
     root: Path
@@ -199,7 +199,7 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; without modules.json, no layers. Raises ModelLoadFailed:
+    """Return the modules that the folder lists. Without modules.json there are no layers. Raises ModelLoadFailed:
     INCOMPATIBLE for a class, an order or a setting that this adapter does not support, and for a module without its
     weights; NOT_FOUND for a Pooling without its config.json.
     """
@@ -224,7 +224,7 @@ def read_modules(folder: Path) -> Modules:
     is_static = kinds[0] == STATIC
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
-    # layers of modules.json: class name, the feature that the layer changes, the layer
+    # layers of modules.json as (class name, feature that the layer changes, layer)
     steps: list[tuple[str, str, nn.Module]] = []
     pooled_at: int | None = 0 if is_static else None
     clustered_at: int | None = None
@@ -295,7 +295,7 @@ def read_modules(folder: Path) -> Modules:
 
 
 def is_model2vec(folder: Path) -> bool:
-    """Return whether the folder is of the package model2vec, without modules.json."""
+    """Return whether the package model2vec saved the folder, and there is no modules.json in it."""
     config = read_json(folder / "config.json")
     is_named = config.get("model_type") == "model2vec" or "StaticModel" in (config.get("architectures") or ())
     return is_named and not (folder / "modules.json").is_file()
@@ -312,12 +312,12 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. Any class of the model's repository is
-    refused: it would be the repository's own code.
+    """Return the class name of a module of sentence-transformers or PyLate. Classes from the model's own repository are
+    refused, because their code would have to run.
     """
     if not name.startswith(_STOCK):
         raise incompatible(
-            f"modules.json lists {name}, a class of the repository itself: it runs only where load.trust_remote_code "
+            f"modules.json lists {name}, a class of the model's own repository: it runs only if load.trust_remote_code "
             "is allowed and an adapter package of yours has a family for it"
         )
     return name.rpartition(".")[2]
@@ -347,11 +347,11 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], default: str) ->
 def _check_output(
     kinds: tuple[str, ...], layers: list[str], transformer: TransformerSettings, model: Mapping[str, Any]
 ) -> None:
-    """Refuse modules and settings of another kind of model than the one that the modules make."""
+    """Refuse modules and settings that belong to different kinds of models."""
     poolers = [kind for kind in kinds if kind in _POOLERS]
     late = [kind for kind in kinds if kind in _LATE]
     if len(poolers) > 1 or (poolers and late):
-        raise incompatible(f"modules.json lists {', '.join([*poolers, *late])}, which no model here has together")
+        raise incompatible(f"modules.json lists {', '.join([*poolers, *late])}, which no family here runs together")
     if layers and poolers and poolers != ["Pooling"]:
         raise incompatible(f"modules.json lists a {layers[0]} beside the {poolers[0]}, which this adapter does not run")
     if poolers and (lengths := [name for name in _LATE_LENGTHS if transformer.raw.get(name)]):
@@ -361,8 +361,8 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules that this adapter does not run after a HierarchicalTokenPooling, and modules that
-    sentence-transformers itself cannot compute or that change no vector.
+    """Refuse modules that this adapter does not run after a HierarchicalTokenPooling. Refuse modules that
+    sentence-transformers cannot compute, or that change no vector, because of their place before or after the Pooling.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
@@ -380,7 +380,7 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 def read_transformer(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply, unless it cannot change a vector.
+    this adapter does not apply, unless the setting cannot change a vector.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -417,8 +417,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed for outputs that this adapter
-    does not read.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed if the module reads an output of
+    the model that this adapter does not support.
     """
     config = raw.get("modality_config")
     if not config:
@@ -435,8 +435,8 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
-    """Return the modules for documents and the folder of the weights for queries, for a Router whose queries need no
-    pass. Refuse other Routers.
+    """Return the modules for documents, and the folder with the token weights for queries. Refuse a Router whose
+    queries need a forward pass.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}

@@ -2,7 +2,7 @@
 open_clip: tensors get other names, and some are split or joined.
 
     open_clip_config.json ──► SiglipConfig, and the preparation of images
-    open_clip_model.safetensors ──► renamed ──► SiglipModel, with a target for each tensor, and a tensor for each target
+    open_clip_model.safetensors ──► renamed ──► SiglipModel; each tensor must fill a parameter, and none may stay empty
 
 Sources: open_clip 3.3, CustomTextCLIP and TimmModel; timm 1.0, VisionTransformer.
 """
@@ -30,7 +30,7 @@ from sie_store.folder_files import read_json
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 # supported image encoders; their MLPs use an exact GELU
 _TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")
-_HEAD_WIDTH = 64  # width of an attention head in these image encoders; no tensor and no setting has this value
+_HEAD_WIDTH = 64  # width of an attention head in these image encoders; the files do not contain this number
 _EPS = 1e-6  # epsilon of the layer norms of these image encoders
 _FILTERS: Mapping[str, Filter] = {"bicubic": "bicubic", "bilinear": "bilinear"}
 _BLOCK = re.compile(r"(text\.transformer\.resblocks|visual\.trunk\.blocks)\.(\d+)\.(.+)[._](weight|bias)")
@@ -75,7 +75,7 @@ def is_open_clip(folder: Path) -> bool:
 
 def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer: Tokenizer) -> PreTrainedModel:
     """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, and
-    for missing tensors, additional tensors and other shapes.
+    for missing tensors, additional tensors and wrong shapes.
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
@@ -84,7 +84,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_open_clip`."""
+    """Return the model without values, on the device `meta`. Raises the errors of `load_open_clip`."""
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file, torch.device("meta"):
         names = list(file.keys())
@@ -111,7 +111,7 @@ def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
     pad_token = read_json(folder / "tokenizer_config.json").get("pad_token")
     number = tokenizer.token_to_id(pad_token["content"] if isinstance(pad_token, dict) else str(pad_token))
     if number is None:
-        raise incompatible(f"{entry.id}: tokenizer_config.json names no pad_token that its tokenizer has")
+        raise incompatible(f"{entry.id}: tokenizer_config.json has no pad_token, or the tokenizer lacks it")
     return int(number)
 
 
@@ -200,5 +200,5 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:
-    """Return the tensor with a dimension: open_clip may store the scale without one, but transformers has one."""
+    """Return a scalar as a tensor [1]: open_clip may store the scale as a scalar, transformers has a tensor [1]."""
     return tensor if tensor.ndim else tensor[None]

@@ -1,10 +1,10 @@
-"""Precision of a model: the entry's, the one that this device supports, and the reason for a difference.
+"""Choice of a model's precision: that of its entry, or another one that this device supports, with the reason.
 
     precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
     not that precision
 
-A limit for a library counts like a limit of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2
-(oneDNN) a machine counts as a machine with AVX2.
+Environment variables can limit the instructions that a library uses. They count like limits of the CPU: with
+ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN), a CPU counts as one that has only AVX2.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the precision in use, and the reason why it differs from the entry's precision or the default; empty if it
-    does not.
+    """Return the dtype to compute in, and the reason why it is not the precision `own` of the entry, or else `default`;
+    the reason is empty if it is.
 
     A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
     does not compute in bfloat16, empty if it does; other devices ignore it.

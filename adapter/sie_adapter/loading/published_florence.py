@@ -2,8 +2,8 @@
 Settings and tensors get other names, and one matrix is transposed. The code in the folder is not run.
 
     config.json ──► Florence2Config
-    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a renamed tensor without a place in the class
-                          is refused, and a place without a tensor
+    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a tensor that the class does not have is
+                          refused, and a parameter of the class without a tensor
     tokenizer.json ──► with the tokens that the authors' processor adds to it
 
 Sources: transformers, convert_florence2_original_to_hf; microsoft/Florence-2-base, processing_florence2.
@@ -51,7 +51,7 @@ _VISION = (
     *("patch_size", "patch_stride", "patch_padding", "patch_prenorm"),
 )
 _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias"}
-# the only values that the class of transformers supports, while the authors' code has a choice
+# the only values that the class of transformers supports; the authors' code supports others, too
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
@@ -91,7 +91,7 @@ def is_published(folder: Path) -> bool:
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
     """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
-    transformers does not have, and for missing tensors, additional tensors and other shapes.
+    transformers does not support, and for missing tensors, additional tensors and wrong shapes.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
@@ -107,7 +107,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_published`."""
+    """Return the model without values, on the device `meta`. Raises the errors of `load_published`."""
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):
@@ -118,7 +118,7 @@ def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
 
 
 def published_config(folder: Path, entry_id: str) -> Florence2Config:
-    """Return the settings of config.json, renamed for transformers. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the settings of config.json for transformers. Raises ModelLoadFailed INCOMPATIBLE for unsupported ones."""
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}
@@ -172,7 +172,7 @@ def _files(folder: Path, entry: ModelEntry) -> list[Path]:
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     if not (folder / _GENERATION).is_file():
         raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, which has the settings of its generation"
+            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, in which a model stores how it generates text"
         )
     tables = [weights[name] for name in _TABLES if name in weights]
     whole = {**weights, **(dict.fromkeys(_TABLES, tables[0]) if tables else {})}

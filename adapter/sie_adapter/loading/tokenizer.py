@@ -23,7 +23,7 @@ from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
-# names of files that have a vocabulary in published model folders
+# names of the vocabulary files in published model folders
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -34,8 +34,8 @@ _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository tha
 # a tokenizer supports a sentence if more than this fraction of its characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# texts of which a right tokenizer knows at least one: sentences in several scripts, and notations for models of
-# programs, proteins or molecules
+# test texts: the right tokenizer of any model knows at least one of them. They are sentences in several scripts, and
+# notations for models of programs, proteins or molecules
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -72,8 +72,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads its last token, and a
-        pair as one text.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token: its last
+        token is read, and a pair is one text for it.
         """
         row = families.row(family)
         return cls(
@@ -128,8 +128,8 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE without a usable tokenizer, CERTIFICATE if
-    it puts tokens around texts that are not in its files.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one,
+    CERTIFICATE if its files lack its unknown token or a token that it adds to texts.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -144,8 +144,8 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
-    """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if queries
-    that are looked up have another tokenizer than documents.
+    """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if the folder
+    has a tokenizer for queries that differs from the one for documents.
     """
     tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
     if modules.query_folder is not None:
@@ -158,7 +158,7 @@ def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
 
 
 def _reading(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what decides the ids of a text without special tokens around it."""
+    """Return the parts of a tokenizer that determine the ids of a text, special tokens around it excluded."""
     state = json.loads(tokenizer.to_str())
     added = {token["content"]: token["id"] for token in state["added_tokens"]}
     return {"added": added, **{part: state[part] for part in ("normalizer", "pre_tokenizer", "model")}}
@@ -179,14 +179,12 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
         # these tokenizers replace a word that is not in the vocabulary by the unknown token, and raise if it is missing
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
-        cause = (
-            f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
-        )
+        cause = f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs in its input"
         raise load_failed("CERTIFICATE", f"{cause}: {_REMEDY}")
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if only a sentencepiece file has them."""
+    """Return all tokens in the files; None if they are only in a sentencepiece file, which is not read here."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -216,8 +214,8 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """Return the tokenizer with `token` after each text. Its post-processor is edited: with a second one after it, the
-    pair that the first one joined would be overwritten.
+    """Return the tokenizer with `token` after each text. A post-processor with a template is edited: a second template
+    after it would discard the tokens that the first one added to a pair.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]
@@ -256,8 +254,8 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
 
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
-    of these tokens. Published models have such tokens, for example for images. In a text they are read as plain
-    characters.
+    of these tokens. Published models have such tokens, for example for images. Their strings are then tokenised like
+    other text.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -299,7 +297,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
             f"tokens: {_REMEDY}"
         )
     if needs.begins and not (text.special_tokens_mask and text.special_tokens_mask[0]):
-        return f"its tokenizer puts no special token before a text, and the model is read at its first token: {_REMEDY}"
+        return f"its tokenizer puts no special token before a text, but the model's output is that token's: {_REMEDY}"
     if needs.separates and not _separated(pair):
         return f"its tokenizer puts no special token between the texts of a pair, which the model scores: {_REMEDY}"
     return ""
@@ -311,7 +309,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text` that become other tokens than the unknown token."""
+    """Return the fraction of the characters of `text` that become tokens which the tokenizer knows."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {
@@ -325,7 +323,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token: a character with such an id is not read."""
+    """Return the ids of special tokens and of the unknown token: a character that becomes such a token is not known."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

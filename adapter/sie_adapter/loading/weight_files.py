@@ -1,6 +1,6 @@
-"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says. A
-file that a full disk, a broken copy or a diverged training spoilt is named before it is used. (`checkpoint` checks that
-no tensor of the class is missing.)
+"""Checks of the weight files of a model folder: they are complete, contain no NaN, and are quantised only if
+config.json describes it. So files that were damaged by a full disk, an incomplete copy or a diverged training run are
+refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # Number of dimensions of a matrix. A uint8 tensor with more dimensions is a stored attention mask, not a quantised
 # weight.
 MATRIX = 2
-_CHUNK = 1 << 22  # number of values in one step of a check
+_CHUNK = 1 << 22  # number of values that are checked for NaN at a time
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or
-    contain quantised numbers whose scale is not in config.json. Reads all weights once, through the page cache and not
-    into memory of this process.
+    """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or are
+    quantised without a quantization_config in config.json. Reads all weights once, as memory-mapped files, so this
+    process needs no memory for them.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     _check_parts(folder)
@@ -87,7 +87,7 @@ def _check_length(file: Path) -> None:
         if size == (whole := _HEADER_BYTES + header_bytes + max(ends, default=0)):
             return
         raise _broken(file, f"it has {size} of {whole} bytes")
-    raise _broken(file, f"it has {size} bytes, its header alone says {_HEADER_BYTES + header_bytes}")
+    raise _broken(file, f"it has {size} bytes, but its header alone needs {_HEADER_BYTES + header_bytes}")
 
 
 def _broken(file: Path, why: str) -> Exception:
@@ -95,7 +95,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """Raise ModelLoadFailed if a file in the index of the weights is missing, unless a load ignores the index."""
+    """Raise ModelLoadFailed if the index names a missing file. A load ignores the index if model.safetensors exists."""
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
@@ -106,7 +106,7 @@ def _check_parts(folder: Path) -> None:
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors in a file of torch.save. The family that reads the file refuses its other contents."""
+    """Return the tensors in a file of torch.save. Other contents are skipped: the model's family refuses them."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:
@@ -121,7 +121,7 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def holds_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor of any precision contains NaN; infinities are allowed."""
+    """Return whether a tensor contains NaN; infinities are allowed. Floats of 8 bits are not checked."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         return False
     return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(_CHUNK))

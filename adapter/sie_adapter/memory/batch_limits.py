@@ -220,7 +220,7 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
-# a process may end for an unknown reason during a pass; a pass of fewer tokens than this is not taken as the reason
+# if a process ends for an unknown reason, only a running pass of at least this number of tokens counts as the cause
 DOUBTED_TOKENS = 1024
 # head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
 # the key
@@ -310,8 +310,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records of an ended process: it lowers the limits of passes that killed it. It runs in the process
-    that starts the next adapter.
+    """Reader of the records of an ended process. It lowers the limits of the models whose passes killed that process.
+    It runs in the process that starts the next adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

@@ -9,9 +9,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages of failed allocations, in order: of torch's allocator, of the mapping of a file, of oneDNN, of C++, of a
-# thread's stack; then of CUDA's driver and libraries, for a handle or the code of a kernel: the context survives. Each
-# is a RuntimeError or a torch.AcceleratorError, so only its text identifies it.
+# Messages of failed allocations: by torch's allocator, by mmap of a file, by oneDNN, by C++, for a thread's stack; the
+# last three by CUDA's driver and libraries, for a handle or a kernel's code, after which the CUDA context still works.
+# All are a RuntimeError or a torch.AcceleratorError, so only the text identifies them.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",

@@ -30,7 +30,7 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# ways in which memory was freed after a failed allocation; `load_ended` is not counted: no model or output was dropped
+# Ways in which memory was freed after a failed allocation. `load_ended` has no counter, because nothing was dropped.
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
@@ -125,7 +125,7 @@ def exhausted() -> ResourceExhausted:
 @dataclass(frozen=True)
 class OomRecovery:
     """Steps when memory of a device runs out. `make_room` frees memory and returns how, or None if nothing can be
-    freed. `count` is called with the name of each counter to raise.
+    freed. `count` is called with the name of a counter to increment.
     """
 
     device: torch.device

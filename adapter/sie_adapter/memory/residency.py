@@ -180,8 +180,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called with a model whose load ran out of memory, and each of its counters to raise. `ended` is
-        called at the end of each load, successful or not.
+        """`count` is called with a model whose load ran out of memory, and the name of its counter to increment.
+        `ended` is called at the end of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -243,7 +243,7 @@ class ResidentModels:
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
         """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if the
-        model is not loaded, or if its fingerprint is another one because its catalogue entry has changed.
+        model is not loaded, or has another fingerprint, because its catalogue entry has changed.
         """
         with self._lock:
             resident = self._residents.get(model)

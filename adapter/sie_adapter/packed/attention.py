@@ -3,10 +3,10 @@
     model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
     of sequences
 
-The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads have no common state. A compiled
-graph has one opaque op per layer. The registered mask function builds no mask: it passes the model's request to the
-attention function, which in a trial pass (`sie_trial`) compares the requested mask with the pattern that it computes. A
-model whose mask is not causal, bidirectional or a window of these does not run packed.
+The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads share no state. Under
+torch.compile, each layer has one opaque op. The registered mask function builds no mask: it passes the model's request
+for a mask to the attention function. In a trial pass (`sie_trial`) that function compares the requested mask with the
+pattern that it computes. A model whose mask is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # number of keys on a side of a window that means no limit
+FAR = 1 << 30  # number of visible keys before or after a query that means no limit
 # limit for the scores of one block on a CPU, so that they fit the second-level cache; with more, each pass over them
 # waits for memory
 _BLOCK_SCORES = 1 << 18
@@ -47,7 +47,7 @@ class Kernel(IntEnum):
 
 
 class AttentionUnsupported(Exception):
-    """Raised if a packed kernel, or another engine, does not compute the model's states."""
+    """Raised if a packed kernel, or another engine, does not compute the states of the unchanged model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MaskRequest:
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Return which keys a query sees: the mask function of transformers is called for sample positions. Raises
+        """Return which keys a query sees, found by calls of transformers' mask function for sample positions. Raises
         AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
@@ -101,7 +101,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
+            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than `sliding_window`")
         return next(iter(self.edges), 0)
 
 
@@ -137,11 +137,11 @@ def packed_attention(
     `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an
     unknown keyword that is not None, since it would change the numbers.
 
-    Windows are defined as in transformers' flash attention path: `sliding_window` counts the token itself, and extends
-    to both sides if the attention is not causal. If the model's mask has another window, the window of the mask counts,
-    as in transformers' eager and sdpa attention: a trial pass adds the difference, in keys on a side, to `edges` of
-    `sie_trial`, and later passes get it as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of
-    sequences, each with its kernel.
+    `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
+    sides if the attention is not causal. In transformers' eager and sdpa attention, the window of the mask counts
+    instead, which may differ. So a trial pass adds the difference, in keys on each side, to `edges` of `sie_trial`, and
+    later passes get it as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of sequences, each
+    with its kernel.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -253,7 +253,7 @@ def _attend_in_blocks(
 
 
 def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
-    """Return the softmax. A query without visible keys gets zeros, like in torch's own kernels."""
+    """Return the softmax of the scores. A query without visible keys gets zeros, as in torch's own kernels."""
     shares = torch.softmax(scores, -1)
     return shares.nan_to_num(0.0) if may_be_blind else shares
 

@@ -1,8 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
 A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
-supports, and its packed states must equal its padded states. Otherwise it runs padded on its stock attention, with a
-line in the log.
+supports, and its packed states must equal its padded states. Otherwise it runs padded on its stock attention, which
+is logged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StateRunner(Protocol):
         """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """Free the engine; do not call this during a pass. The garbage collector frees an engine without references."""
+        """Free the engine. Do not call this during a pass. An engine without references is freed without this call."""
 
 
 class Backbone:
@@ -87,10 +87,10 @@ class Backbone:
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the entry
-        demands it.
+        demands an engine that cannot run the model.
         """
         attention.register()
-        # set on the configuration of `model` itself, because a part of a larger model has its own
+        # set on the configuration of `model` itself: if it is part of a larger model, the larger one has another
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -103,7 +103,7 @@ class Backbone:
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal` on torch, before another engine replaced it; None if it was not computed
+        # result of `is_causal`, computed on torch before another engine replaced torch; None if it was not computed
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -323,7 +323,7 @@ class Backbone:
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
     def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
-        """Raise AttentionUnsupported unless `states` equal `reference`, token by token."""
+        """Raise AttentionUnsupported unless the cosine of each token's states in `states` and `reference` is near 1."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
@@ -389,8 +389,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed if transformers changes the model's rotary tables for texts of up to `max_tokens` tokens:
-    the states of other texts in the batch, and on other threads, would change too.
+    """Raise ModelLoadFailed if a text of at most `max_tokens` tokens can make transformers change the model's rotary
+    tables: that would also change the states of other texts, in the same batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():

@@ -1,11 +1,11 @@
-"""Input of image towers: passes of a bounded size over the uint8 pixels of a batch, normalised on the device.
+"""Input of image towers (encoders): the uint8 pixels of a batch, normalised on the device, in passes of limited size.
 
   Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
   Shown, of tiles ──► TileTower: the same, each tile an image
   Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
 Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, an image
-whose output is cached has a separate pass, so that its bits do not depend on other images of the batch.
+whose output is cached has a separate pass, so that the output's bits do not depend on other images of the batch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns images into pixels, within the pixel bounds of `load`, else of the entry, and the
-    normalisation of the pixels. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one that
-    cannot be reproduced.
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`,
+    else of the entry, replace those of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration,
+    INCOMPATIBLE for one that cannot be reproduced.
     """
     config = read_processor(folder, entry, "image_processor")
     options = load or entry.load
@@ -67,8 +67,8 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
 
 
 def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. `positions`: their cost, as a number of tokens. Raises the
-    errors of `processor_of`.
+    """Return the recipe that turns sounds into features. `positions`: the cost of a sound, as a number of tokens.
+    Raises the errors of `processor_of`.
     """
     config = read_processor(folder, entry, "feature_extractor")
     try:
@@ -124,7 +124,7 @@ class Tower:
 
 
 class TileTower:
-    """Image encoder for images that are cut into tiles, squares of `edge` pixels one below the other. It calls `run`
+    """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. It calls `run`
     like `Tower`, with a tile as an image. The outputs of images are cached.
     """
 
@@ -156,8 +156,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`, because
-    a CPU keeps memory for each size that a pass has had.
+    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`: oneDNN
+    keeps memory for each batch size, so there are few sizes.
     """
     start = 0
     while start < images:
@@ -167,8 +167,8 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Patches(NamedTuple):
-    """Sizes of the patches that a tower for images of any size cuts: squares of `edge` pixels, of which `merged` by
-    `merged` make a block. Each patch is repeated `frames` times, like the frames of a film.
+    """Sizes of the patches into which `GridTower` cuts an image. A patch is a square of `edge` pixels; `merged` by
+    `merged` patches form a block. Each patch is repeated `frames` times, as if the image were a film.
     """
 
     edge: int
@@ -229,8 +229,8 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # a CPU keeps memory for each number of rows that a pass has had: an empty image fills the pass up to one of few
-        # numbers
+        # oneDNN keeps memory for each number of rows. An empty image pads the pass to one of a few numbers, so that
+        # little memory is kept.
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))

@@ -17,7 +17,7 @@ from sie_adapter.engine.device import claim, is_limited
 
 _ROWS = 64  # number of rows of random states by which a layer is checked
 _CHUNK = 512  # largest number of rows of one product if memory is limited
-_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit for the largest error, per largest result
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit for the largest error / the largest result
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch

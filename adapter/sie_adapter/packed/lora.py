@@ -95,7 +95,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 class ModelLoras:
     """LoRAs of one model. Thread-safe. `adapted` returns the module that LoRAs change. `run` returns the states of a
-    short sample, constant without a LoRA: a LoRA that does not change them is refused.
+    short, constant sample: a LoRA that does not change these states is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
@@ -168,8 +168,8 @@ class ModelLoras:
         return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """Return the path of a layer in this model, else an empty string. A LoRA may have the path in the model that it
-        was trained on, without the prefix of this model.
+        """Return the path in this model of the layer that a LoRA names `path`, else an empty string. The model that the
+        LoRA was trained on may have other prefixes than this model.
         """
         prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")

@@ -197,8 +197,8 @@ def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> I
 
 @dataclass(frozen=True)
 class Positions:
-    """Numbers of the positions of a sequence, from `first` on. Models like RoBERTa give an id equal to `pad` the
-    position `first - 1`. Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
+    """Numbering of the positions in a sequence, from `first` on. In models like RoBERTa, a token with the id `pad` has
+    the position `first - 1`. Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
     """
 
     first: int = 0
@@ -206,8 +206,8 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features that replace the embeddings of each id `token`. `values`: a row for each of these ids, in packed order,
-    on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the states after the layer.
+    """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of them, in packed
+    order, on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the layer's output.
     """
 
     token: int
@@ -297,9 +297,9 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Add a sequence of `filler` ids, which is not in `order`, so that the batch's number of tokens is one of few.
-    oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are about 2 % of
-    all rows.
+    """Pad the batch to one of a few numbers of tokens, by a sequence of `filler` ids that is not in `order`. This
+    limits the memory of oneDNN, which keeps about a megabyte for each different number of rows of a matrix product. The
+    added tokens are about 2 % of all tokens.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -339,7 +339,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows; `attended` is True in added rows. Adds the number of added positions to `packed.padding`.
+    rows. In added rows, `attended` is True. Count all added positions in `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

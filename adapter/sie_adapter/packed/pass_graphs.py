@@ -123,7 +123,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and from a replay to the output's copy."""
+    """Recorder of CUDA graphs. `lock` is held during a capture, and from a replay until its output is copied."""
 
     lock: threading.Lock
 
@@ -149,8 +149,8 @@ class _CudaPass:
 
 
 class CudaRecorder:
-    """Recorder of a CUDA device. All graphs use one workspace of the libraries, that of the captures' stream, so two
-    replays never run at the same time.
+    """Recorder of a CUDA device. All graphs are captured on one stream, so they share the workspace that the CUDA
+    libraries have for it. Two replays must therefore never run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:

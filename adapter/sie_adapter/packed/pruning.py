@@ -22,9 +22,9 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
     order of offsets. `rows`: `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of
     the texts in the batch.
 
-    A token is kept from `prune_threshold` on; a kept token is highlighted from `highlight_threshold` on. The score of a
-    span is the mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are
-    code points; the summary has none.
+    A token is kept if its probability is at least `prune_threshold`, and highlighted if it is also at least
+    `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is that
+    of the pair. Offsets are code points; the summary has none.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))

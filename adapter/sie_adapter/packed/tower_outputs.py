@@ -1,8 +1,8 @@
 """Cache of the outputs of towers (image encoders), so that a tower does not read a repeated image again.
 
-    images ─┬─► kept ─────────────────────────────────────────────────────────────┐
-            ├─► another thread reads it now ──► wait ─────────────────────────────┼──► an output for each image
-            └─► each distinct one is read once ──► cached; the longest unused is dropped ┘
+    images ─┬─► cached ──────────────────────────────────────────────────────────┐
+            ├─► another thread encodes it now ──► wait ──────────────────────────┼──► an output for each image
+            └─► new: encoded once ──► cached; the least recently used is dropped ┘
 
 Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
 stay on the device and count as used memory. They are dropped together with their tower, or if memory is short.
@@ -27,7 +27,7 @@ from sie_contracts.wire.device_reports import TowerUse
 
 # the cache may use 1 / SHARE of the device's memory: 1 / 64 of 80 GB fits twenty pages of Qwen3-VL 8B, each of 60 MB
 SHARE = 64
-# seconds without caching after memory was short: new outputs would be dropped again, after another failed pass
+# seconds without caching after memory was short: new outputs would use the memory up again, and another pass would fail
 PAUSE_S = 60.0
 
 Output = tuple[Tensor, ...]  # output of an image encoder for one image
@@ -36,7 +36,7 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device; read at the next use: reading it now would wait for the encoder. `use`: the number of the last use.
+    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: the number of the last use.
     """
 
     output: Output
@@ -102,7 +102,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of a tower. Its model owns this object, so they are freed together. `nbytes`: their bytes."""
+    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so both are freed together."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0

@@ -32,8 +32,8 @@ from sie_contracts.wire.ipc import Rows
 _BEFORE_PAGE, _AFTER_PAGE = "<|im_start|>User:", "Describe the image.<end_of_utterance>\nAssistant:"
 _IMAGE, _AROUND, _OVERVIEW = "<image>", "<fake_token_around_image>", "<global-img>"
 _PROJECTION = "linear"
-# The cost of a tile in tokens is the number of its patches, divided by this number: patches are narrower than tokens of
-# the language model, and 4 of them take about as long as one token.
+# The cost of a tile in tokens is the number of its patches, divided by this number: 4 patches take about as long in the
+# image encoder as one token in the language model.
 _PATCHES_PER_TOKEN = 4
 
 

@@ -1,4 +1,4 @@
-"""Parts of the model classes with a projection from states to token vectors: its weights, LoRAs of it, and rows."""
+"""Parts shared by model classes that project states to token vectors: weights of the projection, its LoRAs, rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sie_contracts.wire.ipc import Rows
 
 
 class Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module with the layers that a LoRA changes, under the LoRA's names: those of a language model, and a projection
-    called `name`. Its forward pass is the projection to token vectors.
+    """Module with all layers that a LoRA may change, under the names that the LoRA's files use: the layers of a
+    language model, and the projection `name`. Its forward pass projects states to token vectors.
     """
 
     def __init__(self, language: Any, name: str, projection: nn.Linear) -> None:
@@ -43,7 +43,7 @@ def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return for each operation how inputs become rows of ids. Scores are computed from the token vectors."""
+    """Return the form of the rows of ids for each operation. Scores are computed from the token vectors."""
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
         "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),

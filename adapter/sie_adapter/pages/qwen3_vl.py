@@ -1,7 +1,7 @@
 """Model classes of Qwen3-VL for `vision_language`, one for embeddings and one for scores. Images are part of the
 prompt.
 
-Each reads the state of the last token of a conversation, which ends where the model's answer would begin.
+Each uses the state of the last token of a conversation. The conversation ends where the model's answer would begin.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-# end of the user's turn and begin of the answer, which follow every text of an encoder, also a truncated one
+# end of the user's turn and begin of the answer; an encoder adds both after every text, also after a truncated one
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
-_NOTHING = "NULL"  # replaces an input with neither text nor image, as in the training of the model
+_NOTHING = "NULL"  # text for an input with neither text nor image, as in the training of the model
 
 
 class _Qwen3(QwenVL):
@@ -103,7 +103,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Return the rows `ids` of a matrix, float32, without reading others; an empty list if no file has the matrix."""
+    """Return the rows `ids` of a matrix, float32, without a read of the others; an empty list if no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

@@ -36,7 +36,7 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # the output layer's weight, of which only a few rows are read from the file
+LANGUAGE_HEAD = "lm_head.weight"  # weight of the output layer; only a few of its rows are read from the file
 # cost of a block of an image, in tokens: its four patches take about as long in the image encoder as one token in the
 # language model
 _BLOCK_TOKENS = 1
@@ -120,9 +120,9 @@ def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int,
     """Return the positions of each token in time, height and width, [3, tokens]. `grids`: for each sequence in packed
     order, the numbers of rows and columns of blocks of its images.
 
-    An image begins at the position where the text before it ends. The text after it begins at the end of its longer
-    side. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure unless the ids have one image
-    token (`token`) for each block.
+    An image begins at the position where the text before it ends. An image of `rows` x `columns` blocks takes max(rows,
+    columns) positions; then the text after it begins. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises
+    InternalFailure unless the ids have one image token (`token`) for each block.
     """
     axes = np.tile(packed.positions, (3, 1))
     for sequence, images in enumerate(grids):

@@ -172,7 +172,7 @@ class Florence2:
         return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
     def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
-        """Return a new row of the decoder, whose encoder has read the features of the page, then the sentence."""
+        """Run the encoder over the features of the page and the sentence. Return a new row of the decoder."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
@@ -188,7 +188,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # without coordinates: the answer about a region may repeat the coordinates of the region
+            # remove coordinates: an answer about a region may repeat those of the region
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
@@ -205,17 +205,17 @@ def _positions(model: Any) -> int:
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """Return the encoder positions of a page: those of the image encoder's last grid, and one for their mean."""
+    """Return the number of encoder positions of a page: the cells of the last image grid, and one for their mean."""
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
     return places + 1
 
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
-    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners of a
-    quadrangle, for which the rectangle around it is returned. The coordinate of a bin is its middle, rounded down to
-    pixels. Source: transformers, Florence2PostProcessor.
+    """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. In the text, a box has
+    `numbers` bins (thousandths of width or height), alternately x and y. They are two corners, or the four corners of a
+    quadrangle, whose bounding rectangle is returned. A bin stands for its middle, rounded down to a pixel. Source:
+    transformers, Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]

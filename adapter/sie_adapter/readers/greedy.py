@@ -16,7 +16,7 @@ from transformers.generation import logits_process as library
 
 Finish = Literal["stop", "length", "repetition"]
 
-_REPEATED, _TIMES = 64, 3  # a text is a loop if it ends with three equal blocks of 64 tokens
+_REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
 # options of generation_config.json that change greedy scores, and that this module does not support
 _REFUSED = (
     "sequence_bias",
@@ -52,11 +52,11 @@ class Rules:
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # at the limit, the last token is an end token, whatever the scores are
+    forced_end: bool = False  # the last token before the limit is always an end token
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return the next token's scores, float32 [vocabulary], from the logits processors. `written`: prior tokens."""
+        """Return `scores` [vocabulary] after the logits processors changed them. `written`: the tokens so far."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)

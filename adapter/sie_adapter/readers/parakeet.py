@@ -3,7 +3,7 @@
   levels ──► a window, normalised ──► encoder ──► states ──► decoding by tokens and durations ──► words, sentences
                    └──► the next window begins at the quietest moment near the end of this one
 
-A recording that fits into a window is read as `generate` of transformers reads it.
+For a recording that fits into one window, the text is that of `generate` of transformers.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from sie_contracts.wire.ipc import Rows
 
 _LABEL = "transcript"
 _EPSILON = 1e-5  # added to the deviation of levels. Source: transformers, ParakeetFeatureExtractor
-# A window that does not reach the end of the recording ends at the quietest moment of its last quarter: the mean level
-# of so many frames is lowest.
+# A window that does not reach the end of the recording ends in its last quarter, at the quietest moment: where the mean
+# level of _QUIET_FRAMES frames is lowest.
 _SEARCHED_SHARE = 4
 _QUIET_FRAMES = 10
-_UNSET = ("eos_token_id", "max_length", "max_new_tokens")  # options of generation_config.json that end a text earlier
+_UNSET = ("eos_token_id", "max_length", "max_new_tokens")  # refused generation options, since they end a text early
 _WINDOWS_PER_PASS = 8  # of the encoder; a CPU is not faster with more than one
-_END = 0  # only token of a row in the loop of `reading`: a window is read in one step
+_END = 0  # the one token of each row in the loop of `reading`: a whole window is decoded in one step
 
 
 @dataclass(eq=False)
@@ -83,8 +83,8 @@ class ParakeetReader:
 
     A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
     UNDETERMINED, `finish_reason` and `completion_tokens`. The reason is `length` if a window was cut at its limit. An
-    input gets an InvalidInput if it does not have exactly one sound, or for a task, a language or an instruction, which
-    the model does not read; and an InferenceFailed if the scores are not finite.
+    input gets an InvalidInput if it does not have exactly one sound, or has a language, an instruction or another task
+    than `transcribe`. It gets an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the positions of one window.
     """
@@ -122,7 +122,7 @@ class ParakeetReader:
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, levels: Heard, options: ExtractOptions) -> ParakeetWindow:
-        """Return the first window of a sound. Raises InvalidInput for a task, language or instruction."""
+        """Return the first window of a sound. Raises InvalidInput for a language, an instruction or an unknown task."""
         parameters = options.parameters
         if options.instruction.strip():
             raise InvalidInput(
@@ -140,7 +140,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the window that begins with `levels`. No frame follows it, or at least two."""
+        """Return the number of frames of the window at the start of `levels`. It leaves no frame, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -150,8 +150,8 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Read the windows of new rows. The scores that are returned end each row with its first token. They are NaN
-        for a window whose own scores are not finite: the loop fails this row alone.
+        """Decode the windows of new rows. The returned scores select the end token, so each row ends at once. They are
+        NaN for a window whose own scores are not finite, so the loop fails only this row.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
@@ -170,18 +170,18 @@ class ParakeetReader:
         return [RowStart((), end * torch.nan if transcription is None else end) for transcription in read]
 
     def _limits(self, frames: Tensor) -> list[int]:
-        """Return the largest number of steps for windows of so many frames, as `generate` of transformers computes it
-        for features with one more frame.
+        """Return the largest number of steps for each window. `generate` of transformers computes it for features with
+        one more frame, so one is added.
         """
         positions = self._model._get_subsampling_output_length(frames + 1)
         return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Raise AssertionError: each row ends with its first token."""
-        raise AssertionError("a window is read in one step")
+        raise AssertionError("a window is decoded in one step")
 
     def add(self, window: ParakeetWindow) -> None:
-        """Append the words of a window that was read to its sound."""
+        """Append the words of a decoded window to its sound."""
         sound, read = window.sound, window.read
         assert read is not None
         if not window.seek:  # after a failed batch, the sound is read a second time from its first window

@@ -4,12 +4,12 @@ steps.
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
 In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
-of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one, and a disconnected
-client costs one step. The text of a row does not depend on the other rows. A row that has ended may continue with
-another prompt, such as the next window of a sound: it then begins after the rows that have waited longer.
+of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one, and at most one
+step is wasted on a disconnected client. The text of a row does not depend on the other rows. A row that has ended may
+continue with another prompt, such as the next window of a sound: it then waits behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
-lower priority than the device threads: it runs while they are idle, and gets a part of the cores if they never are.
+lower priority than the device threads. It runs while they are idle, and gets a part of a core if they are always busy.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from sie_contracts.errors import InferenceFailed, ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
-# Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
-# the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. With a niceness of 5, a
-# third of the weight, it would get a quarter and a sixth of a core.
+# Niceness of the thread: 3 halves its weight in the scheduler of Linux. On two cores with both device threads busy, the
+# thread then gets a third of a core, or a quarter if gateway, sidecar and broker are busy, too. A niceness of 5 would
+# leave a third of the weight: a quarter of a core, or a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # after memory was too short for another row, no row begins for this many seconds, or until a row ends
+_CLOSED_S = 1.0  # seconds in which no row begins after memory was too short for one, unless another row ends
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -72,7 +72,7 @@ class GenerationModel(Protocol[P_contra]):
 
 
 class GeneratedText(NamedTuple):
-    """Tokens that a row got for its last prompt, the end token included, and the reason why the row ended."""
+    """Tokens that were generated for a prompt, the end token included, and the reason why generation ended."""
 
     ids: list[int]
     finish: Finish
@@ -80,7 +80,7 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """Rows of one call of `read`, which waits until all of them have ended. `left`: rows that have not ended."""
+    """Rows of one call of `read`, which waits until all have ended. `left`: the number of rows that have not ended."""
 
     is_gone: Callable[[], bool]
     left: int
@@ -107,7 +107,7 @@ class _GenerationRow:
     error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token, or set `error` for -1. Return whether the row ends with it, so that it leaves its slot."""
+        """Append a token, or set `error` if it is -1. Return whether the row has ended and must leave its slot."""
         if token < 0:
             self.error = scores_not_finite()
             self.call.ended()
@@ -137,7 +137,7 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Generation for one model: its rows, each a prompt with its generated tokens. `rows[i]` is in slot i."""
+    """Generation for one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Loop:
             self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
-        """Run one iteration. Return its error or None, without a traceback, which would refer to the pass's tensors."""
+        """Run one iteration. Return None or its error, without the traceback, which would keep tensors in memory."""
         try:
             self._leave()
             on_usable_thread(self._begin)
@@ -195,7 +195,7 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart all rows after an out-of-memory error. At most half of them run at the same time from now on."""
+        """Restart all rows after an out-of-memory error. From now on, at most half as many run at the same time."""
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: from now on at most %d rows run at a time", len(rows), self._most)
         self._shed()
@@ -246,7 +246,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # only the rows that begin have the error; rows in slots continue
+        except SIEError as error:  # only the rows that begin fail; rows in slots continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -283,8 +283,8 @@ class _Loop:
         self._widen(len(ended))
 
     def _ready(self) -> None:
-        """Prepare the slots for a step. While the rows are too long to run together, remove the row with the fewest
-        tokens, which restarts later.
+        """Prepare the slots for a step. While the rows together need too much memory, remove the row with the fewest
+        tokens; it restarts later.
         """
         while True:
             try:
@@ -394,8 +394,8 @@ class Readings:
                 self._turn(is_stopped=is_stopped)
 
     def _join(self) -> None:
-        """Add the new rows to the loops of their models. While `_run` waits it must refer to no row, because a row can
-        have the features of a long sound.
+        """Add the new rows to the loops of their models. This is a method of its own so that `_run` keeps no row in a
+        local variable while it waits: a row may have the features of a long sound.
         """
         for model, rows in self._joining:
             loop = _Loop(model, self._device, self._fits, self._shed)

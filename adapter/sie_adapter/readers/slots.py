@@ -1,5 +1,5 @@
-"""KV cache of the sequences that a model generates together. Each sequence is a row and has a slot, so that rows can be
-added and removed between two steps.
+"""KV cache of the sequences that a model generates at the same time. Each sequence is a row, and has a slot in the
+cache. So rows can be added and removed between two steps.
 
     states of a row's prompt ──► add ──► [slots, heads, positions, width], of each layer
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
@@ -8,8 +8,8 @@ added and removed between two steps.
 The slots in use are always the first ones, so a step does not copy earlier states. The positions of each row begin at 0
 and do not depend on the other rows. Positions after the end of a row are masked.
 
-Each row needs memory for the length of the longest row that runs at the same time. Together, the rows use at most the
-memory that `fits` allows: on a CPU no allocator refuses memory, and the kernel would end the process. A single row
+Each row needs memory for the length of the longest row that runs at the same time. Memory for several rows is allocated
+only if `fits` allows it: on a CPU no allocator refuses memory, and the kernel would kill the process. A single row
 always gets the memory that it needs.
 """
 
@@ -38,9 +38,9 @@ def unbounded(more_bytes: int) -> bool:
 
 
 class RowStart(NamedTuple):
-    """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: those of
-    the encoder, if the model has one. `logits` [vocabulary]: of the first token. `shift`: the position of a token minus
-    its index in the row.
+    """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: keys and
+    values of the encoder's states, if the model has an encoder. `logits` [vocabulary]: those of the first generated
+    token. `shift`: the position of a token minus its index in the row.
     """
 
     own: States
@@ -50,7 +50,7 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return keys and values after a pass over a prompt, from transformers' caches: of decoder, then of encoder."""
+    """Return keys and values of decoder and encoder from transformers' caches, after a pass over a prompt."""
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
     return _states(caches), ()
@@ -111,13 +111,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """Keys and values of the rows, of decoder or encoder: [slots, heads, positions, width] for each layer."""
+    """Keys and values of all rows, of decoder or encoder: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
         self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
-        # length of each row, [rows], on the device; it is valid for one step, then None
+        # `lengths` on the device, [rows]; None after a row was added or removed, until the next step
         self._ends: Tensor | None = None
         self.width = 0  # number of positions that the model sees in this step
 
@@ -148,8 +148,8 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """Return the bytes that `rows` additional rows need, each for `length` positions, or as many as the longest
-        present row has.
+        """Return the additional bytes that `rows` more rows need. Each row needs `length` positions, or more if a
+        present row is longer.
         """
         if not self._layers:
             return 0
@@ -163,7 +163,7 @@ class _SlotStates:
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
-        """Return the additional bytes in use at the peak while `_reserve` allocates these slots and positions."""
+        """Return the peak of additional bytes in use while `_reserve` allocates these slots and positions."""
         has_slots, has_positions = self._sizes()
         position_bytes: int = sum(
             side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
@@ -199,8 +199,8 @@ class _SlotStates:
         for number, (keys, values) in enumerate(states):
             old_keys, old_values = before[number]
             self._layers.append((grown(old_keys, keys), grown(old_values, values)))
-            # free the states of this layer before the next is copied, so that only one layer at a time needs twice its
-            # memory
+            # free the old states of this layer before the next layer is copied, so that only one layer at a time exists
+            # twice
             before[number] = (None, None)
 
     def ready(self) -> None:
@@ -209,8 +209,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. Unless each row already has a state at
-        all of them, a mask is needed in any case, so the number is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. If some row is shorter, a mask is needed
+        in any case, so the number of positions is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -238,8 +238,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the step's new
-        token.
+        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the new token of
+        this step.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]

@@ -49,9 +49,9 @@ OCR = "ocr"
 
 class _TranscriberKind(NamedTuple):
     """Differences between the model classes of transcribers. `model`: the class. `tasks`: the instruction for each
-    task. `see`: computes the features of an image, [tokens, width], from the model, float pixels [3, height, width] and
-    the numbers of rows and columns of patches. `is_placed`: tokens have positions on three axes. `refused`: a precision
-    in which the model overflows.
+    task. `see`: computes the features of an image, [tokens, width]; its arguments are the model, float pixels [3,
+    height, width], and the numbers of rows and columns of patches. `is_placed`: tokens have positions on three axes.
+    `refused`: a dtype in which the model overflows.
     """
 
     model: Any
@@ -68,8 +68,8 @@ def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches that will be merged are adjacent, and each has two equal frames. Source:
-    transformers, Glm46VImageProcessorPil.patchify.
+    """Return the features of an image. Patches that the model merges are adjacent. Each patch is repeated as several
+    frames. Source: transformers, Glm46VImageProcessorPil.patchify.
     """
     vision = model.config.vision_config
     merge, patch, frames = vision.spatial_merge_size, vision.patch_size, vision.temporal_patch_size
@@ -120,7 +120,7 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    together = 1  # one page per pass of the tower, because its hundreds of tokens already use the device fully
+    together = 1  # pages per pass of the tower: the hundreds of patches of one already use the device fully
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -1,5 +1,5 @@
-"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the frame at which
-the next window begins.
+"""Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the frame at which the next window
+begins. This module does no I/O.
 
     language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
     <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
@@ -37,8 +37,8 @@ class PromptStart(NamedTuple):
 @dataclass(frozen=True)
 class PromptTokens:
     """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
-    `language`, `task`: the defaults. `forced`: the ids after the first token if neither request nor defaults name a
-    language or task; the recognised language replaces None.
+    `language`, `task`: the defaults. `forced`: the ids after the first token if neither the request nor the defaults
+    name a language or a task; None is replaced by the language that the model recognises.
     """
 
     first: int
@@ -52,8 +52,8 @@ class PromptTokens:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
-        """Read the tokens from a generation configuration. `model`: the configuration of the model, which in older
-        checkpoints has some of the rules. Raises AttributeError for a checkpoint without a token for time stamps.
+        """Read the tokens from a generation configuration. `model`: the configuration of the model, which has some of
+        these rules in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -128,8 +128,8 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     without the end token. `times`: the id of the time stamp 0.00.
 
     Two consecutive time stamps end a segment and begin the next one; without such a pair, all tokens are one segment.
-    If the tokens end with a single time stamp, the last segment is whole. Otherwise the window cuts the words after the
-    last pair: they are dropped, and the next window begins with them.
+    If the tokens end with a single time stamp, the last segment is whole. Otherwise the end of the window cuts the
+    segment after the last pair: it is dropped, and the next window begins with it.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]

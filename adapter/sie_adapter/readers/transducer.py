@@ -1,7 +1,7 @@
-"""Greedy decoding of a transducer with durations (TDT, arXiv 2304.06795), and the text that its tokens are.
+"""Greedy decoding of a transducer with durations (TDT, arXiv 2304.06795), and conversion of its tokens to text.
 
     states of positions ──┐
-                          ├──► joint ──► a token and a duration: move on by so many positions ──► TranscribedToken, ..
+                          ├──► joint ──► a token and a duration: advance by the duration ──► TranscribedToken, ..
     tokens before it ─────┘
     TranscribedToken, .. ──► words ──► sentences
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
 
 _ENDS = (".", "?", "!")  # ends of sentences. Source: NeMo, the separators of segments
-_LONGEST_S = 30.0  # a longer sentence is divided: the gateway reads a recording again from the last whole segment on
-# marks that take no time: their times are the end of the token before. Source: transformers, ParakeetProcessor
+_LONGEST_S = 30.0  # a longer sentence is divided, because the gateway reads a recording in parts that overlap by 30 s
+# marks that take no time: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
@@ -54,7 +54,7 @@ def decoded(
     """Return the tokens of each sound, None if its scores are not finite.
 
     `states` [sounds, positions, width]: the projected states of the encoder. `lengths`: positions of each sound.
-    `limits`: largest number of steps for each. `first`: the id before all tokens.
+    `limits`: largest number of steps for each sound. `first`: the id with which decoding begins.
     """
     config, device = model.config, states.device
     rows = torch.arange(len(states), device=device)
@@ -89,12 +89,12 @@ def decoded(
 def words_of(
     tokens: Sequence[TranscribedToken], tokenizer: Tokenizer, seconds: float, offset_s: float
 ) -> list[SpokenText]:
-    """Return the words of a sound that begins at `offset_s`. `seconds`: length of a position."""
+    """Return the words of a sound that begins at `offset_s`. `seconds`: the duration of a position."""
     words: list[SpokenText] = []
     stream = DecodeStream(skip_special_tokens=True)
     for token in tokens:
         piece = stream.step(tokenizer, token.id)
-        if piece is None:  # the bytes of a character are not complete
+        if piece is None:  # the token ends within the bytes of a character
             continue
         start_s, end_s = (offset_s + place * seconds for place in (token.start, token.start + token.duration))
         if piece in _MARKS and words:

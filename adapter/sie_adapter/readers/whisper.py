@@ -53,7 +53,7 @@ from sie_contracts.wire.ipc import Rows
 
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
+# options of generation_config.json that are refused, because they make windows depend on earlier ones or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = 8
@@ -108,9 +108,9 @@ class SoundWindow:
 
     @property
     def heard_frames(self) -> int:
-        """Return the number of frames before the silence with which a sound shorter than a window is filled up. All
-        bins of silence have the lowest level of the sound. One frame more is heard than there are, since frames
-        overlap. Silence that was recorded counts as filling, and the number may be one too large.
+        """Return the number of frames before the silence that pads a sound which is shorter than a window. In silence,
+        all bins have the lowest level of the sound. The last frame above that level is not counted: frames overlap, so
+        it lies in the padding. Recorded silence at the end counts as padding, and the number may be one too large.
         """
         if self.sound.frames > self.max_frames:
             return self.frames
@@ -136,7 +136,7 @@ class SoundWindow:
 
 
 class WrittenWindow(NamedTuple):
-    """Window that was read: its first frame, its tokens, the end token included, and its segments."""
+    """Window that was read: its first frame, its tokens (with the end token) and its segments."""
 
     seek: int
     ids: list[int]
@@ -148,8 +148,8 @@ class WhisperReader:
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
     `completion_tokens`; with the parameter `word_times` also the words with their times. The reason is `length` if a
-    window was cut at its limit. An input gets an InvalidInput if it does not have exactly one sound, or for a task, a
-    language or times of words that the model does not have, and an InferenceFailed if the scores are not finite.
+    window was cut at its limit. An input gets an InvalidInput if it does not have exactly one sound, or if the model
+    does not support its task, language or `word_times`. It gets an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
@@ -214,7 +214,9 @@ class WhisperReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction, which precedes the sound and shows how names are spelt."""
+        """Return the ids of the client's instruction. It stands before the sound, for example to show how names are
+        spelt.
+        """
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
@@ -265,12 +267,11 @@ class WhisperReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
+        """Return the scores of the token after `ids`. No encoder state is masked: all windows have equally many."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache; these zeros only show it that there is an
-            # encoder
+            # the decoder reads the encoder's keys and values from the cache, but only if this argument is not None
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),
@@ -300,9 +301,9 @@ class WhisperReader:
         return {"entities": entities, "data": data}
 
     def words(self, sound: SoundTranscription) -> list[SpokenText]:
-        """Return the words of a sound that was read. Each window is encoded a second time, on the calling thread: the
-        states of all windows of a long sound would take much memory, and other sounds are read meanwhile. One window is
-        encoded at a time.
+        """Return the words of a sound that was read. Each window is encoded a second time, because to keep the states
+        of all windows of a long sound would take much memory. This runs on the calling thread, so that other sounds are
+        read meanwhile. One window is encoded at a time.
         """
         assert self._word_times is not None
         language = "en" if sound.label == _LABELS["translate"] else sound.language

@@ -25,7 +25,7 @@ from sie_adapter.readers.transducer import SpokenText
 
 
 class _Pieces(NamedTuple):
-    """Tokenizer as the function of transformers that joins tokens to words reads it."""
+    """Tokenizer with the interface that `_combine_tokens_into_words` of transformers expects."""
 
     tokenizer: Tokenizer
     eos_token_id: int
@@ -44,7 +44,7 @@ class WordTimes:
         self._heads = heads
         self._filter_width = model.config.median_filter_width
         self._pieces = _Pieces(tokenizer, end)
-        # for each thread that computes times of words now: the states that reach the cross-attention of each layer
+        # id of each thread that computes times now -> layer -> the input states of its cross-attention
         self._states: dict[int, dict[int, Tensor]] = {}
         for layer in {layer for layer, _ in heads}:
             self._decoder.layers[layer].encoder_attn.register_forward_pre_hook(self._hook(layer))
@@ -57,9 +57,9 @@ class WordTimes:
         return read
 
     def ends(self, prompt: Sequence[int], written: Sequence[int], encoded: Tensor, frames: int) -> list[float]:
-        """Return the end of each token of `written`, in seconds from the begin of the window. The last token, which
-        the decoder did not read, ends with the one before it. `encoded` [1, positions, width]: the states of the
-        window. `frames`: its frames without filling.
+        """Return the end of each token of `written`, in seconds from the begin of the window. The last token, which the
+        decoder did not read, ends with the one before it. `encoded` [1, positions, width]: the states of the window.
+        `frames`: the number of its frames, padding excluded.
         """
         if len(written) < 2:
             return [0.0] * len(written)
@@ -71,7 +71,7 @@ class WordTimes:
             del self._states[threading.get_ident()]
         tokens, positions = slice(len(prompt), None), slice(max(1, frames // FRAMES_PER_STEP))
         total: Tensor | None = None
-        for layer, number in self._heads:  # one after another, since smoothing takes 20 times their memory
+        for layer, number in self._heads:  # one head at a time, since smoothing takes 20 times the memory
             weights = self._attention(layer, number, states[layer], encoded)[:, tokens, positions]
             deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
             # a single token has no deviation
@@ -114,8 +114,8 @@ class WordTimes:
 
 
 def alignment_heads(model: Any) -> list[tuple[int, int]]:
-    """Return layer and number of each alignment head that generation_config.json names; empty if it names none, or some
-    that the decoder does not have, or if the model's filter has an even width.
+    """Return layer and number of each alignment head that generation_config.json names. Return an empty list if it
+    names none, if the decoder lacks one of them, or if the model's median filter has an even width.
     """
     heads = [(layer, number) for layer, number in getattr(model.generation_config, "alignment_heads", None) or ()]
     layers, numbers = model.config.decoder_layers, model.config.decoder_attention_heads
@@ -124,11 +124,11 @@ def alignment_heads(model: Any) -> list[tuple[int, int]]:
 
 
 def warping_path(costs: NDArray[np.float64]) -> list[int]:
-    """Return for each row of `costs` [rows, columns] its first column on the cheapest path from the first to the last
-    cell, which never goes back. Dynamic time warping; of equally cheap steps the one to the next column wins.
+    """Find the cheapest path through `costs` [rows, columns], from the first to the last cell, by dynamic time warping.
+    It never goes back; of equally cheap steps, the one to the next column wins. Return its first column in each row.
 
-    Cells of one anti-diagonal depend on the two before it, so each is computed at once: transformers computes one cell
-    at a time, with the same result, in up to two seconds in which no other Python code runs.
+    The cells of an anti-diagonal depend only on the two anti-diagonals before it, so they are computed together.
+    transformers has the same result, but computes one cell at a time in Python, for up to two seconds.
     """
     rows, columns = costs.shape
     total = np.full((rows + 1, columns + 1), np.inf, np.float32)

@@ -43,7 +43,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Object that answers one batch of a reader. `field`: the name of the input field with its files."""
+    """Object that answers one batch of a reader. `field`: the name of the input field that has the files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -67,8 +67,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # equal options for all inputs, so that `by_options` makes one call and all rows run together; the prompts have
-        # the real options
+        # `by_options` makes one call for each set of equal options: with equal ones here, all rows run together; the
+        # prompts have the real options
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -101,8 +101,8 @@ def _miscounted(field: str, files: int) -> InvalidInput:
 
 @dataclass(frozen=True)
 class PagePrompt:
-    """Prompt for a page. `ids` [tokens]: the first tokens for the decoder. `task`: its name. `encoder_ids`: the tokens
-    for an encoder, in addition to the page. `box`: the region of the page that the task concerns, in pixels.
+    """Prompt for a page. `ids` [tokens]: the first tokens of the decoder. `task`: the name of the task. `encoder_ids`:
+    tokens that an encoder reads beside the page. `box`: the region of the page that the task is about, in pixels.
     """
 
     shown: Shown
@@ -156,8 +156,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput for no task, or one that
-    the model does not have.
+    """Return the task of the request, else of the entry, else `otherwise`. Raises InvalidInput if there is no task or
+    the model does not have it.
     """
     task = options.parameters.get("task") or otherwise
     if task and is_task(task):
@@ -198,8 +198,8 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Learned positions of a decoder of BART's kind, separate for each row. Without this module, the decoder gives all
-    rows of a step the same position. `given` [rows, 1]: the positions of a step; None while a prompt is read.
+    """Learned positions of a decoder like BART's, separate for each row. The decoder's own module would give all rows
+    of a step the same position. `given` [rows, 1]: the positions in a step; None while a prompt is read.
     """
 
     def __init__(self, own: Any) -> None:

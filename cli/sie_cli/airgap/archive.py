@@ -2,11 +2,11 @@
 
     airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
     SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`
-    ..            the files, in the order of their names, the files of models last
+    ..            all other files, sorted by name; those of models (weights/) are last
 
-The archive has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and
-any tar program can read them. The reader does not trust the headers: it accepts exactly the files of the index, in that
-order, and refuses every other archive.
+The archive has only plain files. All their ustar headers have the same owner, mode and date, so equal contents give
+equal bytes. Any tar program can read it. The reader does not trust the headers: it accepts exactly the files of the
+index, in that order, and refuses every other archive.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts of the paths that an archive may have; files that `load` itself creates have other paths
+# first parts of the paths in an archive; `load` creates its own files (models/, serve.env) elsewhere
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # sizes from this one on exceed the header's 11 octal digits: they are written in base 256
+_USTAR_LIMIT = 1 << 33  # a size from here on has more than the header's 11 octal digits, so it is written in base 256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -40,8 +40,8 @@ ByteProgress = Callable[[int], None]
 
 
 class ArchiveIndex(msgspec.Struct, frozen=True):
-    """Index of an archive. `entries`: catalogue entries whose weights.path and golden are paths below the loaded
-    folder. `aliases` and `bundles` belong to these entries.
+    """Index of an archive. `entries`: catalogue entries; their weights.path and golden are relative to the folder that
+    `load` creates. `aliases` and `bundles` belong to these entries.
     """
 
     made_by: str
@@ -108,9 +108,9 @@ def write(
     source: Callable[[str], AbstractContextManager[BinaryIO]],
     progress: ByteProgress,
 ) -> str:
-    """Write an archive. Return the digest of its index, which identifies the whole archive. `progress` is called with
-    the bytes of each piece of a file. Raises CommandRefused for a file that differs from the index (it has changed, or
-    is damaged) or whose name is too long; OSError.
+    """Write an archive. Return the SHA-256 of its index, which identifies the whole archive. `progress` is called with
+    the size of each written piece. Raises CommandRefused for a file that differs from the index (changed or damaged),
+    or whose name is too long. Raises OSError.
     """
     raw = encode(index)
     decode(raw)  # an index that no reader would accept must not be written
@@ -144,7 +144,7 @@ def _header(name: str, size: int) -> bytes:
         block = bytearray(member.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict"))
     except (ValueError, UnicodeError) as error:
         raise CommandRefused(
-            f"{name}: {error}; a tar holds names of at most 100 bytes in folders of at most 155"
+            f"{name}: {error}; a tar archive stores file names of at most 100 bytes, in folders of at most 155"
         ) from error
     if size >= _USTAR_LIMIT:
         block[124:136] = b"\x80" + size.to_bytes(11, "big")
@@ -153,7 +153,7 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ArchiveReader:
-    """Reader of an archive, in one pass from its beginning. The constructor reads and checks the index. Raises
+    """Reader of an archive, in one pass from its beginning. The constructor reads the index and checks it. Raises
     CommandRefused, OSError.
     """
 
@@ -171,8 +171,8 @@ class ArchiveReader:
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
-        """Read every file into the file that `sink` opens for its name, and compare it with the index. If this raises,
-        the caller must discard the files.
+        """Copy each file of the archive into the file that `sink` opens for its name, and compare its size and SHA-256
+        with the index. If this raises, the caller must discard the copies.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -207,7 +207,7 @@ class ArchiveReader:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
         except (tarfile.HeaderError, UnicodeError) as error:
             raise CommandRefused(
-                f"there is no {name} where it should begin, at byte {self._at - _BLOCK}: {_DAMAGED}"
+                f"expected the file {name} at byte {self._at - _BLOCK}, but no file begins there: {_DAMAGED}"
             ) from error
         if member.name != name or member.type != tarfile.REGTYPE:
             kind = "file" if member.type == tarfile.REGTYPE else "link, folder or device"

@@ -252,7 +252,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Print a fault of a model, a file or a setting as one line, and exit with status 1."""
+    """Report a fault of a model, a file or a setting in one line, and end the command with status 1."""
     try:
         with refusing():
             yield
@@ -271,8 +271,8 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield the file of an archive of a little more than `size` bytes, and rename it to `output` when it is complete.
-    Raises CommandRefused, OSError.
+    """Yield a file for an archive of a little more than `size` bytes. Rename it to `output` once it is complete. Raises
+    CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

@@ -1,12 +1,12 @@
-"""Contents of an air-gap archive: models in the form that a load reads, and the files that their entries refer to.
+"""Contents of an air-gap archive: the entries of its models, and every file that a worker reads to load them.
 
     entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of its backbones
           ─► LoRAs of the hub ─► cache/hub/..    in the same form as in the local cache
           ─► golden vectors ─► golden/..
           ─► the entry itself, unchanged except for weights.path and golden
 
-The hub, revision and package of an entry stay, so its fingerprint does not change, and indexes made elsewhere stay
-valid.
+An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that were computed
+elsewhere stay valid.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """Index of an archive, and the content of each of its files: its bytes, or the path from which it is read."""
+    """Index of an archive, and the content of each of its files: as bytes, or as the path to read it from."""
 
     index: ArchiveIndex
     files: Mapping[str, Path | bytes]
@@ -66,8 +66,8 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """Collector of the files of models for an archive, by their names in it. Raises CommandRefused, ModelLoadFailed,
-    LoraLoadFailed, OSError.
+    """Collector of model files for an archive. `files`: name in the archive -> content. Raises CommandRefused,
+    ModelLoadFailed, LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
@@ -85,7 +85,7 @@ class FileGathering:
 
     @property
     def unread_bytes(self) -> int:
-        """Number of bytes that `facts` has to read, because no manifest has their digests."""
+        """Number of bytes that `facts` has to read to compute digests that no manifest has."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -93,11 +93,11 @@ class FileGathering:
         )
 
     def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
-        """Return size and digest of every file. `progress` is called with the bytes of each piece that is read."""
+        """Return the size and digest of every file. `progress` is called with the size of each piece that is read."""
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return the entry with the paths of these files in the archive."""
+        """Add all files that a load of `entry` reads. Return the entry with paths in the archive instead of its own."""
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -128,7 +128,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add the backbones that a GLiNER model names by repository to its folder in the archive."""
+        """Add the backbones that a GLiNER model names by repository, below the model's folder in the archive."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -140,7 +140,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # in the model's folder, so already listed
+                continue  # it is in the model's folder, so `model` has added its files
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -162,16 +162,16 @@ class FileGathering:
             except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
                 continue
         fix = f"`hf download {name} --include '*.json' '*.model'` fetches its configuration and tokenizer"
-        raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
+        raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor in its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: the fingerprint contains the
-        path, so it must not change.
+        """Add a LoRA of the hub to the cache folder in the archive. A LoRA with a local path is refused: the site does
+        not have this path, and it cannot be changed, because the model's fingerprint contains it.
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
             fix = "select other profiles with --profile, or take the LoRA from the hub"
             raise CommandRefused(
-                f"{entry.id} names the LoRA {name} by a path, which its fingerprint contains and no other machine has: "
+                f"{entry.id} names the LoRA {name} by a path of this machine, and its fingerprint contains that path: "
                 f"{fix}"
             )
         located = self._sources.locate_lora(name, entry, self._models_dir)
@@ -194,7 +194,7 @@ class FileGathering:
         file = packaged_folder() / entry.golden
         if not file.is_file():
             raise CommandRefused(
-                f"{entry.id}: its golden vectors {entry.golden} are missing, and a load refuses a model without them"
+                f"{entry.id}: its golden vectors {entry.golden} are missing, and workers refuse to load it without them"
             )
         name = f"golden/{token(entry.id)}.json"
         self.files[name] = file
@@ -204,8 +204,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. `gathering`: the object that collected their files.
-    Reads files whose digest no manifest has. Raises CommandRefused for a file unlike its digest in the entry, OSError.
+    """Return the contents of an archive with the `chosen` models, whose files `gathering` has collected. Compute the
+    digests that no manifest has. Raises CommandRefused for a file whose digest differs from that in its entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
@@ -216,9 +216,9 @@ def contents(
         for name, expected in entry.weights.digests.items():
             actual = facts.get(place + name)
             if actual is None or actual.sha256 != expected.lower():
-                got = f"has the SHA-256 {actual.sha256[:16]}.., " if actual else "is not there, "
+                got = f"has the SHA-256 {actual.sha256[:16]}.., " if actual else "is missing, "
                 raise CommandRefused(
-                    f"{entry.id}: {name} {got}weights.digests says {expected[:16]}..: a load would refuse it"
+                    f"{entry.id}: {name} {got}weights.digests says {expected[:16]}..: workers would refuse to load it"
                 )
         own = {name: fact for name, fact in facts.items() if name.startswith(place)}
         models.append((entry, own))
@@ -238,8 +238,8 @@ def contents(
 
 
 def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
-    """Return the named models, the targets of named aliases, and the operator's bundles that can serve them. Raises
-    click.BadParameter, ValidationFailed.
+    """Return the named models, the named aliases with the models that they stand for, and the operator's bundles that
+    can serve these models. Raises BadParameter, ValidationFailed.
     """
     documents = {name: document for name, (document, _) in folders.models.items()}
     catalogue = Catalogue.from_documents(documents, {}, folders.bundles, "")
@@ -266,13 +266,13 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle, ignoring the families of installed plug-ins."""
+    """Return whether every installation has this bundle. Families that installed plug-ins added to it are ignored."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a
+    """Return the entries with only the named profiles and the profiles that those extend. Raises BadParameter for a
     profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}

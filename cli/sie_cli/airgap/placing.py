@@ -1,4 +1,4 @@
-"""Placement of an archive in a folder that serves it: the folder has the whole archive, or is not created.
+"""Unpacking of an archive to a folder from which it is served. The folder has the whole archive, or is not created.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
@@ -79,8 +79,8 @@ def check(index: ArchiveIndex) -> None:
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return the settings with which `sie serve` serves only the models of an archive, without downloads. `at`: the
-    folder with the unpacked archive.
+    """Return the settings with which `sie serve` serves only the models of an archive, without downloads. `at`: path of
+    the unpacked archive.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
@@ -92,8 +92,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`. `at`: the path under which workers will see this folder, for example in a
-    container. Raises CommandRefused, OSError; then `folder` does not exist.
+    """Unpack an archive to `folder`. `at`: the path under which workers see this folder, for example in a container.
+    Raises CommandRefused, OSError; after an error, `folder` does not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:
@@ -125,8 +125,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that contain the folder's own path (entries and settings), unless they are up to date. Raises
-    CommandRefused, OSError.
+    """Write the files that contain the folder's own path: entries and settings. Files that are up to date are not
+    written again. Raises CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -150,7 +150,7 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """Return the index of a folder that `load` created, decoded and as bytes. Raises CommandRefused for others."""
+    """Return the index of a folder that `load` created, parsed and as bytes. Raises CommandRefused for others."""
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
@@ -159,7 +159,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
         raise CommandRefused(
-            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name the folder of a load"
+            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name a folder that was"
         ) from error
     return index, raw
 
@@ -167,7 +167,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """Return the files of a loaded folder that differ from the archive, one line for each, with the difference."""
+    """Return one line for each file of a loaded folder that differs from the archive: its name and the difference."""
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 
@@ -203,7 +203,7 @@ def claim(path: Path, descriptor: int) -> None:
     held = os.fstat(descriptor)
     if not path.exists() or not os.path.samestat(
         held, path.stat()
-    ):  # another process renamed the file after this process opened it and before it locked it
+    ):  # between the open and the lock, another process has renamed the file to its final name
         raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
         raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

@@ -1,11 +1,10 @@
-"""Bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and licence texts of an
-archive.
+"""Bill of materials (CycloneDX 1.6 in JSON) of an air-gap archive or of the software alone, and licence texts.
 
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the installed distributions that `sie serve` needs, with their requirements
 
-The document is written here, since the standard's Python library has no model cards. It has no date, so that equal
-contents are equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
+This module does not use CycloneDX's Python library, because that has no model cards. The document has no date, so that
+equal contents give equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
 specification; SPDX licence list, by `packaging`.
 """
 
@@ -28,14 +27,14 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-# largest number of characters of a licence's name; a longer field of a distribution has the licence's text
+# characters; a longer licence field of a distribution is the licence's text, not its name
 _MAX_NAME = 100
 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution. `needs`: the names of the distributions that it requires. `licence`: the licence in
-    its metadata, as an SPDX expression if possible, else empty.
+    """An installed distribution. `needs`: names of the distributions that it requires. `licence`: the licence from its
+    metadata, as an SPDX expression if possible; empty if it states none.
     """
 
     distribution: Distribution
@@ -65,7 +64,7 @@ class Package:
         return f"pkg:pypi/{self.name}@{quote(self.version, safe='')}"
 
     def licence_page(self) -> bytes:
-        """Return the package's name and licence, and its licence files, each under its file name, as one text."""
+        """Return one text with the package's name, its licence, and its licence files, each after its file name."""
         pages = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
         for file in sorted(self.distribution.files or (), key=str):
             inside, in_metadata, rest = str(file).partition(".dist-info/")
@@ -75,7 +74,7 @@ class Package:
 
 
 def titled(name: str, text: bytes) -> bytes:
-    """Return a licence file under its name, in UTF-8. Some files of older packages are in Latin-1."""
+    """Return a licence file after a line with its name, in UTF-8. Some files of older packages are in Latin-1."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -98,7 +97,7 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """Return the installed distributions that these requirements need, by name, including the required ones."""
+    """Return the installed distributions that these requirements need, directly or indirectly, by name."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -129,7 +128,7 @@ def software(*requirements: str) -> dict[str, Package]:
 def bill(
     models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str
 ) -> bytes:
-    """Return the bill of materials of an archive. `models`: each with its files, by their paths in the archive."""
+    """Return the bill of materials of an archive. `models`: entries, each with its files by their paths in it."""
     model_components = [_model(entry, files) for entry, files in models]
     components = [*model_components, *(_package(package) for package in packages.values())]
     archive = {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"}
@@ -216,7 +215,7 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _licences(licence: str) -> list[dict[str, Any]]:
-    """Return a licence in CycloneDX's form: by its SPDX id, several as an expression, an unknown one by its name."""
+    """Return a licence in CycloneDX's form: one SPDX id, an SPDX expression, or the name of an unknown licence."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     if not licence:

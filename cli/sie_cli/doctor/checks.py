@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 FORBIDDEN = (401, 403)
 READY_FIX = (
-    "mend what it names: the findings of broker, gateway and sockets say how; its log says since when, that of "
-    "nats-server why it ended a connection"
+    "repair what it names: the findings of broker, gateway and sockets say how; its log says since when; the log of "
+    "nats-server says why a connection ended"
 )
 
 
@@ -53,7 +53,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         raise CheckSkipped(f"no gateway at {replies[0].url} ({replies[0].trouble}): {instead}")
     if not probe.cluster.is_given(GATEWAY_URL) and not replies[0].is_sie:
         raise CheckSkipped(
-            f"what answers at {replies[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url"
+            f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name one with --url"
         )
     for reply in replies:
         if reply.trouble:
@@ -61,7 +61,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
             findings.append(Finding(f"no gateway answers at {reply.url}: {reply.trouble}", fix))
         elif not reply.is_sie:
             fix = "end that program or start the gateway with another --port; --url says where to look"
-            findings.append(Finding(f"what answers at {reply.url} is no gateway of SIE", fix))
+            findings.append(Finding(f"the server at {reply.url} is no gateway of SIE", fix))
         elif reply.status in FORBIDDEN:
             findings.append(_refused(reply, await broker_options(probe)))
         elif reply.status != 200:
@@ -107,7 +107,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the findings that gateways report under the name `check`; equal findings are returned once."""
+    """Return the findings of all gateways with the name `check`. Equal findings are returned once."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -126,12 +126,12 @@ async def loads(probe: ClusterProbe) -> CheckResult:
 
 
 async def remotes(probe: ClusterProbe) -> CheckResult:
-    """List the remote servers of SIE_REMOTES that get no requests, with the figure or the reason."""
+    """List the remote servers of SIE_REMOTES that get no requests, with the reason."""
     return "none is refused", _of_check("remotes", await probe.views())
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List requests that gateways refused in the last minutes, because of too much work or a fault of the cluster."""
+    """List the requests that gateways refused in the last minutes because of overload or a fault of the cluster."""
     views = await probe.views()
     findings = [
         Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
@@ -171,20 +171,20 @@ async def broker(probe: ClusterProbe) -> CheckResult:
     except BrokerUnavailable as error:
         if "authorization" in str(error).lower():
             where = (
-                "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set "
-                "SIE_NATS_PASSWORD"
+                "for the broker of `sie serve` give --data-dir, else name the user in SIE_NATS_URL "
+                "(nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
             )
-            fix = f"{where}, which the chart keeps in its secret as nats-operator"
+            fix = f"{where}, which the chart stores in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
         local = probe.cluster.local()
         if local is not None and local.unread_stream and probe.cluster.sources.get(BROKER_URL) == SOURCE:
             stream = local.unread_stream
             fix = f"stop that `sie serve`, run `sie repair {stream}{await broker_options(probe)}`, start it again"
-            wrong = f"the broker at {url} does not answer: it does not end reading the files of its stream {stream}"
+            wrong = f"the broker at {url} does not answer: it is still reading the files of its stream {stream}"
             return "", [Finding(wrong, fix)]
         fix = (
             f"start it (`{probe.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
-            "SIE_NATS_URL to where it is"
+            "SIE_NATS_URL to its address"
         )
         return "", [Finding(f"no broker answers at {url}", fix)]
     version, has_jetstream = connection.server
@@ -201,7 +201,7 @@ async def broker(probe: ClusterProbe) -> CheckResult:
             await connection.stream_infos()
         except BrokerError as error:
             if "no JetStream" not in str(error) and "not enabled" not in str(error):
-                raise CheckSkipped(f"streams cannot be listed, perhaps this user may not: {error}") from error
+                raise CheckSkipped(f"streams cannot be listed, perhaps this user lacks the right: {error}") from error
             findings.append(_no_jetstream(url))
     return f"nats-server {version} at {url}, JetStream on", findings
 
@@ -209,8 +209,8 @@ async def broker(probe: ClusterProbe) -> CheckResult:
 def _no_jetstream(url: str) -> Finding:
     return Finding(
         f"the broker at {url} has no JetStream, so no queue",
-        'start nats-server with `-js -sd FOLDER` (in its file: jetstream { store_dir: "FOLDER" }); with accounts, '
-        "enable it for this one",
+        'start nats-server with `-js -sd FOLDER` (in its file: jetstream { store_dir: "FOLDER" }); if it has accounts, '
+        "enable JetStream for the account of this user",
     )
 
 
@@ -221,7 +221,7 @@ async def streams(probe: ClusterProbe) -> CheckResult:
     try:
         steps = await steps_at(connection, probe.settings)
     except BrokerError as error:
-        raise CheckSkipped(f"the broker does not tell: {error}") from error
+        raise CheckSkipped(f"the broker does not list its streams: {error}") from error
     return "streams and consumers are as this version and these settings want them", [
         _of_step(step, where) for step in steps
     ]
@@ -260,8 +260,8 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that streams can be read, and that those that belong together agree: keys and catalogue with their copies,
-    jobs with their shards.
+    """Check that streams can be read, and that related streams agree: keys with their copy, the catalogue with its
+    copy, and jobs with their shards.
     """
     from sie_broker.nats import operator
 
@@ -282,7 +282,7 @@ async def damage(probe: ClusterProbe) -> CheckResult:
         if {JOBS, SHARDS} <= names and not {JOBS, SHARDS} & wrong.keys():
             wrong |= await _jobs(broker)
     except BrokerError as error:
-        raise CheckSkipped(f"streams cannot be read, perhaps this user may not: {error}") from error
+        raise CheckSkipped(f"streams cannot be read, perhaps this user lacks the right: {error}") from error
     return f"{counted(len(names), 'stream')} can be read", [
         Finding(
             f"{name} is damaged: {why}",
@@ -336,16 +336,16 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs that have shards (messages about parts of a job), but no entry of their own: a fault, because a job's
-    shards are removed before its entry.
+    """Find jobs that have shards (messages about parts of a job), but no entry. This is a fault, because a job's shards
+    are removed before its entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
     lost = sorted(shards - jobs)
-    return {JOBS: f"it lacks {counted(len(lost), 'job')} of which there are shards ({_named(lost)})"} if lost else {}
+    return {JOBS: f"it lacks {counted(len(lost), 'job')} whose shards are still there ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # seconds within which a write of the catalogue reaches all processes, on a busy machine
+DRIFT_S = 5.0  # seconds until all processes have a write of the catalogue, also on a busy machine
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
@@ -353,13 +353,13 @@ async def config(probe: ClusterProbe) -> CheckResult:
     reply = await probe.config()
     url = await probe.config_url()
     fix = (
-        "start it (`sie config`); where it is: SIE_CONFIG_SERVICE_URL of gateways and workers. They serve on by what "
-        "they have"
+        "start it (`sie config`), or set SIE_CONFIG_SERVICE_URL of gateways and workers to its address. Until then "
+        "they use the catalogue that they have"
     )
     if reply.trouble:
         return "", [Finding(f"no config service answers at {reply.url}: {reply.trouble}", fix)]
     if not reply.is_sie:
-        return "", [Finding(f"what answers at {reply.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
+        return "", [Finding(f"the server at {reply.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
     if reply.status in FORBIDDEN and probe.config_token is not None:
         wrong = f"the config service at {reply.url} refuses this token (status {reply.status})"
         return "", [
@@ -371,7 +371,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
         return "", [
             Finding(
                 f"the config service at {reply.url} answers {reply.status}",
-                "its log says why; it needs the broker above all",
+                "its log says why; often it cannot reach the broker",
             )
         ]
     beats = await probe.heartbeats()
@@ -398,8 +398,8 @@ async def config(probe: ClusterProbe) -> CheckResult:
     if epoch is None:
         return (
             (
-                f"{says} agree; the epoch at {public_url(url)} takes SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL "
-                "to be read"
+                f"{says} agree; to read the epoch at {public_url(url)}, set SIE_CONFIG_READ_TOKEN and "
+                "SIE_CONFIG_SERVICE_URL"
             ),
             findings,
         )
@@ -407,7 +407,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models of which the config service restored an earlier revision: workers could not load the newest."""
+    """List models whose newest revision workers could not load, so the config service restored an earlier one."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
@@ -417,12 +417,12 @@ async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
 def drift(
     epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
 ) -> list[Finding]:
-    """List the gateways and workers that use an older catalogue. `gateways`: the epoch of each gateway's catalogue, by
-    name. `workers`: the bundle and the epoch of each worker, by name.
+    """List the gateways and workers that use an older catalogue. `gateways`: name -> epoch of the gateway's catalogue.
+    `workers`: name -> bundle and epoch of the worker.
 
     An epoch consists of the creation time of the catalogue's bucket and the number of a write. A worker's catalogue is
-    older if it lacks a write that affects the worker's bundle. Without the config service's `epoch`, it is unknown
-    which writes those are: then gateways are compared with one another, and for workers only the bucket is compared.
+    older if it lacks a write that affects the worker's bundle. The config service's `epoch` has these writes. Without
+    it, gateways are compared with one another, and for workers only the bucket is compared.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [
@@ -448,8 +448,8 @@ def _writes(epoch: str) -> int:
 def _drifted(name: str, stands: str, expected: str) -> Finding:
     return Finding(
         f"{name} serves by an older catalogue: epoch {stands}, wanted {expected}",
-        f"restart {name}; that it follows again, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
-        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with the others'",
+        f"restart {name}; so that it gets later changes, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
+        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with those of the other processes",
     )
 
 
@@ -460,19 +460,19 @@ async def models(probe: ClusterProbe) -> CheckResult:
     access = probe.cluster.local()
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
-        raise NotApplicable("nothing that runs here reads a folder of models")
+        raise NotApplicable("no process of this machine reads a folder of models")
     if not await asyncio.to_thread(Path(folder).is_dir):  # the default folder need not exist
         raise NotApplicable(f"there is no {folder}, so the models are those of the package")
     try:
         folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
     except (SIEError, SettingError, OSError) as error:
-        fix = "mend or remove it; until then the models stay as they were before the last change of the folder"
+        fix = "correct or remove it; until then the models stay as they were before the last change of the folder"
         return "", [Finding(f"{folder}: {error}", fix)]
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-# Accepted difference between a wall clock and the broker's, in seconds. With a larger one, log lines and request ids of
-# different machines have a wrong order: their times come from the wall clock of their machine.
+# Accepted difference between a wall clock and the broker's, in seconds. Times in log lines and request ids come from
+# the wall clock of their machine. With a larger difference, their order across machines is wrong.
 CLOCK_S = 2.0
 
 
@@ -482,7 +482,7 @@ async def clock(probe: ClusterProbe) -> CheckResult:
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
         if not names:
-            raise CheckSkipped("the broker has no stream yet, whose time could be asked")
+            raise CheckSkipped("the broker's time is read from a stream, and it has no stream yet")
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:
@@ -519,8 +519,8 @@ async def clock(probe: ClusterProbe) -> CheckResult:
 def _off(whose: str, ahead_s: float) -> Finding:
     way = "ahead of" if ahead_s > 0 else "behind"
     fix = (
-        "synchronise that machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`; if all are "
-        "off, the broker's own"
+        "synchronise that machine (for a pod: its node) with `timedatectl set-ntp true`, then `chronyc makestep`; if "
+        "all clocks differ, synchronise the broker's machine"
     )
     return Finding(f"{whose} is {abs(ahead_s):.1f} s {way} the broker's", fix)
 
@@ -553,7 +553,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
             if socket.description is not None:
                 by_version[socket.description.version].append(f"adapter {socket.path}")
     if sum(map(len, by_version.values())) <= 2:
-        raise CheckSkipped("nothing of the cluster answers")
+        raise CheckSkipped("no process of the cluster answers")
     findings = skew(by_version)
     if beats is not None:
         findings += [
@@ -568,7 +568,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
-    """List the processes and packages that are older than the newest version in `by_version`."""
+    """List the processes and packages that are older than the newest version, one finding for each version."""
     newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
     return [
         Finding(

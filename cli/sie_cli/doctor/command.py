@@ -37,7 +37,7 @@ from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe,
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
-# matches a `sie` command in the text of a remedy that has neither --url nor --data-dir, to add --data-dir to it
+# matches a `sie` command without --url and --data-dir in the text of a remedy, so that --data-dir can be added
 _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--url)[^`])*)`")
 
 
@@ -85,7 +85,7 @@ def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 
 def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
-    """Build the check of the settings. It reports `faults`, which `faults_of` found, and settings without an effect."""
+    """Build the check of the settings. It reports `faults` (from `faults_of`), and settings without an effect."""
 
     async def check(probe: ClusterProbe) -> CheckResult:
         mode: Mode = "standalone" if await probe.is_standalone() else "queue"
@@ -105,8 +105,8 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check changes nothing, and returns a text for success, and its findings. It raises NotApplicable
-# if its subject does not exist here, and CheckSkipped if it is not possible.
+# All checks by name. A check changes nothing. It returns a text to show if there are no findings, and its findings. It
+# raises NotApplicable if the thing to check does not exist here, and CheckSkipped if the check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,
@@ -190,7 +190,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
     """Run all checks and return their reports, in the order of CHECKS. `named`: the data directory that the user named.
-    Raises SettingError if it is invalid.
+    Raises SettingError if its access file cannot be read.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)

@@ -29,7 +29,7 @@ async def sockets(probe: ClusterProbe) -> CheckResult:
     findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
     unseen = [str(socket.path) for socket in probed if socket.is_unseen]
     if unseen and not findings:
-        raise CheckSkipped(f"another user's: {', '.join(unseen)}; run as the worker's user")
+        raise CheckSkipped(f"another user's sockets: {', '.join(unseen)}; run this as the worker's user")
     return f"{counted(len(probed), 'adapter')} answer" + ("s" if len(probed) == 1 else ""), findings
 
 
@@ -97,8 +97,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready: the ports in the
-    settings, or of the running `sie serve`. Documented defaults are not checked, because another program may use them.
+    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. These are the ports
+    that the user set and those of the running `sie serve`. At default ports, another program may listen.
     """
     findings, notes = [], []
     addresses = [
@@ -132,7 +132,7 @@ async def ports(probe: ClusterProbe) -> CheckResult:
             notes.append(f"{port} is ready")
     if not notes and not findings:
         raise NotApplicable(
-            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports "
+            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is set, and no `sie serve` wrote its ports "
             "down"
         )
     return ", ".join(notes), findings
@@ -144,7 +144,7 @@ def _port_taken(name: str, port: int, serve: str) -> Finding:
         return Finding(wrong, f"run `{serve}` again: it takes other ports")
     row = BY_NAME[name]
     return Finding(
-        f"port {port}, which {name} means, is held by a program that is not SIE's",
+        f"port {port}, which {name} sets, is held by a program that is not SIE's",
         f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} "
         "and a free port",
     )
@@ -184,7 +184,7 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
         fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu if the CPU is meant"
         return "", [Finding(f"an NVIDIA GPU is here, but no driver answers: {trouble}", fix)]
     if not is_requested and importlib.util.find_spec("torch") is None:
-        raise NotApplicable("a GPU is here, but no torch: no adapter runs in this environment")
+        raise NotApplicable("a GPU is here, but torch is not installed, so no adapter runs here")
     if importlib.util.find_spec("torch") is None:
         return "", [Finding(f"SIE_DEVICE={device}, but torch is not installed", "pip install 'sie-cluster[adapter]'")]
     torch = await _torch()
@@ -212,7 +212,7 @@ class GpuDriver(NamedTuple):
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """Torch's description of its build. `cuda`: its CUDA version; empty for a build without CUDA."""
+    """Facts about the installed torch. `cuda`: the CUDA version of its build; empty for a build without CUDA."""
 
     version: str
     cuda: str
@@ -229,8 +229,8 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             Finding(
                 f"torch {torch.version} is built without CUDA"
                 + (f", but SIE_DEVICE={device}" if device.startswith("cuda") else ""),
-                f"install the build for this driver (`pip install --force-reinstall torch=={number}` takes that with "
-                f"CUDA of PyPI), {instead}",
+                f"install the build for this driver (`pip install --force-reinstall torch=={number}` gets PyPI's "
+                f"build, which has CUDA), {instead}",
             )
         ]
     if driver is None and "mismatch" in trouble:
@@ -242,7 +242,7 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
     built = tuple(int(part) for part in re.findall(r"\d+", torch.cuda)[:2])
     if not torch.usable:
         if built[:1] > driver.cuda[:1]:
-            wrong = f"torch {torch.version} is built for CUDA {torch.cuda}, more than driver {driver} runs"
+            wrong = f"torch {torch.version} is built for CUDA {torch.cuda}, newer than driver {driver} supports"
             return [Finding(wrong, f"update the driver, or install a torch for CUDA {driver.cuda[0]}")]
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
@@ -277,7 +277,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe torch. A separate process imports it, to keep its memory out of this one. Raises CheckSkipped."""
+    """Import torch in a separate process, so that it takes no memory here, and describe it. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

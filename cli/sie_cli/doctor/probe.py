@@ -1,11 +1,11 @@
 """Data about a cluster for the checks. Each source (gateways, broker, heartbeats, config service, sockets) is read
-once, however many checks need it.
+only once, and all checks share the result.
 
     check ──► ClusterProbe.gateways() ┐
     check ──► ClusterProbe.gateways() ┴──► one task, whose result both get
 
-A check that reaches its time limit stops waiting, but the task continues for the other checks. A token is sent only to
-the addresses for which the settings give it.
+If a check reaches its time limit, it stops waiting, but the task continues for the other checks. A token is sent only
+to the address for which it was configured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 CALL_S = 3.0  # seconds; time limit of a request over HTTP or a socket
 BEAT_MARGIN_S = 1.0  # seconds that a heartbeat may be late
-GATEWAYS_S = 1.5  # seconds; each gateway announces itself at the broker at least once in this time
+GATEWAYS_S = 1.5  # seconds; each gateway sends at least one heartbeat in this time
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ class ProbeResult:
 
 @dataclass
 class Heartbeats:
-    """Workers and gateways whose announcements arrived at the broker so far, by name. The subscription stays open."""
+    """Workers and gateways by name, from the heartbeats received so far. The subscription stays open."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class AdapterSocket:
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Decorate a method of ClusterProbe so that it runs only once, in a separate task. All callers get its result."""
+    """Decorate a method of ClusterProbe so that it runs only once, in a task of its own. All callers get its result."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -157,7 +157,7 @@ class ClusterProbe:
         await self._client.aclose()
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. If a server is missing or faulty, the result has the reason. Never raises."""
+        """Send a GET. Never raises: if the server is missing or faulty, the result says why."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
@@ -180,7 +180,7 @@ class ClusterProbe:
 
     @once
     async def gateways(self) -> list[ProbeResult]:
-        """Return the reply to `/health` of each gateway whose address the command has."""
+        """Return the reply to `/health` of each gateway whose address is known."""
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
             # without --gateway-url, the default address may belong to another cluster than the named data directory
@@ -196,7 +196,7 @@ class ClusterProbe:
         return {}
 
     async def ask_views(self) -> dict[str, ClusterView]:
-        """Request `/v1/cluster` from each gateway that answers, without the cache of `views`. Return the views by URL.
+        """Request `/v1/cluster` from each gateway that answers; `views` caches the result. Return the views by URL.
         Raises CheckSkipped if there is none.
         """
         cluster = self.cluster
@@ -211,7 +211,7 @@ class ClusterProbe:
             raise CheckSkipped(
                 f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
                 if replies
-                else "no gateway tells the state of the cluster"
+                else "no gateway answers with the state of the cluster"
             )
         return views
 
@@ -225,20 +225,20 @@ class ClusterProbe:
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch without the cache of `config`. Raises NotApplicable, CheckSkipped."""
+        """Request the config service's epoch; `config` caches it. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
         if not url:
-            raise CheckSkipped("which config service? Give --config-service-url, or a gateway that tells its own")
+            raise CheckSkipped("no address of a config service: give --config-service-url, or --url of a gateway")
         return await self.get(url, "/v1/configs/epoch", self.config_token)
 
     config = once(ask_config)
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service. None if its address came from the command line or from a gateway, because the
-        token belongs to the configured address.
+        """Token for the config service. None if its address came from the command line or from a gateway: the token
+        belongs to the configured address.
         """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
@@ -258,7 +258,7 @@ class ClusterProbe:
         if health and health.get("nats_url") is None:
             raise NotApplicable("the queue is in the gateway's own process (--standalone)")
         if not health:
-            raise CheckSkipped("which broker? Give --nats-url, or a gateway that tells its own")
+            raise CheckSkipped("no address of a broker: give --nats-url, or --url of a gateway")
         return str(health["nats_url"])
 
     @once
@@ -268,8 +268,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker, for a check of something else. Raises NotApplicable, or CheckSkipped if
-        the broker fails.
+        """Return the connection to the broker, for a check that only uses the broker. Raises NotApplicable, or
+        CheckSkipped if the broker fails.
         """
         try:
             return await self.broker()
@@ -285,7 +285,7 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for one interval, or until all workers of the gateways have sent one. Raises
+        """Collect heartbeats for one interval, or until all workers that the gateways list have sent one. Raises
         NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
@@ -303,7 +303,7 @@ class ClusterProbe:
                     await beats.came.wait()
         if expected and not beats.workers:
             raise CheckSkipped(
-                "no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them"
+                "no heartbeat arrives, but the gateway gets some: the broker's user may not subscribe to them"
             )
         return beats
 
@@ -320,7 +320,7 @@ class ClusterProbe:
     def _socket_paths(self) -> list[Path]:
         run = sockets_folder(self.data_dir)
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
-            raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
+            raise CheckSkipped(f"{run} belongs to another user: run this as the user of `sie serve`")
         is_given = self.cluster.is_given("SIE_IPC_SOCKET_PATH")
         paths = [Path(self.settings.ipc_socket_path)] if is_given else default_sockets()
         return [path for first in (*paths, *sorted(run.glob("worker-*.sock"))) for path in _sockets_of_devices(first)]
@@ -339,8 +339,8 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check that an adapter answers at a socket, and that only its own user may open it. Return the adapter's
-    description, or the fault and its remedy.
+    """Check that an adapter answers at a socket, and that only its user may open the socket. Return the adapter's
+    description, or a fault and its remedy.
     """
     restart = (
         f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
@@ -359,7 +359,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         )
     if status.st_mode & 0o077:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
-        return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
+        return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed the mode: the adapter sets 0600")
     if status.st_uid != os.geteuid():
         return AdapterSocket(path, is_unseen=True)  # an adapter answers no other user except root
     try:
@@ -372,7 +372,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
             f"kill it; {restart}",
         )
     except (OSError, EOFError) as error:
-        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
+        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): no process listens on it", restart)
     except ipc.FrameError:
         answer = None
     if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:
@@ -393,7 +393,7 @@ async def _describe(path: Path) -> ipc.Reply:
 
 
 def _time_of_id(request_id: str) -> float | None:
-    """Return the creation time of a UUID of version 7, seconds since 1970."""
+    """Return the creation time in a UUID of version 7, in seconds since 1970; None for any other text."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:

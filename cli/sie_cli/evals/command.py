@@ -1,6 +1,6 @@
 """Commands of `sie eval`.
 
-arguments ──► EvalSpec ──► evaluation ──► table, pages, exit code
+arguments ──► EvalSpec ──► evaluation.run ──► table, pages, exit code
 """
 
 from __future__ import annotations
@@ -246,9 +246,9 @@ def list_(results: Path | None) -> None:
 @click.argument("old", type=_FILE)
 @click.argument("new", type=_FILE)
 def compare(old: Path, new: Path) -> None:
-    """Show the changes from the result in file OLD to the result in file NEW: of each metric, with a confidence
-    interval if both files have a value for each query, and of version, commit, machine, engine, precision and the
-    fingerprint of the model.
+    """Show what changed from the result in file OLD to the result in file NEW: the metrics, the version, commit,
+    machine, engine and precision, and the model's fingerprint. A metric has a confidence interval if both files have
+    its value for each query.
 
     `sie eval list` shows the files.
     """
@@ -258,8 +258,8 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Build the plan of the requests to send (clients, rates, seconds) from the options. Raises CommandRefused for
-    options that contradict each other, or an invalid --sweep.
+    """Build the plan of the load (clients or rates, and seconds) from the options. Raises CommandRefused for options
+    that contradict each other, or an invalid --sweep.
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def scipy_docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the file and name, and the docstring, of each public function and class of scipy."""
+    """Yield `FILE:NAME` and the docstring of each public function and class of scipy."""
     import scipy
 
     root = Path(scipy.__file__).parent
     for file in sorted(root.rglob("*.py")):
         if not {"tests", "_lib"}.isdisjoint(file.parts):
             continue
-        # parsed and not imported: an import has effects
+        # parsed and not imported, because an import has side effects
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 yield f"{file.relative_to(root)}:{node.name}", ast.get_docstring(node) or ""

@@ -1,4 +1,4 @@
-"""One evaluation, from the opening of the sources to the result for the store."""
+"""One evaluation, from opening the sources to the result that is stored."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """Outcome of an evaluation. `about`: the stored result's description of machine and software. `targets`: the scores
-    of the first source as targets, which --save-targets writes. A key is the name of the task in a file of targets.
+    """Outcome of an evaluation. `about`: description of the machine and the software, for the stored result. `targets`:
+    the first source's scores as targets, for --save-targets; a key is a task's name in a file of targets.
     """
 
     report: EvalReport
@@ -60,8 +60,8 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts that are settled before the measurement. `machine`: the machine profile. `about`: the description of
-    machine and software for the stored result.
+    """Facts that are known before the measurement. `machine`: the machine profile. `about`: description of the machine
+    and the software, for the stored result.
     """
 
     spec: EvalSpec
@@ -76,8 +76,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Raises CommandRefused before the
-    measurement if a fault would make the result useless.
+    """Measure a model, compare it with its targets, and return the outcome. Raises CommandRefused; most faults are
+    found before the measurement begins.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
@@ -103,7 +103,7 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
 
 
 def _check_sources(task: Task, sources: Sequence[EvalSource], kind: Kind) -> None:
-    """Raise CommandRefused if a source does not answer what the task needs."""
+    """Raise CommandRefused if a source cannot return what the task needs."""
     is_labelled = isinstance(task, FactTask) and kind == "quality"
     for source in sources:
         if is_labelled and not isinstance(source, FactSource):
@@ -148,8 +148,8 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
 
 
 def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[EvalStep]:
-    """Yield each source with its main vectors, then each other output of the cluster, then the first source with each
-    reranker. Raises CommandRefused if an option does not fit.
+    """Yield the steps of a measurement: each source with its main vectors, then the cluster with each other output,
+    then the first source with each reranker. Raises CommandRefused if an option does not fit the task or the models.
     """
     for source in context.sources:
         if isinstance(context.task, Mteb) and source.main != outputs.DENSE:
@@ -222,8 +222,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
-    """Return the targets with this name, and a note about their origin: the named file, the file of the catalogue, or
-    the last measured result. Without the source `targets` both are empty. Raises CommandRefused if none are stored.
+    """Return the targets with this name, and a note about their origin: the file that the user named, the catalogue's
+    file, or the last stored result. Both are empty if `targets` is no source. Raises CommandRefused if none are stored.
     """
     spec = context.spec
     if "targets" not in spec.sources:

@@ -1,4 +1,4 @@
-"""Texts with known entities, relations, classes or personal data, and the counts that their metrics are made of.
+"""Texts with known entities, relations, classes or personal data, and the counts from which metrics are computed.
 
 FactTask ──► facts of a source ──► for each text: numerator and denominator of each metric ──► quality.Measurement
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 FactKind = Literal["entities", "relations", "classes", "redaction"]
-# (start, end, label) of an entity or of a part with personal data, (head, relation, tail) of a relation, (class,)
+# an entity or personal data: (start, end, label); a relation: (head, relation, tail); a class: (class,)
 Fact = tuple[int | str, ...]
-# metric -> numerators and denominators, one of each for each text. The metric of some texts is the sum of their
+# metric -> numerators and denominators, with one number for each text. A metric over several texts is the sum of their
 # numerators divided by the sum of their denominators
 Ratios = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 LEAK = "leak"
@@ -29,7 +29,7 @@ class KindSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text with all its facts. `mentions`: entities that are sent with the text to a model that finds relations."""
+    """Text with all its facts. `mentions`: entities that are sent with the text, for models that find relations."""
 
     text: str
     facts: Sequence[Fact]
@@ -38,7 +38,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class FactTask:
-    """Task to find facts in texts. `labels`: kinds that the model gets. The kind of a fact may be narrower."""
+    """Task to find facts in texts. `labels`: the kinds to find; the kind of a fact may be narrower, for the report."""
 
     name: str
     kind: FactKind
@@ -50,11 +50,11 @@ _PLACE_OF_KIND: Mapping[FactKind, int] = {"entities": 2, "relations": 1, "classe
 
 
 def ratios(task: FactTask, answers: Sequence[Sequence[Fact]]) -> tuple[Ratios, dict[str, Ratios]]:
-    """Return the ratios over all facts, and the ratios of each kind. A key has the kind and its number of facts.
+    """Return the ratios over all facts, and a map of those of each kind. Its keys are `KIND (NUMBER OF FACTS)`.
 
     `answers`: the facts that a source found in each text. A redaction is measured in letters and digits: precision is
-    the share of replaced characters that are personal, recall the share of personal characters that are replaced, LEAK
-    the share of facts of which a character is not replaced. In other tasks, a fact is right if it equals a true fact.
+    the share of replaced characters that are personal, recall the share of personal characters that are replaced. LEAK
+    is the share of facts that are not replaced completely. In other tasks, a fact is right if it equals a true fact.
     """
     place = _PLACE_OF_KIND[task.kind]
     texts = [text.text for text in task.texts]
@@ -89,7 +89,7 @@ def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: S
 
 
 def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
-    """Return F1, precision and recall. `counts`: for each text, how many are right, true and answered."""
+    """Return F1, precision and recall. `counts`: for each text, the numbers of right, true and answered ones."""
     right, truth, answers = map(list, zip(*counts, strict=True))
     both = list(map(sum, zip(truth, answers, strict=True)))
     return {"f1": ([2 * count for count in right], both), "precision": (right, answers), "recall": (right, truth)}

@@ -1,4 +1,4 @@
-"""Tasks to find facts in texts: sentences and values of packages, put together with a fixed seed.
+"""Tasks to find facts in texts. Most texts are templates that are filled with random values, with a fixed seed.
 
 redaction, entities ──► templates of the package presidio-evaluator, values of Faker
 redaction-forms     ──► values of Faker and phonenumbers, in usual and in disguising formats
@@ -32,7 +32,7 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the kind and the value of each slot of a template. A slot without a kind has no fact."""
+    """Return the slots of templates: name -> kind of fact, and function that makes a value. Empty kind: no fact."""
     person = {
         "person": lambda faker: faker.name(),
         "name": lambda faker: faker.name(),
@@ -130,14 +130,14 @@ def _filled(kinds: Sequence[str]) -> list[LabelledText]:
             if not kind:
                 continue
             if spans and spans[-1].kind == kind and not text[spans[-1].end : start].strip():
-                start = spans.pop().start  # a first name and a last name are one person
+                start = spans.pop().start  # adjacent values of one kind, such as first and last name, are one fact
             spans.append(KindSpan(start, len(text), kind))
         texts.append(LabelledText(text, [span for span in spans if span.kind in kinds]))
     return texts
 
 
 class _Values:
-    """Source of values that are equal in each run. `faker` returns a generator of a random locale of LOCALES."""
+    """Source of random values that are the same in each run. `faker` returns the generator of a random locale."""
 
     def __init__(self) -> None:
         from faker import Faker
@@ -154,7 +154,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # marks the ends of the value in a format that adds other text
+_EDGE = "\0"  # marks both ends of the value, if a format adds text around it
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:
@@ -162,7 +162,7 @@ def _groups(value: str, joint: str, size: int = 4) -> str:
 
 
 def _digits(value: str, zero: str) -> str:
-    """Return the value with the digits of another script, whose zero is `zero`."""
+    """Return the value with the digits of another script. `zero`: that script's zero."""
     return "".join(chr(ord(zero) + int(character)) if character in "0123456789" else character for character in value)
 
 
@@ -275,7 +275,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact is the kind of the value and the name of its format, as in `IBAN, lower case`.
+    of FORMATS. The kind of a fact has the kind of the value and the name of its format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []
@@ -321,7 +321,7 @@ _STATEMENTS: Mapping[str, Sequence[str]] = {
     "headquartered in": ("{company} has its head office in {city}.", "{city} is home to the offices of {company}."),
     "owns": ("{company} owns {firm}.", "{firm} belongs to {company}."),
 }
-# first and second part of a relation, in the slots of its statements
+# slots of the first part (head) and the second part (tail) of a relation, in its statements
 _PARTS = {
     "works for": ("person", "company"),
     "born in": ("person", "city"),
@@ -367,8 +367,8 @@ _TAGS = {
 
 
 def entities_ja() -> FactTask:
-    """Return a task to find names, dates and amounts in 500 sentences of news in Japanese. A line of the corpus has a
-    word and, at its end, its tag: B- at the first word of an entity, I- at others.
+    """Return a task to find names, dates and amounts in Japanese news. A line of the corpus has a word and its tag: B-
+    for the first word of an entity, I- for its further words.
     """
     (file,) = _files(JAPANESE_PACKAGE, "iob_sents.txt")
     texts = []

@@ -3,9 +3,9 @@ loop, requests are sent at a fixed rate, whether or not earlier requests were an
 
     requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
-A closed loop slows down with the source: during a stall no client sends, so at most N requests see it. The latency of
-an open loop counts from the time at which a request was due, so it includes the stall for every request that was due
-then (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+A closed loop slows down with the source: clients that wait during a stall send nothing, so at most N requests measure
+the stall. In an open loop, the latency of a request counts from the time at which it was due, so all requests that were
+due during a stall measure it (Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# largest number of requests of an open loop in flight; above it, a due request is counted and not sent
+# limit for the requests in flight of an open loop; beyond it, a due request is counted as NOT_SENT
 MAX_IN_FLIGHT = 4096
-AFTER_FAILURE_S = 0.05  # seconds until a client of a closed loop sends again after a failure
+AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
 NOBODY = "CONNECTION"  # code of a request that reached no server
 NO_ANSWER = "NO_ANSWER"
 NOT_SENT = "NOT_SENT"
@@ -34,7 +34,7 @@ NOT_SENT = "NOT_SENT"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Request to encode `texts`. With `query`, it is a request to score the texts as documents of this query."""
+    """Request to a source: to encode `texts`, or, for a source with scores, to score them as documents of `query`."""
 
     texts: Sequence[str]
     query: str = ""
@@ -42,7 +42,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """Answer to a request. `tokens`: tokens that the source counted, or None. `stages`: milliseconds by stage."""
+    """Answer to a request. `tokens`: number of tokens, if the source counts them. `stages`: milliseconds by stage."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was sent. Times are seconds of `time.perf_counter`. `code`: its error; else empty."""
+    """A request of a load, sent or NOT_SENT. Times are seconds of `time.perf_counter`. `code`: its error, or empty."""
 
     due_s: float
     ended_s: float
@@ -149,8 +149,8 @@ FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: on a GPU the utilisation
-    that NVML reports, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
+    """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: utilisation of a GPU (from
+    NVML), or use of all CPU cores by any process. `joules`: energy that the GPUs of this machine used.
     """
 
     name: str = ""
@@ -178,8 +178,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # A new connection for each frame, because an open one would send five frames per second, each with all
-                # models of the catalogue, and this traffic would disturb the measurement.
+                # A new connection for each frame: to an open one, the gateway sends five frames per second, each with
+                # all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
@@ -207,7 +207,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if no GPU counts it: GPUs before the generation Volta do not."""
+        """Return the energy in joules. Return None if no GPU counts it, such as GPUs older than Volta."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

@@ -1,5 +1,5 @@
-"""Tasks of the library mteb, with the revisions of datasets that it names. A source (a cluster, a library, a server) is
-measured as the model.
+"""Tasks of the library mteb, on the revisions of datasets that mteb names. mteb measures a source (a cluster, a library
+or a server) as if it were a model in this process.
 
 mteb/NAME ──► mteb.get_task ──► datasets of the hub ──► Mteb ──► mteb.evaluate with a source as the model
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PREFIX = "mteb/"
 CONNECT_S = 5.0  # seconds to connect to the hub
-# metrics shown after the main metric of a task, if the task has them
+# metrics that are shown after a task's main metric, if the task has them
 _ALSO = ("ndcg_at_10", "map_at_100", "recall_at_100", "cosine_spearman", "accuracy", "f1", "v_measure", "map", "ap")
 _MAX_METRICS = 4
 
@@ -53,7 +53,7 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            # otherwise the client would retry each file for half a minute
+            # without this, huggingface_hub would retry each file for half a minute
             constants.HF_HUB_OFFLINE = True
         import mteb
         from datasets.exceptions import DatasetsError
@@ -73,7 +73,7 @@ def find(name: str) -> Mteb:
 
 
 def measure(task: Mteb, step: EvalStep, work: EvalWork) -> dict[str, float]:
-    """Measure a step, a source with one output, on the task. Return the values by metric, the main metric first."""
+    """Measure a step (source and output) on the task. Return the values by metric, the main metric first."""
     import mteb
 
     model: Any = _CrossEncoder(step, work) if step.source.scores_pairs else _Encoder(step, work)
@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """Implementation of mteb.EncoderProtocol with a source. Texts get the model's prompts, not those of the task."""
+    """mteb.EncoderProtocol for a source. Texts get the prompts of the catalogue's model, not those of mteb's task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))
@@ -118,7 +118,7 @@ class _Encoder(_MtebModel):
 
 
 class _CrossEncoder(_MtebModel):
-    """Implementation of mteb.CrossEncoderProtocol with a source. Consecutive pairs of one query become one request."""
+    """mteb.CrossEncoderProtocol for a source. Consecutive pairs with the same query become one request."""
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []
@@ -136,7 +136,7 @@ def _batch_texts(inputs: Any) -> Iterator[str]:
 
 
 def _texts(batch: Any) -> Iterator[str]:
-    """Yield the strings of a dataset, or of a map of them. Those without spaces are skipped: ids and labels."""
+    """Yield the texts in a dataset or a map of datasets. Strings without spaces are skipped: ids and labels."""
     if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
         for name in batch.column_names:
             for value in batch[name]:

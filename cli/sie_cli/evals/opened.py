@@ -1,4 +1,4 @@
-"""Opening of the sources that -s names: the clusters, servers or libraries whose vectors and scores are measured.
+"""Opening of the sources that the option -s names: clusters, servers and libraries that are measured.
 
 sie, sie:URL, st, patterns, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
@@ -36,8 +36,8 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after a lost connection
-LOAD_S = 900.0  # seconds for the load of a model that no worker has loaded yet
+CONNECT_S = 10.0  # seconds to connect to a gateway that is already running, also after a lost connection
+LOAD_S = 900.0  # seconds to wait until a worker has loaded the model
 PLAIN = ("sie", "st", "patterns", "targets")
 
 
@@ -61,8 +61,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If no cluster is named and none runs, one is started here. `held`: the exit
-    stack that stops it. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If the user names no cluster and none runs, `address` starts one. `held`: the
+    exit stack that stops the started cluster. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -84,7 +84,7 @@ class EvalGateway:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def refusal(self, url: str, error: BaseException) -> str:
-        """Return the error text if the gateway at `url` did not answer. `error`: the client's error."""
+        """Return the error text for a gateway at `url` that did not answer. `error`: the client's error."""
         return self._cluster.without_gateway(url, error)
 
 
@@ -126,13 +126,13 @@ class OpenSources:
         except SIEConnectionError as error:
             raise CommandRefused(self._gateway.refusal(where, error)) from error
         except SIEError as error:
-            settings = "`sie models list` shows what there is"
+            settings = "`sie models list` shows its models"
             raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs, by the first source, else by this installation's catalogue. A model
-        that is in neither counts as one with vectors.
+        """Return whether the model scores pairs. The first source says so; without sources, the entry in this
+        installation's catalogue. A model that the catalogue lacks counts as one with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -145,7 +145,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. The address may be stale: a killed `sie serve` leaves its file."""
+    """Return whether a server answers at `url`. A killed `sie serve` leaves its address in the access file."""
     try:
         with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -155,14 +155,14 @@ def _answers(url: str) -> bool:
 
 
 START_S = 120.0
-END_S = 60.0  # seconds until the cluster must have ended; `sie serve` itself needs less time to drain
+END_S = 60.0  # seconds to wait for the cluster's end before it is killed; `sie serve` drains in less time
 POLL_S = 0.1
 LAST_LINES = 5
 
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Run a cluster here inside the `with` block. Raises CommandRefused with the last lines of its log."""
+    """Run a cluster on this machine. Raises CommandRefused with the last lines of its log if it does not start."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]

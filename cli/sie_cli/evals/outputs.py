@@ -1,4 +1,4 @@
-"""Kinds of vectors, the similarity of two of them, and the bytes that an index needs for one.
+"""Kinds of vectors: how they are requested and compared, and how many bytes an index needs for one vector.
 
 dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
 """
@@ -17,15 +17,15 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents with the best Hamming distance that are ranked again: four times the depth of a ranking
+# number of documents, nearest by Hamming distance, that are ranked again: four times the depth of a ranking
 RESCORED = 400
 
 
 @dataclass(frozen=True)
 class VectorOutput:
     """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
-    a result. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
-    nearer. A document in chunks has the vectors of all chunks as the rows of one array.
+    a result. `similar`: function that returns similarities of shape [queries, documents]; higher is nearer. A document
+    in chunks is one array, with the vector of each chunk as a row.
     """
 
     name: str
@@ -46,7 +46,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Return the output of this name. Raises CommandRefused, which lists the names."""
+    """Return the output with this name. Raises CommandRefused; for an unknown name it lists the names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
@@ -68,7 +68,7 @@ def unit(rows: NDArray[Any]) -> Matrix:
 
 
 def _nearest_chunk(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the similarity of each query and the nearest chunk of each document."""
+    """Return the similarity of each query with the nearest chunk of each document, [queries, documents]."""
     starts = np.cumsum([0, *(len(chunks) for chunks in documents[:-1])])
     return np.asarray(np.maximum.reduceat(cosine(queries, np.concatenate(documents)), starts, axis=1), np.float32)
 
@@ -78,13 +78,13 @@ def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the number of equal bits minus that of different bits, by a product of vectors of -1 and 1."""
+    """Return the number of equal bits minus the number of different bits, as the product of vectors of -1 and 1."""
     return _signs(queries) @ _signs(documents).T
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return scores of the RESCORED documents whose bits have the lowest Hamming distance to the query's: the product
-    of the query's floats and the document's bits.
+    """Return the product of each query's floats with each document's bits (as -1 and 1). It is -inf for documents that
+    are not among the RESCORED nearest by Hamming distance.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

@@ -1,4 +1,4 @@
-"""Check of the packages that an evaluation needs, before it computes anything. One error names all missing packages."""
+"""Check of the packages that an evaluation needs, before it begins. One error names all missing packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEMPLATES_PACKAGE = "presidio-evaluator"
 JAPANESE_PACKAGE = "hironsancorpus"
 _STSB = f"{STSB_PACKAGE}==1.0.3"
 _TEMPLATES = f"{TEMPLATES_PACKAGE}==0.3.2"
-# task -> package with its texts. No extra installs this package: it requires packages that its texts do not need
+# task -> package with its texts. No extra installs it, because it requires packages that the texts do not need
 _TEXTS: Mapping[str, str] = {
     "stsb": _STSB,
     "stsb-retrieval": _STSB,
@@ -27,7 +27,7 @@ _LIBRARY = "sentence-transformers"
 
 
 def check(task: str, sources: Sequence[str]) -> None:
-    """Raise CommandRefused, with the commands for an installation, if the task or the sources need missing packages."""
+    """Raise CommandRefused with pip commands if packages that the task or the sources need are missing."""
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
     packages = ["'sie-cluster[evals]'"] if missing else []
     if "st" in sources and importlib.util.find_spec("sentence_transformers") is None:

@@ -29,8 +29,8 @@ CLIENT_LIMIT = 0.8
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Plan of the load on each source: the levels run one after the other, each for `warm_up_s` seconds, which do not
-    count, and then `seconds` seconds. `batch`: texts per request.
+    """Plan of the load on each source. The levels run one after the other: each for `warm_up_s` seconds that do not
+    count, then for `seconds` seconds. `batch`: texts per request.
     """
 
     levels: Sequence[LoadLevel]
@@ -41,9 +41,9 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """Result of one source at one level of load over `seconds`. `latencies_ms`: latencies of the answered requests,
-    ascending. `items`: number of items answered in this time. `client_cores`: CPU use of this process, in
-    cores; None if the source itself computes in this process.
+    """Result of one source at one level of load, over `seconds`. `latencies_ms`: latencies of the answered requests,
+    ascending. `items`: number of texts answered. `client_cores`: CPU use of this process, in cores; None if the source
+    computes in this process.
     """
 
     source: str
@@ -76,7 +76,7 @@ class LoadPoint:
 
 
 def texts_of(task: Task) -> list[str]:
-    """Return all texts of the task, in a random order that is equal in each run and independent of the lengths."""
+    """Return all texts of the task, shuffled, so that lengths are mixed. The order is the same in each run."""
     match task:
         case Similarity():
             texts = [*task.left, *task.right]
@@ -92,7 +92,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests without end, each with `batch` texts. The first text is also the query."""
+    """Yield requests without end, each with `batch` texts. Its first text is also its query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)
@@ -106,8 +106,8 @@ def measure(
     watches: Mapping[str, UsageWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
-    """Yield, for each level, a list with one point per source. `watches`: watch of a source's devices, by the source's
-    name. `advance`: called after each point. If a source finds no server, the measurement ends after this level.
+    """Yield, for each level, a list with one point per source. `watches`: the source's name -> watch of its devices.
+    `advance`: called after each point. If a source loses its server, the measurement ends after this level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -140,11 +140,11 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # a source may refuse to send requests, and each such error ends a task
+    except ExceptionGroup as group:  # if a source refuses the requests, each client's task raises its error
         raise group.exceptions[0] from group
     client_cores = await used
-    # the throughput counts answers within the window; latencies and errors count requests that were due in the window,
-    # which includes a stall at the window's end
+    # The throughput counts answers within the window. Latencies and errors count requests that were due in the window,
+    # also if they were answered after it, so a stall at its end is included.
     due = [call for call in calls if start_s <= call.due_s < end_s]
     ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
     tokens = [call.answer.tokens for call in ended]

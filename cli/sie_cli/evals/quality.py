@@ -1,4 +1,4 @@
-"""Quality of vectors and scores compared with human judgements: one number for each query or pair, and their mean.
+"""Quality of vectors and scores, measured by human judgements: a number for each query or pair, and one for all.
 
 task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
 """
@@ -32,16 +32,16 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # number of queries whose similarities to all documents are in memory at the same time
+AT_ONCE = 256  # queries per step: their similarities to all documents are in memory at the same time
 Run = dict[str, dict[str, float]]  # query -> document -> score
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one source. `values`: for each metric, one value per query or text; its mean is the score. With `gold`
-    (a task with pairs), they are similarities, and their rank correlation with `gold` is the score. With `weights`, the
-    sum of values divided by the sum of weights is the score. `bytes_per_item`: bytes of a document in an index; None
-    for a reranker. `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
+    """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
+    mean of its values; with `gold` (human scores of pairs), their rank correlation with `gold`; with `weights`, their
+    sum divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for a reranker.
+    `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
     """
 
     source: str
@@ -57,8 +57,8 @@ class Measurement:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries or pairs at the positions `chosen`. NaN if it is not defined: all these
-        pairs have the same value, or the weights are zero.
+        """Return a metric over the queries, pairs or texts at the positions `chosen`. NaN if it is not defined, because
+        all these pairs have the same value, or the sum of the weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:
@@ -103,14 +103,14 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def has_interval(score: Measurement) -> bool:
-    """Return whether there are values of single queries, which an interval needs: mteb returns only means."""
+    """Return whether there is a value for each query, which an interval needs. mteb returns only means."""
     return min(map(len, score.values.values())) > 1
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Return the difference of two results, and its interval by a paired bootstrap over queries or pairs, with the same
-    samples in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile
-    interval).
+    """Return the difference of a metric between two results. Its interval is a paired bootstrap over queries or pairs;
+    the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
+    13 (percentile interval).
     """
     count = len(score.values[metric])
     rng = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
-    # this output compares a query with a document, so one text of each pair is encoded in the form of a query
+    # this output encodes queries and documents differently, so the left text of each pair is encoded as a query
     if step.output.queries != step.output.documents:
         form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
         asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
@@ -167,8 +167,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score at least FIRST_STAGE documents of each query with a reranker: all judged ones, then others in the order of
-    the corpus, so that no other model's selection influences the result.
+    """Score documents of each query with a reranker: all judged ones, and the first ones of the corpus, so that there
+    are at least FIRST_STAGE. No other model selects them, so the result depends on the reranker only.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
@@ -193,7 +193,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores; the others keep their order."""
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. The rest follow in their order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

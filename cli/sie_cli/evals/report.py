@@ -1,4 +1,4 @@
-"""Report of the measurements, for people and for programs.
+"""Report of a measurement, for people and for programs.
 
 quality.Measurement, perf.LoadPoint ──► EvalReport ──► terminal, JSON, Markdown, HTML, a stored result
 """
@@ -54,9 +54,9 @@ tr + tr { border-top: 1px solid #ddd } .missed { color: #b3261e } svg { max-widt
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Report of one model on one task. `about`: description of the measurement, in one line. `table`: its first row is
-    the header. `rows`: the same data for programs. `missed`: a line for each target that the first source missed.
-    `pictures`: SVG.
+    """Report of one model on one task. `about`: one line that describes the measurement. `table`: rows of cells; the
+    first row is the header. `rows`: the same data for programs. `missed`: a line for each target that the first source
+    missed. `more`: other data for programs. `pictures`: SVG.
     """
 
     model: str
@@ -109,7 +109,7 @@ def of_quality(
     missed: Sequence[str],
     queries: Mapping[str, str],
 ) -> EvalReport:
-    """Build a report of quality. `scores`: a row for each source and output, in the order of the measurement.
+    """Build a report of quality. `scores`: one result for each source and output, in the order of the measurement.
     `queries`: text of each query by its id, in the order of the values; empty if the task has pairs.
     """
     metrics = list(scores[0].values)
@@ -231,8 +231,8 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
         if point.is_limited_by_client:
             notes.append(
                 f"{point.source}, {point.level}: this client used {point.client_cores:.0%} of a core, above"
-                f" {CLIENT_LIMIT:.0%}: it may be what is measured; ask from another machine, or with more texts to a"
-                " request"
+                f" {CLIENT_LIMIT:.0%}: the client may be what is measured; ask from another machine, or with more texts"
+                " to a request"
             )
         if point.lost_its_server:
             notes.append(
@@ -282,7 +282,7 @@ def latency_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def level_plot(points: Sequence[LoadPoint]) -> str:
-    """Plot throughput against latency, with a line for each source and a point for each level; p99 is dashed."""
+    """Plot latency against throughput: a point for each level, a line for p50 and a dashed one for p99."""
     figure, axes = _figure_text("items a second", "latency, ms")
     for source in dict.fromkeys(point.source for point in points):
         own = [point.scores for point in points if point.source == source]
@@ -304,7 +304,7 @@ def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Escape a name for matplotlib, because it parses text between dollar signs as a formula."""
+    """Escape a name for matplotlib, which reads text between dollar signs as a formula."""
     return name.replace("$", r"\$")
 
 

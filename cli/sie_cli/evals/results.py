@@ -2,8 +2,8 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read the files. `-s targets` reads the last one if no
-file has targets.
+KIND is `quality` or `perf`. The commands `list` and `compare` read these files. The source `targets` reads the newest
+one if no file of targets has the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # number of queries that are listed: those with the largest decrease of the metric
+TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
 
 
 class StoredReport(msgspec.Struct):
@@ -40,7 +40,7 @@ class StoredReport(msgspec.Struct):
 
 
 def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Describe the machine and software of a measurement. `cluster`: its description of itself and of the model."""
+    """Describe the machine and software of a measurement. `cluster`: facts about the cluster and the model."""
     return {
         "version": sie_contracts.__version__,
         "commit": _commit(),
@@ -156,8 +156,8 @@ def _row_compared(
 def _fallen(
     key: Sequence[str], metric: str, was: Measurement, now: Measurement, queries: Sequence[Sequence[str]]
 ) -> list[str]:
-    """List the queries with the largest decrease of the metric, by their ids and texts; none for a rank correlation,
-    which has no value for single pairs.
+    """List the queries whose value of the metric decreased the most, by id and text. A rank correlation has no value
+    for single pairs, so then the list is empty.
     """
     if was.gold or len(queries) != len(now.values[metric]):
         return []

@@ -39,8 +39,8 @@ def item(text: str) -> str | Item:
 
 
 def key(text: str) -> str:
-    """Return the key of an input in the cache: a text itself; for an image, its path, size and time of change, so that
-    a changed file is not mistaken for the old one.
+    """Return the key of an input in the cache: the text itself. For an image, the key has the path, size and time of
+    change, so that a changed file has another key.
     """
     if not isinstance(text, ImagePath):
         return text
@@ -54,10 +54,10 @@ def only_texts(name: str, inputs: Sequence[str]) -> None:
 
 
 class EvalSource(Protocol):
-    """A source of vectors or scores. `name`: its name on the command line. `is_here`: it computes in this process.
-    `scores_pairs`: it scores documents and has no vectors. `main`: the vectors that are measured by default.
-    `identity`: data that its answers depend on, other than texts and output; empty if unknown. `vectors` and `scores`
-    raise CommandRefused or SIEError.
+    """A source of vectors or scores. `name`: its name on the command line. `is_here`: whether it computes in this
+    process. `scores_pairs`: whether it scores documents and has no vectors. `main`: the vectors that are measured by
+    default. `identity`: data that its answers depend on, other than texts and output; empty if unknown. `vectors` and
+    `scores` raise CommandRefused or SIEError.
     """
 
     name: str
@@ -68,13 +68,13 @@ class EvalSource(Protocol):
     tokens: int  # number of tokens that the source has read for vectors; 0 if it does not say
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
-        """Return one vector for each text, in the form of `output`."""
+        """Return one vector for each text, of the kind `output`."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context with a function that sends a request, also concurrently. It raises LoadFailure."""
+        """Return a context manager for a function that sends requests, also concurrent ones. It raises LoadFailure."""
 
 
 @runtime_checkable
@@ -90,7 +90,7 @@ class FactSource(Protocol):
 
 
 class Sie:
-    """Source that is a model of an SIE cluster. `info`: the cluster's description of the model after its load.
+    """Source that is a model of an SIE cluster. `info`: the gateway's description of the model after its load.
     `only_extracts`: the model has neither vectors nor scores.
     """
 
@@ -108,8 +108,8 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # the model's fingerprint is read from an answer to a request, since a gateway that has just started may not
-        # know it yet
+        # the fingerprint is read from an answer of the model, because a gateway that has just started may not know it
+        # yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -197,7 +197,7 @@ _FACTS: Mapping[FactKind, Callable[[Mapping[str, Any]], Sequence[Fact]]] = {
 
 
 class Patterns:
-    """Source that is the patterns of a redaction, without a model, in this process."""
+    """Source that finds facts with the patterns of a redaction, without a model, in this process."""
 
     is_here = True
     scores_pairs = False
@@ -230,8 +230,8 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that is sentence-transformers in this process, on the CPU in float32, with the weights that the catalogue
-    names for the model.
+    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those that the
+    catalogue names for the model.
     """
 
     is_here = True
@@ -246,7 +246,7 @@ class SentenceTransformers:
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
-            # the library computes in the dtype of the checkpoint, which may have 16 bits
+            # float(): the library would compute in the checkpoint's dtype, which may be a 16-bit one
             self._model = kind(where, device="cpu").float()
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -291,7 +291,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage. `timing` has some stages under two names; only the name with `_time` is used."""
+    """Return milliseconds by stage. `timing` has some stages under two names: take only those that end in `_time`."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -309,8 +309,8 @@ def catalogue_entry(model: str) -> ModelEntry | None:
 
 
 def _weights_of(model: str) -> str:
-    """Return the weights for sentence-transformers: the folder of the package that the catalogue names, the entry's own
-    folder, or an id of the hub.
+    """Return the weights for sentence-transformers: the folder of the installed package that the entry names, the
+    entry's path, or a hub id.
     """
     from sie_store.weights.sources import package_folder
 
@@ -323,7 +323,7 @@ def _weights_of(model: str) -> str:
 
 
 BATCH = 64  # number of texts per request; some servers accept no more
-MAX_ANSWER_BYTES = 64 << 20  # limit for the bytes of an answer; 64 vectors of 32,768 numbers as JSON need less
+MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
 
@@ -350,8 +350,8 @@ class _ReplyBody:
 
 @dataclass(frozen=True)
 class ServerDialect:
-    """Format of a server's requests and answers: paths, bodies, and functions that read the result from an answer. Each
-    entry of a rerank answer has the position of its document in `index`.
+    """Format of a server's requests and answers: paths, functions that build bodies, and functions that read answers.
+    Each entry of a rerank answer has the position of its document in `index`.
     """
 
     encode_path: str
@@ -385,7 +385,7 @@ DIALECTS: Mapping[str, ServerDialect] = {"openai": _OPENAI, "infinity": _OPENAI,
 
 
 class ServerSource:
-    """Source that is a server, but not a cluster of SIE."""
+    """Source that is a server other than SIE."""
 
     is_here = False
     main = DENSE
@@ -395,7 +395,7 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        # empty, so answers are not cached: the server may change its model without notice
+        # empty, so that answers are not cached: the server's model may change between two evaluations
         self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
         self.tokens = 0

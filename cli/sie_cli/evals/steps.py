@@ -1,9 +1,9 @@
-"""Steps of a measurement, each a source with one of its outputs. Their answers are cached in files, so that an
+"""Steps of a measurement. A step is a source with one of its outputs. Answers are cached in files, so that an
 interrupted evaluation can continue.
 
-The name of a file with the answers to some texts is a digest of all data that the answers depend on, such as model,
-fingerprint, output and texts. The files are removed when the evaluation has ended, or by any evaluation when they are a
-week old.
+A file has the answers to some texts. Its name is a digest of all data that the answers depend on, such as model,
+fingerprint, output and texts. A completed evaluation removes its files. Each evaluation removes files that are a week
+old.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class ResultCache:
-    """Cache of answers in files. `reused_texts`: texts whose answers an earlier evaluation computed."""
+    """Cache of answers in files. `reused_texts`: number of texts whose answers came from an earlier evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,11 +41,10 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text, an array, a number, a list, or a map of arrays, from the cache, or computed
-        and cached. Raises CommandRefused, and the errors of `compute`.
+        """Return one answer for each text: an array, a number, a list, or a map of arrays. If the cache lacks them,
+        compute and store them. Raises CommandRefused, and the errors of `compute`.
 
-        `identity`: all data that the answers depend on, other than the texts; empty if it is unknown: then nothing is
-        cached.
+        `identity`: all data that the answers depend on, except the texts. If it is empty (unknown), nothing is cached.
         """
         if not identity:
             return compute()
@@ -71,8 +70,8 @@ class ResultCache:
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """Remove files older than KEEP_S at the start, and the files of this evaluation at the end. After an exception
-        they stay, so that the next run can use them.
+        """Remove files older than KEEP_S when the context opens, and the files of this evaluation when it closes. After
+        an exception they stay, so that the next run can use them.
         """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
@@ -97,8 +96,8 @@ PART = 1024  # texts per request to a source, and per cached file
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents of each
-    query by its own scores.
+    """Step of an evaluation: a source with one of its outputs. `reranker`: if set, its scores sort the nearest
+    documents of each query.
     """
 
     source: EvalSource
@@ -113,8 +112,8 @@ class EvalStep:
 
 
 class EncodeCost(NamedTuple):
-    """Cost of the vectors of a document: the mean number of tokens that the model read, 0 if the source does not say,
-    and the mean milliseconds.
+    """Mean cost of encoding one document. `tokens`: tokens that the model read, 0 if the source does not count them.
+    `ms`: milliseconds.
     """
 
     tokens: float
@@ -122,8 +121,8 @@ class EncodeCost(NamedTuple):
 
 
 class EvalWork:
-    """Sender of a measurement's requests. `cache`: answers of an interrupted evaluation. `advance` is called with the
-    number of completed texts.
+    """Requests of one measurement. `cache`: answers of an interrupted evaluation. `advance`: called with the number of
+    completed texts.
     """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
@@ -132,7 +131,7 @@ class EvalWork:
 
     @property
     def cost(self) -> EncodeCost | None:
-        """Cost of the documents that were encoded; None if the cache had all of them."""
+        """Mean cost of the documents that were encoded; None if all of them came from the cache."""
         if not self._documents:
             return None
         return EncodeCost(self._tokens / self._documents, 1000 * self._seconds / self._documents)

@@ -84,7 +84,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the metrics of the first source, and under METRIC/SOURCE their ratios to those of the other sources."""
+    """Return the metrics of the first source. The names METRIC/SOURCE have its ratio to each other source."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -106,7 +106,7 @@ def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
 
 
 def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
-    """Save targets (scores that later evaluations must reach) of a model, by task. `measured`: the targets, computed
+    """Write a model's targets (scores that later evaluations must reach) to a file. `measured`: targets by task, made
     from measured scores. Targets of other models and tasks stay in the file. Raises CommandRefused.
     """
     saved = read(file) if file.exists() else {}

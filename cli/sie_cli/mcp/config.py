@@ -15,7 +15,7 @@ EVERY_KEY = "*"
 
 
 class DefaultModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Models that the tools use if a call names none. Empty: the only model of the gateway that can do it."""
+    """Models that the tools use if a call names none. If empty, a tool uses the gateway's only suitable model."""
 
     encode: str = ""
     rerank: str = ""
@@ -25,8 +25,8 @@ class DefaultModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SearchCollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collection of a vector database. `store`: its name in SIE_JOBS_SINKS. `model`: the model that encoded the rows.
-    `fields`: the fields of a row that agents may read; empty for all.
+    """A collection of a vector database. `store`: the database's name in SIE_JOBS_SINKS. `model`: the model that
+    encoded the rows. `fields`: the fields of a row that agents may read; empty for all.
 
     `keys`: names of the API keys that may search it over HTTP, as `GET /v1/whoami` shows them; `*` for every key.
     """
@@ -44,7 +44,7 @@ class SearchCollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class McpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of the file. `collections` by the names that agents use."""
+    """Content of the file. `collections`: name that agents use -> collection."""
 
     models: DefaultModels = DefaultModels()
     collections: dict[str, SearchCollection] = {}

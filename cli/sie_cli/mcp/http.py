@@ -39,7 +39,7 @@ _logger = logging.getLogger("sie.mcp")
 
 
 class _Sessions(StreamableHTTPSessionManager):
-    """Sessions of the revisions of the protocol that have sessions, with a limit for each API key."""
+    """Sessions, with a limit for each API key. Only some revisions of the protocol have sessions."""
 
     def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
         """Open a session; None if there are too many."""
@@ -91,7 +91,7 @@ class HttpTransport:
         NotReady while the gateway does not answer.
         """
         headers = headers_of(scope)
-        # the listener checks the origin of requests that compute; a stream of events is read with GET
+        # the listener does not check the origin of a GET, but here a GET reads a stream of events
         origin = headers.get("origin")
         if origin is not None and not self._names.is_own_page(
             origin.encode("latin-1"), headers.get("host", "").encode("latin-1")
@@ -143,7 +143,7 @@ async def serve(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await server.idle.wait()
-            # before the sessions end, which cancels the remaining calls
+            # stop it before the sessions end, because their end cancels the remaining calls
             await listener.stop(STOP_S)
     except BaseException:
         await listener.stop()

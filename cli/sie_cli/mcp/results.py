@@ -23,11 +23,11 @@ REFERENCE_BYTES = 16
 
 
 class ResultMissing(Exception):
-    """Raised if the caller has no result of this reference, or no longer."""
+    """Raised if the caller has no result with this reference, or it was dropped."""
 
 
 class ResultTooLarge(Exception):
-    """Raised for a result that is larger than all results of one owner may be."""
+    """Raised for a result that alone exceeds OWNER_BYTES."""
 
 
 class Paged(Protocol):
@@ -65,7 +65,7 @@ class PagedText:
 
 
 class PagedVectors:
-    """Dense vectors of one model in pages of whole vectors, one JSON array for each."""
+    """Dense vectors of one model. A page has whole vectors, one JSON array in each line."""
 
     def __init__(self, model: str, vectors: NDArray[np.float32]) -> None:
         self.model = model
@@ -98,8 +98,8 @@ class _StoredResult:
 
 
 class ResultStore:
-    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, an owner loses its least recently used results.
-    Above TOTAL_BYTES, the least recently used of all go. A result expires TTL_S after its last use.
+    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, the owner's least recently used results are
+    dropped; above TOTAL_BYTES, those of all owners. A result expires TTL_S after its last use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class ResultStore:
         while self.size_bytes + content.size_bytes > TOTAL_BYTES:
             self._drop_oldest()
         reference = secrets.token_urlsafe(REFERENCE_BYTES)
-        # the owner's entry is gone if its last result was dropped
+        # `_drop_oldest` may have removed this owner's entry
         self._owners.setdefault(owner, results)[reference] = _StoredResult(session, content, self._clock() + TTL_S)
         return reference
 

@@ -5,7 +5,7 @@
     sie://collections         the collections that the caller may search
     sie://results/{id}/{page} a page of a result
 
-An error is an answer with one sentence. No argument is written to a log.
+An agent gets an error as one sentence. Arguments of calls are not logged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _JSON, _LINES, _TEXT = "application/json", "application/jsonl", "text/plain"
 
 
 class AgentServer:
-    """The server of the protocol. `caller_of`: returns the caller of a request."""
+    """The server of the protocol. `caller_of`: function that returns the caller of a request."""
 
     def __init__(self, tools: AgentTools, caller_of: Callable[[ServerRequestContext[Any]], AgentCaller]) -> None:
         self._tools = tools

@@ -1,5 +1,5 @@
-"""Corpus of a migration, as this machine reads it: its digest, and a sample of its texts. A span is a range of
-consecutive rows of an object.
+"""Corpus of a migration, read on this machine: its digest, and a sample of its texts. A span is a range of consecutive
+rows of an object.
 
     FILE | URL ──► objects ──► digest
                       └──► some objects ──► spans of rows ──► some spans ──► texts, each once
@@ -55,7 +55,7 @@ class Corpus:
 
     @classmethod
     def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
-        """Return the corpus of a source. Raises CommandRefused for a missing file or an invalid template."""
+        """Return the corpus at a path or URL. Raises CommandRefused for a missing file or an invalid template."""
         is_url = "://" in source
         where = source if is_url else str(Path(source).expanduser().absolute())
         if not is_url and not Path(where).is_file():
@@ -72,8 +72,8 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Return a digest that changes with the corpus: of a local file's bytes, or of the names, sizes and tags of a
-        URL's objects. Raises CommandRefused.
+        """Return a digest that changes when the corpus changes. It covers the bytes of a local file, or the names,
+        sizes and tags of the objects of a URL. Raises CommandRefused.
         """
         if not self.is_url:
             with refusing():

@@ -1,10 +1,10 @@
-"""Migration of a live collection: the store itself has the texts, the vectors of both models, and the progress.
+"""Migration of a live collection. The database has the texts, the vectors of both models, and the progress.
 
 check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
                                  back, clean-up
 
-A scan embeds the rows that have no vector of their present text. Scans are repeated until few rows are left, so writes
-that come meanwhile are followed.
+A scan embeds the rows that have no vector of their present text. Scans are repeated until one embeds only few rows, so
+that rows that were written meanwhile get a vector too. A side is the old or the new model, with its vectors.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
-IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the URL may be wrong
-# rows that are encoded and written at a time; as many are lost if the command is killed. 32 multivectors of 512 tokens
-# with 1,024 numbers are 64 MiB
+IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # few tries for the first connection: the URL may be wrong
+# Rows that are encoded and written at a time. If the command is killed, at most so many are encoded again. 32
+# multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
 SEARCHES = 8  # concurrent searches of the comparison
-FEW_ROWS, FEW_SHARE = 100, 0.001  # vectors are up to date if a scan embeds at most the larger of the two
+FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows, or 0.1 % of all if that is more
 MAX_SCANS = 20
-GAP_IDS, GAP_ID_CHARS = 20, 100  # ids of rows without a vector that a report has, and the length of each
+GAP_IDS, GAP_ID_CHARS = 20, 100  # limits for the ids of rows without a vector: their number, and their length
 PROGRESS_S = 10.0
-DRAIN_S = 5.0  # seconds in which writers that hold a vector of the old model write it
+DRAIN_S = 5.0  # seconds to wait for writes of vectors that were computed before the switch
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration (old or new), with its fingerprint. `widths`: vector widths by output."""
+    """Model of one side of the migration, with its fingerprint. `widths`: output -> width of its vectors."""
 
     name: str
     widths: Mapping[str, int]
@@ -96,8 +96,8 @@ class LiveModel:
 
 @dataclass
 class Scan:
-    """Result of a scan. `embedded`: rows that got a vector. `gaps`: rows without a vector, by the reason. `gap_ids`:
-    ids of the first ones.
+    """Result of a scan. `scanned`: rows that were read. `embedded`: rows that got a vector. `gaps`: reason -> number of
+    rows that could not get one. `gap_ids`: ids of the first of these.
     """
 
     scanned: int = 0
@@ -115,7 +115,7 @@ class Scan:
 
     @property
     def gaps_text(self) -> str:
-        """Return the gaps as a text for a person."""
+        """Rows without a vector, by reason, and their ids: a text for a person."""
         reasons = "; ".join(f"{count:,} rows: {reason}" for reason, count in self.gaps.most_common())
         more = ", …" if self.gaps.total() > len(self.gap_ids) else ""
         return f"{reasons} (ids {', '.join(self.gap_ids)}{more})"
@@ -149,7 +149,7 @@ def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
 
 @dataclass
 class LiveMigration:
-    """Migration of a live collection. `_encoder`: opens the client that encodes rows. `_echo`: prints progress."""
+    """Migration of a live collection. `_encoder` opens a client for encoding rows. `_echo` prints progress."""
 
     _client: SIEClient
     _encoder: Callable[[], SIEAsyncClient]
@@ -176,8 +176,8 @@ class LiveMigration:
         fingerprints = {side: model.fingerprint for side, model in models.items()}
         if fingerprints["old"] == fingerprints["new"]:
             raise CommandRefused(
-                f"{old} and {plan.model} have the same fingerprint, so the vectors fit: `sie models alias "
-                f"{plan.alias} {plan.model}` flips at once"
+                f"{old} and {plan.model} have the same fingerprint, so the index stays valid: run `sie models alias "
+                f"{plan.alias} {plan.model}` instead"
             )
         source = LiveSource(plan.collection, plan.text, fingerprints, plan.vector, plan.id_column)
         async with contextlib.AsyncExitStack() as stack:
@@ -213,13 +213,13 @@ class LiveMigration:
 
     def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
         """Report that nothing is left to do: the alias names the new model, and no migration of the index is stored.
-        Raises CommandRefused for --step back and clean-up, and if the index has vectors of another width.
+        Raises CommandRefused for --step back and clean-up, and if the index and the new model differ in width.
         """
         plan, old, new = self._plan, models["old"], models["new"]
         if state.dims and state.dims != new.dims(state.output):
             raise CommandRefused(
                 f"{plan.alias} names {new.name}, which makes {new.dims(state.output)} dimensions, but the vectors of "
-                f"{plan.collection} have {state.dims} and it has no migration: the alias was moved without it. Run "
+                f"{plan.collection} have {state.dims}: the alias was changed without a migration of the index. Run "
                 f"`sie models alias {plan.alias} {old.name}`, then the same command"
             )
         if plan.until in ("back", "clean-up"):
@@ -249,7 +249,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Have the config service check the change of the alias that the plan needs. Raises CommandRefused."""
+        """Let the config service check the change of the alias, as a dry run. Raises CommandRefused."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)
@@ -257,8 +257,8 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Switch the index to a side, if it is not there. Return the alias as read before it. Raises CommandRefused
-        if the alias cannot follow; the index is then as it was.
+        """Switch the index to a side, unless it is there already. Return the alias, which is read again before the
+        switch. Raises CommandRefused if the alias cannot be changed too; then the index is unchanged.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -270,7 +270,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """If the change of the alias is refused in the block, add to the error that the index has been switched."""
+        """Change the alias in this context. If that is refused, the error says that the index was switched."""
         plan = self._plan
         try:
             yield
@@ -293,11 +293,11 @@ class LiveMigration:
         plan, report = self._plan, self._report
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
-        # if the alias came from the new model, an earlier run may have been killed before its last scans
+        # if the alias named the new model before, an earlier --step back may have been killed before its last scans
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
-                f"{plan.alias} names {alias.target} and {plan.collection} has its vectors in use: there is nothing to "
-                "go back from"
+                f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
+                "nothing to go back from"
             )
         alias = await self._switch(steps, alias, state, "old")
         if alias.target == plan.model:
@@ -312,7 +312,7 @@ class LiveMigration:
         report.begin("flip")
         if (alias.target == plan.model) != (state.in_use == "new"):
             raise CommandRefused(
-                f"the alias and the collection are not at the same model: {plan.alias} names {alias.target}. Run the "
+                f"the alias and the collection use different models: {plan.alias} names {alias.target}. Run the "
                 "same command with --step flip or --step back first"
             )
         await steps.clean_up()
@@ -320,7 +320,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration at an open collection. `_models`: the old and the new model."""
+    """Steps of a migration at an open collection. `_models`: the model of each side."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection
@@ -331,7 +331,7 @@ class _LiveSteps:
     _echo: Callable[[str], None]
 
     async def embed(self) -> None:
-        """Write the vectors of the new model beside the others, and build their indexes."""
+        """Write the vectors of the new model beside the present ones, and build their indexes."""
         self._report.begin("embed")
         await self._live.begin(self._models["new"].dims(self._state.output))
         await self.catch_up("new")
@@ -339,8 +339,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until the vectors of a side (the old or the new model) are up to date. `is_last`: raise CommandRefused
-        for rows without a vector, unless the user accepts them.
+        """Scan until the vectors of a side are up to date. `is_last`: raise CommandRefused if rows have no vector,
+        unless the user accepts that.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -351,7 +351,7 @@ class _LiveSteps:
                 break
         else:
             raise CommandRefused(
-                f"after {MAX_SCANS} scans {scan.embedded:,} rows of the last one still had no vector: writers change "
+                f"the last of {MAX_SCANS} scans still found {scan.embedded:,} rows without a vector: writers change "
                 f"rows faster than {name} encodes them. Add workers, or run the command when there are fewer writes"
             )
         seconds = time.monotonic() - start_s
@@ -372,7 +372,7 @@ class _LiveSteps:
             )
 
     async def settle(self, side: Side) -> None:
-        """Embed the rows that writers have written while the store and the alias were switched."""
+        """Embed the rows that writers have written while the index and the alias were switched."""
         embedded = (await self._scan(side)).embedded
         await asyncio.sleep(DRAIN_S)
         scan = await self._scan(side)
@@ -386,7 +386,7 @@ class _LiveSteps:
         )
 
     async def switch(self, side: Side) -> None:
-        """Let searches use the vectors of a side (the old or the new model)."""
+        """Let searches use the vectors of a side."""
         await self._live.switch(side)
         self._report.report_step(
             f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side
@@ -437,7 +437,7 @@ class _LiveSteps:
         report.report_step(f"{below}, accepted by --yes")
 
     async def _queries(self) -> tuple[list[str], list[str]]:
-        """Return the texts of queries, and for each the id of the row that has it; empty for queries of the user."""
+        """Return texts to search for, and the id of each text's row. The ids are empty if the user gave the queries."""
         if self._plan.queries:
             return list(self._plan.queries), [""] * len(self._plan.queries)
         texts: dict[str, str] = {}
@@ -447,7 +447,7 @@ class _LiveSteps:
         return list(texts), list(texts.values())
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
-        """Return the nearest rows of each query, without the query's own row; None if the model refuses the query."""
+        """Return the nearest rows of each query, except the query's own row. None: the model refuses the query."""
         bound = asyncio.Semaphore(SEARCHES)
 
         async def search(vector: Any, own: str) -> list[str] | None:
@@ -496,7 +496,7 @@ class _LiveSteps:
         return texts, faults
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, each with the reason, and remove the vectors of their earlier texts."""
+        """Count rows that get no vector, each with the reason. Remove the vectors that they have from earlier texts."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:
@@ -527,8 +527,8 @@ class _LiveSteps:
         return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
-        """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because
-        its vectors do not belong to the others.
+        """Encode texts with the model of a side. Raises CommandRefused if the model has changed since the check: its
+        vectors would not be comparable with those written before.
         """
         model = self._models[side]
         results = await self._encoder.encode(

@@ -2,8 +2,8 @@
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
-No step before `shadow` changes the alias. The config service refuses a write if the alias has changed since it was
-read.
+The steps before `shadow` do not change the alias. If another user has changed the alias since it was read, the config
+service refuses a write.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """User's request for a migration. The new model is first a shadow: it gets copies of a share of the alias's
-    requests, for `shadow_s` seconds or until it has got `shadow_copies` of them. `accepts`: continue even if the models
-    agree little or the job could not encode some rows.
+    """User's request for a migration. Before the flip, the new model is a shadow: it gets copies of a share of the
+    alias's requests, for `shadow_s` seconds or until `shadow_copies` copies are done. `accepts`: continue even if the
+    models agree little or the job could not encode some rows.
     """
 
     alias: str
@@ -101,7 +101,7 @@ class MigrationPlan:
 
     @property
     def output(self) -> dict[str, str]:
-        """Return the destination of the vectors, in the form of a job's field `output`."""
+        """Return the destination of the vectors, as the field `output` of a job."""
         return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
 
     @property
@@ -140,8 +140,8 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: one for each gateway, that of `_url` first. `_err`: print progress to standard
-    error.
+    """Run of a migration. `_clients`: one for each gateway; the first one is that of `_url`. `_err`: print progress to
+    standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -367,7 +367,7 @@ def check_encoder(client: SIEClient, name: str) -> None:
     if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
             f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration "
-            "needs vectors for an index. `sie models alias` moves the alias without one"
+            "needs vectors for an index. `sie models alias` changes the alias without a migration"
         )
 
 
@@ -380,13 +380,13 @@ def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
     if not widths or "text" not in info.inputs:
         raise CommandRefused(
             f"{name} does not encode texts as vectors (it has {', '.join(info.outputs)}): a migration needs vectors "
-            "for an index. `sie models alias` moves the alias without one"
+            "for an index. `sie models alias` changes the alias without a migration"
         )
     return widths
 
 
 def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str]:
-    """Return the width of the model's dense vector for a test text, 0 for another output, and the model's fingerprint.
+    """Encode a test text. Return the width of its dense vector (0 for another output), and the model's fingerprint.
     Raises CommandRefused, SIEError.
     """
     (result,) = client.encode(name, [PROBE], output_types=[output], on_item_error="fail")
@@ -437,7 +437,7 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last change. Return the facts for a program.
+    """Restore the target that the alias had before its last change. Return the facts about this, for programs.
 
     Raises CommandRefused.
     """
@@ -495,7 +495,7 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs in the cluster: those of this migration, the newest first, and all others."""
+    """Jobs in the cluster: `jobs` are those of this migration, newest first; `other_jobs` are all others."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
@@ -514,8 +514,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. Its idempotency key contains the id of the newest earlier job: after a failed
-        job, the same command submits another one.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. So the
+        same command submits a new job after one has failed.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -529,8 +529,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job: its manifest is written last. Raises CommandRefused if the
-    folder has the files of another job.
+    """Return whether a folder has all files of a job, which is so once it has the manifest. Raises CommandRefused if it
+    has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -567,7 +567,7 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Field of an alias that a revision changed. `before`: its value before that."""
+    """Change of one field of an alias, in a revision. `before`: the field's value in the revision before."""
 
     path: str
     before: Any = None
@@ -630,7 +630,7 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # read before the document: the revision of a change between the two reads is newer, so a write is refused
+        # read before the document: if the alias changes in between, this revision is too old, and a write is refused
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
@@ -668,7 +668,7 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def move(self, alias: Present, model: str, report: MigrationReport) -> None:
-        """Flip the alias, wait until every gateway follows, and report it. Raises CommandRefused."""
+        """Flip the alias to a model, wait until every gateway uses it, and report this. Raises CommandRefused."""
         revision = self.flip(alias, model)
         waiting = self.wait_for_gateways(alias.name)
         where = f"; not yet at {', '.join(waiting)}" if waiting else ""
@@ -683,15 +683,15 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision}, dry_run=dry_run)
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change, return the new revision. Raises CommandRefused, also if another writer was faster."""
+        """Write a change and return the new revision. Raises CommandRefused, also if the alias has changed."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
     def wait_for_gateways(self, name: str) -> list[str]:
-        """Wait for at most FOLLOW_S until every gateway has the newest revision. Returns the ids of those that do not
-        have it. Raises CommandRefused.
+        """Wait until every gateway has the newest revision, at most FOLLOW_S. Return the ids of the gateways that lack
+        it. Raises CommandRefused.
         """
         end_s = time.monotonic() + FOLLOW_S
         while (waiting := self._waiting(name)) and time.monotonic() < end_s:
@@ -736,8 +736,8 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to restore in order to undo the last flip: the newest earlier one, except those that only
-    set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
+    """Return the revision that undoes the last flip when it is restored: the newest one before the flip that did more
+    than set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -1,4 +1,4 @@
-"""Agreement of the old and the new model on a sample, and the quality of both if there are human judgements.
+"""Agreement of the old and the new model on a sample. With human judgements, also the quality of both.
 
 sample ──► `sie models compare` ──► Agreement         folder with judgements ──► `sie eval` ──► NDCG
 """
@@ -37,7 +37,7 @@ class QualityMeasurement:
 
     @property
     def overlap(self) -> float:
-        """Return the share of nearest neighbours that both models have in common, averaged over the texts."""
+        """Return the mean share of a text's nearest neighbours that both models have in common."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property

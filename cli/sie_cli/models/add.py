@@ -79,15 +79,15 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line that says whether the running `sie serve` reads this folder of models, else how to serve it."""
+    """Return a line for people: whether the running `sie serve` reads this folder, and if not, how to serve it."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so no process was told. One "
-            f"that was started with another --data-dir and this folder of models serves it within seconds. Else {how}"
+            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` with another "
+            f"--data-dir serves the model within seconds, if it has this folder of models. Else {how}"
         )
     if (
         running.models_dir
@@ -104,7 +104,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and parsed. It is read from a file or standard input (-), or created for a model."""
+    """Return an entry, as text and parsed: read from a file or standard input (-), or created for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
@@ -123,7 +123,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check those files of an entry that are on this machine; print the others. Raises ModelLoadFailed for a fault."""
+    """Check the files of an entry that are on this machine, and print the others. Raises ModelLoadFailed."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 

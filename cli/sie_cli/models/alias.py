@@ -1,4 +1,4 @@
-"""`sie models alias`: set the models that an alias stands for, all in one revision of the alias."""
+"""`sie models alias`: set the models that an alias stands for, with one write."""
 
 from __future__ import annotations
 

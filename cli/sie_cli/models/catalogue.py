@@ -46,7 +46,7 @@ _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "language": lambda model: model.get("languages") or (_UNSTATED,),
     "size": lambda model: (_size(model),),
 }
-MAX_CHANGES = 4  # number of changes that the table shows of one revision; the other changes are only counted
+MAX_CHANGES = 4  # number of changes that the table shows for a revision; further ones are only counted
 
 
 @click.command("list")
@@ -132,8 +132,7 @@ def show(cluster: Cluster, model: str, output: str | None) -> None:
 @click.argument("model", metavar="ID")
 @service_options
 def history(cluster: Cluster, model: str, output: str | None) -> None:
-    """List the revisions of model ID, newest first. Each line says who wrote the revision, and its changes to the
-    revision before.
+    """List the revisions of model ID, newest first. Each line says who wrote the revision, and what it changed.
 
     `sie models rollback ID REVISION` writes an old revision again as the newest.
     """
@@ -166,7 +165,7 @@ def _changes(changes: list[dict[str, Any]]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def status(cluster: Cluster, model: str, output: str | None) -> None:
-    """Show which processes serve which revision of model ID. These are the gateways and workers."""
+    """Show which revision of model ID each gateway and worker has."""
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
     print_body(body, output, lambda: _show_status(body))
@@ -340,14 +339,14 @@ _WARNINGS = {
     "nats_publish_partial": ": it is stored; some gateways and workers see it at their next poll only",
     "nats_publish_failed": ": it is stored; gateways and workers see it at their next poll only",
     "alias_vectors_changed": (
-        ": what was indexed through the alias does not fit the vectors that it gives now; index anew"
+        ": vectors that were indexed through the alias do not fit its vectors now; build the index again"
     ),
-    "alias_broken": ": an alias names what is not there any more; point it elsewhere",
+    "alias_broken": ": an alias names a model that no longer exists; set another one",
 }
 
 
 def print_body(body: Any, output: str | None, table: Any) -> None:
-    """Print a reply in the format `output`: json or yaml. For other values, call `table`, which prints it."""
+    """Print a reply in the format `output` (json, yaml). For any other value, `table` prints it."""
     if output == "json":
         click.echo(msgspec.json.format(msgspec.json.encode(body)))
     elif output == "yaml":

@@ -1,4 +1,4 @@
-"""`sie models import`: add a folder of model files to the catalogue, in the format of this project or of the
+"""`sie models import`: add a folder of model files to the catalogue. They have the format of this project or of the
 open-source SIE project.
 
     file ──► config service ──► stored, with the fields that were ignored

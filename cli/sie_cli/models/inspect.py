@@ -73,7 +73,7 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """Inspect a model. Return its catalogue entry, as text and parsed. Raises CommandRefused."""
+    """Return the catalogue entry of a model, as text and parsed. Raises CommandRefused."""
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
@@ -86,7 +86,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # join the lines: messages of libraries may have several paragraphs
+        # one line, because messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 
@@ -114,8 +114,8 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id of a model in a folder: the folder's name, with hyphens in place of characters that an id
-    may not have.
+    """Return the default id of a model in a folder: the folder's name, with hyphens for the characters that an id must
+    not have.
     """
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
@@ -126,7 +126,7 @@ def _like(name: str) -> str:
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the commit of `revision`; if None, that of the packaged catalogue, of the cache, or of the main branch."""
+    """Return the commit of `revision`; without one, that of the packaged catalogue, the cache, or the main branch."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
     packaged = read_folder(packaged_folder() / "models").get(hub)
@@ -192,7 +192,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        # called only for its error, which lists the folders and buckets that were searched
+        # this call only raises the error, which lists the folders and buckets that were searched
         return sources("text-encoder", may_download=False)
     from huggingface_hub import file_exists
 

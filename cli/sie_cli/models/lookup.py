@@ -2,7 +2,7 @@
 
 hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
-    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml; the command prints a line that it was added
+    └ else ──► inspected as in `sie models add` ──► DIR/ID.yaml; the command prints that it was added
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """Return one line about the entry that this command wrote; empty if it wrote none."""
+        """Line that says that this command added the entry; empty if it did not."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -39,8 +39,8 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by the name that the user typed. If the catalogue lacks the model, add an entry to the models
-    folder.
+    """Find a model by the name that the user typed. If the catalogue lacks the model, or its entry pins no commit,
+    write an entry to the models folder.
 
     Raises CommandRefused.
     """
@@ -58,7 +58,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     if entry is None or entry.weights.unpinned:
         if is_bucket(models):
             raise CommandRefused(
-                f"the catalogue lacks {source}, and nothing is written to the bucket {models} here: add its entry to it"
+                f"the catalogue lacks {source}, and nothing is written to the bucket {models}: add its entry there"
             )
         text, entry = described(settings, source, "", None)
         added = write_entry(text, entry.id, Path(models).expanduser())
@@ -81,7 +81,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """Split `model[:profile]`; the profile may be empty. A colon in the name of an existing folder does not split."""
+    """Split `model[:profile]`; the profile may be empty. The name of a known model or of a folder is not split."""
     if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
         return spec, ""
     source, _, profile = spec.rpartition(":")

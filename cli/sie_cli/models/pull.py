@@ -47,7 +47,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """Return the settings. Without a folder of models in them, use the folder of the running `sie serve`."""
+    """Return the settings. If they name no folder of models, use the folder of the running `sie serve`."""
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
         return cluster.settings

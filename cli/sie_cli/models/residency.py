@@ -21,7 +21,7 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds after the start of the command in which a reported failure is ignored: it may belong to an earlier load
+# seconds for which a reported failure is ignored after the start, because it may be of an earlier load
 STALE_S = 3.0
 
 

@@ -1,4 +1,4 @@
-"""Client of the config service for `sie models`. It repeats a call if that is safe, and explains refusals.
+"""Client of the config service for `sie models`. It repeats calls that were not answered, and explains refusals.
 
 call ──► config service ──► body
  ▲            ├ no answer, or an answer with a retry time: again, with the same Idempotency-Key, for RETRY_S
@@ -35,14 +35,14 @@ TIMEOUT_S = 15.0  # seconds to wait for an answer; the service itself ends a wri
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
-# refusals of a model because of its trust settings, such as remote code: their messages already name a remedy
+# reasons of refusals about trust, such as remote code: their messages already name a remedy
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
-MAX_LINE = 2_000  # maximum length of a printed line, in characters; longer lines of the service are cut
+MAX_LINE = 2_000  # maximum length of a printed line, in characters; the rest is cut
 _ENVELOPE = "not the answer of a config service"
 
 
 class Rejected(CommandRefused):
-    """Refusal of one document. The service may accept other documents."""
+    """Refusal because of the sent document. The service may accept other documents."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ServiceReply:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options of a write. `dry_run`: only check. `if_match`: write only if the model has this revision. `force`:
-    replace an existing model. `output`: the format in which the reply is printed (table, json, yaml).
+    """Options of a write. `dry_run`: only check. `if_match`: write only if this is the model's revision. `force`:
+    replace an existing model. `output`: format of the printed reply (table, json, yaml).
     """
 
     cluster: Cluster
@@ -127,7 +127,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # retry-after may also be a date, which some proxies send: then wait MAX_PAUSE_S
+                # some proxies send a date as retry-after: then wait MAX_PAUSE_S
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -147,7 +147,7 @@ class ConfigServiceClient:
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the service sets this pause, else it doubles with each attempt
+            time.sleep(wait_s)  # the service names this pause; without an answer, it doubles with each attempt
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:

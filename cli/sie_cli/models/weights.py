@@ -59,8 +59,8 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
-    """List every snapshot of weights. The columns are commit, size, and whether it is on this node's disk and in the
-    bucket.
+    """List all snapshots of weights. The columns are commit, size, and whether the snapshot is on this node's disk and
+    in the bucket.
     """
     settings = loaded(values).settings
     with _refusing(settings):
@@ -290,7 +290,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub name and a commit. If the catalogue lacks the model, return a stub."""
+    """Return an entry whose weights have a hub id and a commit. A model that the catalogue lacks gets a stub."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -336,7 +336,7 @@ def _cache(settings: Settings) -> LocalCache:
 
 
 def _sources(settings: Settings) -> Any:
-    """Return the sources to copy weights from. The bucket is not among them, because it is the destination."""
+    """Return the places to copy weights from. They exclude the bucket, because it is the destination."""
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
@@ -353,8 +353,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache: their files are compared with the manifest by name and size. Without a
-    manifest (the hub's own client writes none), a snapshot must be complete according to the hub's list of files.
+    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. A
+    snapshot without a manifest (other programs write none) is listed if it has all files that the hub lists.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -380,7 +380,7 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that `names` selects; all if it is empty. A name is a repository or repository@commit, where
+    """Yield the snapshots that `names` selects; all, if there are no names. A name is REPOSITORY or REPOSITORY@COMMIT;
     the commit may be shortened.
     """
     if not names:
@@ -388,7 +388,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
         return
     for name in names:
         repository, at, commit = name.partition("@")
-        if at and not commit:  # the user's shell variable may be empty: NAME@ must not select all commits
+        if at and not commit:  # NAME@$COMMIT with an empty variable must not select all commits
             raise click.UsageError(
                 f"{name[:200]!r} has no commit after the @: write "
                 f"{repository[:200]}@COMMIT, or {repository[:200]} for all commits"

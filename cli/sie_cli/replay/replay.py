@@ -3,10 +3,10 @@
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
-Credit is the number of messages that a worker has requested from the broker. Chunks, credit, batches and the quantum
-(the time to wait for more messages) are computed by the code that runs in the cluster: `chunk` of the gateway, `batch`
-and `sizing` of the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models
-and failures are not simulated.
+Credit is the number of messages that a worker has requested from the broker. The quantum is the time to wait for more
+messages. The code of the cluster computes chunks, credit, batches and the quantum: `chunk` of the gateway, `batch` and
+`sizing` of the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models and
+failures are not simulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # a consumer gets a share of the worker's credit until this number of seconds after its last delivery
+ACTIVE_S = 1.0  # seconds after its last delivery for which a consumer gets a share of the worker's credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
@@ -120,9 +120,9 @@ class Machine:
 
 @dataclass
 class ReplayReport:
-    """Result of a replay. `latency_s`, `wait_s`: for each request, the time from its arrival to its answer, and to the
-    start of its last batch. `device_s`: time for which the lanes were busy, summed over the lanes. `host_s`: time spent
-    on tokenising. `end_s`: time of the last answer.
+    """Result of a replay. For each request, `latency_s`: time from its arrival to its answer; `wait_s`: time from its
+    arrival to the start of its last batch. `device_s`: busy time, summed over the lanes. `host_s`: time spent on
+    tokenising. `end_s`: time of the last answer.
     """
 
     latency_s: list[float]
@@ -151,7 +151,7 @@ class _ReplayItem:
 
 @dataclass
 class _ReplayConsumer:
-    """Queue of one model and priority. `turns`: the workers, in the order in which they get messages."""
+    """Queue of one model and priority. `turns`: the workers, in the order in which they get the next messages."""
 
     items: deque[_ReplayItem] = field(default_factory=deque)
     turns: deque[_ReplayWorker] = field(default_factory=deque)
@@ -172,8 +172,8 @@ class _Feed:
 
 
 class Replay:
-    """Simulation of one trace. `now_s` is the virtual time. Events are in a heap; events of equal time run in the order
-    in which they were added.
+    """Simulation of one trace. `now_s`: the virtual time. Events of equal time run in the order in which they were
+    added.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
@@ -219,7 +219,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send waiting messages to the workers with credit, in turn."""
+        """Send waiting messages to the workers that have credit, in turn."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -321,8 +321,8 @@ class _ReplayWorker:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
-        """Tokenise the messages that have arrived. Wait while the tokeniser's thread is busy, and, if more messages are
-        on their way, until the quantum (the longest wait for them) ends.
+        """Tokenise the messages that have arrived. Wait while the tokeniser's thread is busy. If more messages are on
+        their way, wait for them until the quantum ends.
         """
         if not self._arrived or self._tokenising:
             return

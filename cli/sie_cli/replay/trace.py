@@ -34,7 +34,7 @@ class TraceError(ValueError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request; in a trace that a sidecar recorded, one message of a request."""
+    """One request. In a recorded trace, it is one message of a request."""
 
     at: float
     tokens: tuple[int, ...]
@@ -59,8 +59,8 @@ class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests sorted by time in seconds, the first at 0. `ran`: the measured batches. `settings`: the cluster's
-    settings during the recording, by the names of `ReplayPlan`.
+    """Requests sorted by time in seconds; the first is at 0. `ran`: the measured batches. `settings`: the cluster's
+    settings during the recording, with the names of `ReplayPlan`.
     """
 
     requests: tuple[TraceRequest, ...]
@@ -171,9 +171,9 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     """Fit the seconds of a batch as a + b * tokens + c * attention, with the least squared relative error. Return a, b,
     c, which are not negative. Raises TraceError.
 
-    Every subset of the three terms is fitted, because two terms may grow together in the measured batches, so that
-    their coefficients cannot be separated. The best fit without a negative coefficient is used; terms outside its
-    subset get the coefficient 0.
+    Every subset of the three terms is fitted. If two terms grow together in the measured batches, their coefficients
+    cannot be separated, and one may become negative. The best fit without a negative coefficient is used; terms outside
+    its subset get the coefficient 0.
     """
     if len(ran) < 3:
         raise TraceError("the trace has fewer than three measured batches: describe the device with --device")
@@ -189,7 +189,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # the margin prefers fewer terms: an additional term must improve the fit clearly
+            # because of the margin, an additional term must improve the fit
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

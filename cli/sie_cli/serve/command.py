@@ -149,7 +149,7 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Return the settings with port 0 (any free port) for metrics, unless the operator set a port."""
+    """Return the settings with port 0 (any free port) for metrics, unless the operator set the port."""
     assigned = [
         name
         for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT")
@@ -159,7 +159,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return what this run needs from the machine. Metrics ports that the operator did not set are left out."""
+    """Return the resources that this run needs. Ports for metrics that the operator did not set are left out."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

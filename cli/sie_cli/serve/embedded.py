@@ -1,4 +1,4 @@
-"""nats-server that `sie serve` starts: it listens on loopback only, and stores its files in the data directory."""
+"""nats-server that `sie serve` starts. It listens only on loopback, and stores its files in the data directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-# writes are flushed to the disk in this interval; a power failure loses the writes since the last flush
+# interval at which writes are flushed to the disk; a power failure loses the writes since the last flush
 SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
@@ -25,8 +25,8 @@ USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """nats-server with a configuration file. Its ports stay the same when it is restarted, so that clients find it
-    again. Its passwords are valid for one run of `sie serve`.
+    """nats-server with a configuration file. After a restart it has the same ports, so that clients find it again. Its
+    passwords are valid for one run of `sie serve`.
     """
 
     argv: tuple[str, ...]
@@ -38,8 +38,8 @@ class EmbeddedBroker:
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
         """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
 
-        `store_bytes`: limit of the bytes that all streams reserve in total. By default the broker would use three
-        quarters of the disk's free space, which after a restart with a full queue may be less than the streams reserve.
+        `store_bytes`: limit for the bytes that all streams together reserve. The broker's default is three quarters of
+        the disk's free space. After a restart with a full queue, this may be less than the streams reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
@@ -67,7 +67,7 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords as environment variables, in quotes: nats-server would read 1e10 as a number."""
+        """Passwords as environment variables. They are quoted: nats-server would read 1e10 as a number."""
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:

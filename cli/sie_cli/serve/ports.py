@@ -16,12 +16,11 @@ _descriptors: dict[int, int] = {}  # port -> descriptor of the socket that reser
 
 def free_port(count: int = 1) -> int:
     """Return the first of `count` consecutive free loopback ports, and reserve them. No other call returns them,
-    neither in this process nor, on Linux, in any running process. The process that is started later listens on the
-    port.
+    neither in this process nor, on Linux, in any running process. A process that is started later can listen on them.
 
     The ports are below the range for outgoing connections. A client that retries while its server is away could
     otherwise get the server's port for its own end, connect to itself, and block the server. Raises SettingError if
-    _TRIED random ports are not free.
+    none of _TRIED random ports is free.
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -30,7 +29,7 @@ def free_port(count: int = 1) -> int:
                 _bind(bound, candidate)
             _descriptors.update((number, bound.detach()) for number, bound in sockets.items())
             return port
-    raise SettingError("--port", f"no {count} free ports were found on this machine")
+    raise SettingError("--port", f"no {count} consecutive free ports were found on this machine")
 
 
 def _bind(bound: socket.socket, port: int) -> None:

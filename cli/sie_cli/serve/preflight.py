@@ -1,7 +1,7 @@
 """Checks of this machine before `sie serve` starts a process: folders, ports, disk, open files, memory.
 
-Each fault is one line with the present state, the need, and the remedy. Without these checks, a process would fail
-after its start, be restarted several times, and give the reason only in its output.
+Each fault is one line: the present state, the need, and the remedy. Without these checks, a process would fail after
+its start and be restarted several times, and only its output would have the reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 # bytes of disk space that are kept free for the catalogue's streams, the broker's files, and files written at a start
 RESERVE_BYTES = 8 << 20
-# Bytes of address space that an adapter with torch and a small model, the largest process, needs. 1.8 GiB were measured
-# on 2 cores; more threads need more.
+# Bytes of address space that the largest process needs, which is an adapter with torch and a small model. 1.8 GiB were
+# measured on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
 # Bytes of memory that all processes, each worker, and each gateway need before a model is loaded. In total, 0.55 GiB
 # were measured on 2 cores.
@@ -56,7 +56,7 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Return the faults of this machine, each as a line with the remedy. Also raises the soft limit of open files."""
+    """Return the faults of this machine, each as a line with the remedy. Also raise the soft limit of open files."""
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
 
@@ -105,8 +105,8 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """Return the bytes that the broker's streams may use in the data directory: what they use now, plus the disk's free
-    space, minus RESERVE_BYTES.
+    """Return the bytes that the broker's streams may use on the disk of the data directory: what they use now, plus the
+    free space, minus RESERVE_BYTES.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 

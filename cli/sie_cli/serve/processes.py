@@ -44,20 +44,20 @@ from sie_store.models_folder import in_use, place_of
 BROKER = "nats-server"
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # while the start waits for a process, it prints an unchanged status line only every third time
+REPEAT = 3  # while the start waits for a process, an unchanged status line is printed only every third time
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# Seconds: drain of a gateway, as part of its grace period, and the grace periods of a gateway, of a sidecar or adapter,
-# and of the config service or broker. The five groups are stopped one after the other.
+# Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
+# adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; the gateways have ended by then, so a worker only has work of jobs, which continues after the next start
+# seconds; the gateways have ended before, so a worker has only work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Options of one run of `sie serve`. `once`: arguments that a process gets only at its first start."""
+    """Options of one run of `sie serve`. `once`: arguments that each process gets at its first start only."""
 
     host: str
     port: int
@@ -83,7 +83,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # name -> probe that checks whether a gateway sees all workers; used after the probes of the processes
+        # name -> probe that checks whether a gateway sees all workers; it runs after the probes of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
@@ -145,7 +145,7 @@ class LocalCluster:
         return 0
 
     def _set_defaults(self) -> None:
-        """Set defaults that fit this machine better than the documented ones, except for settings of the operator."""
+        """Set defaults that fit this machine better than the documented ones. Settings of the operator stay."""
         plan = self._plan
         device, _, _ = plan.settings.device.partition(",")  # all devices of a worker have the same type
         cpu = device == "cpu" or (
@@ -257,8 +257,7 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so do not wait until it sees the workers of
-            # this start
+            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see those of this start
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
@@ -334,7 +333,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print which stream the starting broker reads. With damaged files, the broker may never become ready."""
+        """Print which stream the broker is still reading. With damaged files, this may never end."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -345,7 +344,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """After a write error (a full disk), the broker refuses writes: restart it once the disk has space again."""
+        """Restart the broker when a full disk has space again: until then, it refuses all writes."""
         embedded = self._embedded
         assert embedded is not None
         is_reported = False
@@ -467,7 +466,7 @@ def _reachable(host: str) -> str:
 
 
 def _command() -> list[str]:
-    """Return the argv that starts this program. Lists of processes then show the name `sie`, if possible."""
+    """Return the argv that starts this program. If possible, its name is `sie` in lists of processes."""
     script = Path(sys.argv[0])
     return (
         [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]

@@ -20,7 +20,7 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the name of the stream that a starting broker is reading, from the lines that it printed; else empty."""
+    """Return the name of the stream that a starting broker is reading; empty if none. `lines`: the broker's output."""
     pending: dict[str, None] = {}
     for line in lines:
         if (match := _RESTORE.search(line)) is not None:

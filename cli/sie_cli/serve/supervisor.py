@@ -20,7 +20,7 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# consecutive failures of a child, before all processes are ready, after which another restart is considered useless
+# after so many failures of a child in a row, before all processes are ready, it is not restarted again
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes
@@ -83,7 +83,7 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
-    refusal: str = ""  # last line of output in which the child refuses a setting
+    refusal: str = ""  # the last line that the child printed about an error
 
     def count_restart(self) -> None:
         self.restarts += 1
@@ -93,7 +93,7 @@ class Supervisor:
     """Owner of the child processes. `say(child, line, level)` gets each line that they print, and reports about them.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
-    in a row while `is_up` is False. The owner sets `is_up` once all processes are ready.
+    in a row while `is_up` is False. The owner of this object sets `is_up` once all processes are ready.
     """
 
     def __init__(self, say: Callable[[str, str, str], None]) -> None:

@@ -1,5 +1,5 @@
-"""Main loop of `sie top`: it receives a gateway's frames (measurements of one moment) and draws them, in place in a
-terminal, or one after the other in a pipe.
+"""Main loop of `sie top`. It receives a gateway's frames (measurements of one moment) and draws them: in place on a
+terminal, one after the other into a pipe.
 
     frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal or pipe
 """
@@ -37,7 +37,7 @@ PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 async def show(
     view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
 ) -> None:
-    """Draw a gateway's frames. Raises SIEError if none arrives in `patience_s` seconds, or if the gateway refuses."""
+    """Draw a gateway's frames. Raises SIEError if the gateway refuses, or sends none in `patience_s` seconds."""
     frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
         if once:
@@ -90,7 +90,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the history of the last hour. If the answer is missing or of another format, keep the earlier one."""
+    """Read the history of the last hour. If the answer is missing or has another format, keep the earlier one."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, **client_options(url, httpx.AsyncHTTPTransport)) as client:
@@ -115,13 +115,13 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
         view.changed.clear()
         with (
             console.capture() as captured
-        ):  # print without Rich, which would end the process if the reader closed the pipe
+        ):  # click prints it, because Rich would end the process if the reader closed the pipe
             console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
         click.echo(captured.get())
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place until cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the process resumes."""
+    """Draw in place until cancelled. The key q sets `stop`. Ctrl-Z suspends the process and its drawing."""
     suspension = asyncio.Event()
 
     def request_pause() -> None:
@@ -150,7 +150,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
 
 def takes_keys() -> bool:
-    """Return whether this process may read keys from the terminal. The kernel stops background processes that do."""
+    """Return whether this process may read keys from the terminal. The kernel stops background processes that read."""
     try:
         descriptor = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):  # standard input is closed or is not a file

@@ -111,14 +111,14 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return True if the lane has workers that are all healthy, or no workers and no queued work."""
+        """Return whether all workers of the lane are healthy. A lane without workers must have no queued work."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
 @dataclass
 class View:
-    """State of the display: the last frame, when it arrived (monotonic clock), and the connection's fault since then.
-    `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
+    """State of the display. `came_s`: when `frame` arrived (monotonic clock). `trouble`: the connection's fault since
+    then. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str
@@ -136,7 +136,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """Return the age of the picture in words, and a colour for them."""
+        """Return the state of the connection in words, and their colour."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -217,7 +217,7 @@ def _fitting(count: int, room: int) -> int:
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Return the totals for the head, each with its colour. A CPU is no GPU, even if a worker reports it as one."""
+    """Return the totals for the head, each with its colour. A CPU that a worker reports as GPU is not counted."""
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
@@ -327,7 +327,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Return the table of workers: unhealthy ones first, then by queue. With `room` (lines), devices have rows too."""
+    """Return the table of workers: unhealthy ones first, then by queue. Devices have rows if `room` (lines) allows."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -376,7 +376,7 @@ def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int,
 
 
 def _counting(name: str) -> list[tuple[str, int]]:
-    """Return a sort key that compares numbers at the end of names by value: w2 is before w10."""
+    """Return a sort key that compares numbers in names by value: w2 is before w10."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 

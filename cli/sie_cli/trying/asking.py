@@ -1,4 +1,4 @@
-"""Question to a model: it reads the inputs (texts and files), sends them, and returns the answer."""
+"""Question to a model: read the inputs (texts and files), send them, and return the answer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "expl
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a model: its inputs and options. `threshold` and `labels` are for the task extract only."""
+    """Question to a model. `query`: for the task score. `threshold` and `labels`: for the task extract."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -108,8 +108,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Answer of a model. `results`: one per input, in order; for score sorted, best first. `shared`: fields about the
-    whole request. `info`: the model's description. `words`: token id -> text, for the shown part of sparse vectors.
+    """Answer of a model. `results`: one per input; for score they are sorted, best first. `shared`: fields about the
+    whole request. `info`: the model's description. `words`: token id -> text, for the shown weights of sparse vectors.
     """
 
     verb: str
@@ -129,8 +129,8 @@ class ModelAnswer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task (encode, score or extract) that the options require, else the model's first task. If that is
-    score, which needs a query, return encode.
+    """Return the task (encode, score or extract) that the options require. Without such options, return the model's
+    first task, or encode if the first one is score, which needs a query.
 
     Raises CommandRefused if the options contradict each other or do not fit the model.
     """
@@ -182,7 +182,7 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    # the client splits a long list into several requests: show the timing of the slowest
+    # the client may have split the inputs into several requests: show the timing of the slowest
     slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}

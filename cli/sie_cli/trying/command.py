@@ -86,7 +86,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If `sie serve` here lacks it, add it and wait."""
+    """Return the name under which the gateway serves a model. If it lacks the model, add it and wait."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -94,7 +94,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            # raises the gateway's error for a model that it does not have: it cannot read a folder of this machine
+            # this raises the gateway's error for an unknown model: no `sie serve` here could read an added entry
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:

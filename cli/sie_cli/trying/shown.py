@@ -92,7 +92,7 @@ def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str])
 
 
 def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
-    """Yield a heat map with the cosine of each pair of texts, for as many texts as fit into the width."""
+    """Yield a heat map with the cosine of each pair of texts, for as many texts as the width allows."""
     some = max(2, min(len(vectors), (width - 4) // _CELL))
     matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -288,7 +288,7 @@ _COLD, _WARM = (24, 44, 92), (250, 204, 92)  # RGB of the lowest and the highest
 
 
 def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
-    """Return a bar that fills this share of its cells. Any value above 0 is visible."""
+    """Return a bar that fills this share of its cells. A value above 0 is always visible."""
     eighths = max(0, min(cells * 8, round(share * cells * 8)))
     if share > 0:
         eighths = max(1, eighths)
@@ -297,7 +297,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale values to 0..1 between `least` and `most`. If a value lies outside, the range is widened to include it."""
+    """Scale values so that `least` is 0 and `most` is 1. If a value is outside, the range is widened to include it."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low

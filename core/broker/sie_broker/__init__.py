@@ -226,7 +226,9 @@ class KeyValue(Protocol):
         """Remove the keys below `within` without a trace: watches and `since` do not report this removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
+        """Return `created:last revision`. Equal epochs mean that the bucket was neither written nor recreated
+        meanwhile.
+        """
 
     async def reaches(self, revision: int) -> bool:
         """Return whether the leader still has an entry of this or a later revision. Entries can expire or be lost."""
@@ -324,7 +326,7 @@ class Queue(Connection, Protocol):
         """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Some calls may be lost."""
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Notices may be lost."""
 
 
 class Administration(Queue, Protocol):

@@ -49,7 +49,7 @@ def letter_stream(pool: str) -> str:
 
 
 class Letters:
-    """Reader of a pool's dead letters. All methods read from the broker, and raise BrokerError.
+    """Reader of a pool's dead letters. All methods call the broker, and may raise BrokerError.
 
     A letter that this version cannot decode is skipped, and `on_unreadable` is called with its sequence and the error.
     """

@@ -2,10 +2,10 @@
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
-NATS permissions apply to subjects, not to the settings of a stream. By its settings, a stream can copy messages from
-any subject and publish them on any other, so a user that may create streams has all permissions. So the owner writes
-these settings itself. From a request it uses only the name, which must be a known one, the storage, replicas and
-limits.
+NATS permissions apply to subjects, not to the settings of a stream. But these settings can make a stream copy messages
+from any subject and publish them on any other. So a user that may create streams could read and publish everything. The
+owner therefore writes the settings itself. From a request it uses only the name, which must be a known one, the
+storage, replicas and limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# Buckets whose keys never expire, whatever a request says. In addition, the first two are always on disk.
+# Whatever a request says, the buckets in _KEYS are stored on disk, and no key of a bucket in _LASTING expires.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 
@@ -47,7 +47,7 @@ async def make(broker: Broker, request: StreamRequest) -> None:
     if request.storage not in ("file", "memory"):
         raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
     if request.version > topology.TOPOLOGY_VERSION:
-        raise ValueError(f"topology {request.version} is newer than this config service: upgrade it")
+        raise ValueError(f"topology {request.version} is newer than this config service knows: upgrade the service")
     if not request.name.startswith("KV_"):
         await broker.ensure_stream(spec_of(request), owner=True)
         return
@@ -64,8 +64,8 @@ async def make(broker: Broker, request: StreamRequest) -> None:
 
 
 async def own(broker: Broker) -> Subscription:
-    """Answer requests for streams until the subscription is stopped. The broker's user must be allowed to create
-    streams. If several processes are owners, one of them answers each request. Raises BrokerError.
+    """Answer requests for streams until the subscription is stopped. `broker` must be connected as a user that may
+    create streams. If several processes are owners, one of them answers each request. Raises BrokerError.
     """
 
     async def answer(message: CoreMessage) -> None:

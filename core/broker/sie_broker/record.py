@@ -37,7 +37,7 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
 MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
-# longest random pause after the first attempt, and after any attempt, in seconds; it doubles each time
+# upper limits of the random pause between two attempts, in seconds: of the first pause, and of any later one
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; its leader must renew it more often
 RELEASED_AGE_S = 60.0
@@ -51,8 +51,8 @@ class UnreadableRecord(BrokerError):
 
 
 async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | None = MAX_ATTEMPTS) -> R:
-    """Call `attempt` until it raises no WrongRevision, and return its result. The last of `attempts` attempts raises
-    WrongRevision. With None there is no limit: the caller sets a time-out.
+    """Call `attempt` until it raises no WrongRevision, and return its result. Raises WrongRevision if all `attempts`
+    attempts raise it. With None there is no limit: the caller sets a time-out.
 
     Between two attempts there is a random pause, at most FIRST_PAUSE_S at first. This limit doubles up to MAX_PAUSE_S,
     so that competing writers do not collide again.
@@ -70,8 +70,8 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
 
 
 class RecordBucket:
-    """Bucket with a name, which is opened at its first use. After a failed operation, the next operation opens the
-    bucket again, and creates it if the broker has lost it.
+    """Bucket that is opened at its first use. After a failed operation, the next operation opens the bucket again, and
+    creates it if the broker has lost it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RecordBucket:
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
-        """Open the bucket, even if it is open, because the broker may have lost it. Return it. Raises BrokerError."""
+        """Open the bucket, also if it is open already, because the broker may have lost it. Raises BrokerError."""
         with self.reporting():
             self._opened = await self.broker.key_value(
                 self.name,
@@ -106,7 +106,9 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Record a BrokerError of the context in `Connection.troubles`, and open the bucket again at its next use."""
+        """Context manager that stores a BrokerError in `Connection.troubles`; the next operation then opens the bucket
+        again. WrongRevision and PayloadTooBig are only raised, because they are no fault of the bucket.
+        """
         try:
             yield
         except (WrongRevision, PayloadTooBig):
@@ -156,14 +158,14 @@ class Record(Generic[T]):
         `decode` returns the value of an entry, or raises ValueError if it cannot be decoded. Keys for which `wants`
         returns False are ignored.
 
-        `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
-        None for a removed key. A change made here may be passed before earlier writes that the watch delivers, so the
-        owner must ignore a revision below the one that it has for the key. `on_lost` is called before the first value
-        of a new bucket: all earlier values and revisions are void.
+        `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
+        value is None for a removed key. A value that `change` wrote may be passed before earlier writes that the watch
+        delivers, so the owner must ignore a revision below the one that it has for the key. `on_lost` is called before
+        the first value of a new bucket: all earlier values and revisions are void.
 
-        `read` returns the first entries, and the revision after which the watch starts; by default it returns all
-        entries. With `drops_unreadable`, an entry that cannot be decoded counts as removed. Otherwise the key keeps its
-        previous value.
+        `read` returns the entries that are read before the watch starts, and the revision after which it starts; by
+        default it returns all entries. With `drops_unreadable`, an entry that cannot be decoded counts as removed.
+        Otherwise the key keeps its previous value.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -240,7 +242,7 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Pass a decoded entry to `on_value`, by default the owner's callback. Log an error if it cannot be decoded."""
+        """Decode an entry and pass it to `on_value`, by default the owner's callback. Log an error if this fails."""
         if not self._wants(entry.key):
             return
         try:
@@ -294,9 +296,10 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all.
+    """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all gateways.
 
-    The marker of a released lease is removed after RELEASED_AGE_S seconds, because no process watches this bucket.
+    A released lease leaves a marker for RELEASED_AGE_S seconds. No process watches this bucket, so none needs the
+    marker.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 

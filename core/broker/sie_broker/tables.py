@@ -20,12 +20,12 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Largest table, in bytes, that is stored whole, and size of a part. Under load, a table changes every 5 s, and each
-# worker of the lane reads the change: of a table in parts, only the changed parts.
+# Bytes of the largest table that is stored as one message, and of a part. Under load, a table changes every 5 s, and
+# each worker of the lane reads the change. If the table has parts, it reads only the changed ones.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # bytes for the headers, which are subtracted from the broker's limit for a message
+SPARE_BYTES = 4 << 10  # bytes of a message that are reserved for its headers, below the broker's limit
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    # the parts may come from a replica that is behind, so the lowest revision is returned
+    # The parts may come from a replica that is behind, so the lower of the two revisions is returned.
     parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 

@@ -141,7 +141,7 @@ def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # a dtype may begin with a bar, such as "|i1", but none of the accepted dtypes does
+    # splitting at bars is safe: some dtypes such as "|i1" contain one, but none of _EXT_ACCEPTED
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     dtype, shape, raw = parts

@@ -21,7 +21,7 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Raised if a body exceeds a limit, which the message names. `reason`: the reason in the client's error."""
+    """Error for a body that exceeds a limit. The message names the limit. `reason`: reason in the client's error."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -30,11 +30,11 @@ class Excess(ValueError):
 
 def of_json(data: bytes) -> int:
     """Return the number of values and keys of a JSON body. The number may be too high, because a fast count includes
-    marks inside strings; they are left out only if that count exceeds a limit. Raises Excess.
+    marks inside strings. Only if this count exceeds a limit, a slower one leaves them out. Raises Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # first a fast count, which includes marks inside strings; most strings have few
+        # marks inside strings are counted too, but most strings have few
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
@@ -94,7 +94,7 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-# minimum length of a list for which it saves time to check first whether all values have the same size
+# from this number of values on, it saves time to check first whether all values of a list or map have the same size
 _ALIKE = 8
 
 
@@ -148,7 +148,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
     """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
-    long. Return the offset after them, else `begin`.
+    long. Return the offset after them, or `begin` if they were not skipped.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

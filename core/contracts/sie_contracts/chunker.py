@@ -1,5 +1,5 @@
-"""Split of a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if this is possible
-within its limits on tokens. A span is the first and the end code point of a chunk.
+"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if this is possible within
+its limits on tokens. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
@@ -27,14 +27,14 @@ from sie_contracts.wire.messages import Boundary, ChunkRule
 Places = NDArray[np.int64]
 # kinds of places at which a text may be cut, the most preferred kind first
 PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)
-# language whose abbreviations are known: the full stop of an abbreviation does not end a sentence
+# sentencex knows the abbreviations of this language: their full stops do not end sentences
 _LANGUAGE = "en"
 _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENCE, "token": TOKEN}
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# number of code points in a call of sentencex, and the number in a second call if no sentence ends in them; the time of
-# a call grows with the square of this number
+# number of code points in a call of sentencex, and in the second call if no sentence ends in them; they are small
+# because the time of a call grows with the square of the number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
@@ -87,8 +87,8 @@ def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
     """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
-    `chunk`. Of these, take the highest level that has any, and its earliest cut. The overlap is shorter if, with the
-    whole overlap, the next chunk would be full before its first cut of the highest level. `end_count`: number of tokens
+    `chunk`. Of these, take the highest level that has any, and its earliest cut. The overlap is shortened if the next
+    chunk could otherwise not reach the next cut of the highest level within its limit. `end_count`: number of tokens
     before the end of `chunk`.
     """
     start, end = chunk
@@ -125,7 +125,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     whole = np.zeros(
         len(text) + 1, bool
-    )  # true: an end of a sentence at this position is no cut, for example inside a code block
+    )  # true: the end of a sentence at this position is not a cut, for example inside a code block
     heading: int | None = None  # start of the heading before this block
     for token in _markdown().parse(text):
         if token.map is None:
@@ -153,7 +153,7 @@ def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], wh
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. Ends of sentences above _LONGEST_PIECE code points may be missed."""
+    """Yield the ends of sentences and paragraphs. Sentences above _LONGEST_PIECE code points may have no end."""
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])

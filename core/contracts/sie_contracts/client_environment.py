@@ -1,4 +1,4 @@
-"""Environment variables of clients: the gateway's address and the client's key. They are no settings of servers."""
+"""Environment variables of clients: the gateway's address and the client's key. Gateways read only SIE_AUTH_TOKEN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def base_url() -> str | None:
 
 
 def api_key() -> str | None:
-    """Return the client's key from the first variable that is set, API_KEY or one of KEY_ALIASES; None if none is."""
+    """Return the client's key from the first variable that is set: API_KEY, then KEY_ALIASES; None if none is set."""
     return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
 
 

@@ -211,7 +211,7 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # an error that was decoded from its wire form has no `failures`; then `retry_after_s` shows that the status is
+        # an error that was decoded from its wire form has no `failures`; a `retry_after_s` above 0 then means status
         # 503
         if self.retry_after_s:
             self.status, self.retryable = 503, True
@@ -367,8 +367,8 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
     ),
     "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
-"""The members of an error's body, by the family of its route. A fact appears twice only if two clients of one route
-read it in two places. If no route is known, for example for an unknown path, the body is native.
+"""The members of an error's body, by the API family of the route. A fact appears twice only if two clients of one route
+read it from different members. If no route is known, for example for an unknown path, the family is `native`.
 """
 _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 

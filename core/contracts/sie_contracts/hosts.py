@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # number of steps of planned use: workers whose use is in the same step (here a tenth) count as equal
-_NEAR = 16  # number of workers on a ring among which a model chooses, see `Order`
+_NEAR = 16  # number of neighbours on a ring among which a model chooses, see `Order`
 # order of workers: first those with room, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 
@@ -90,8 +90,8 @@ class Order:
             bisect.insort(self._sorted, key)
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """Return key and name of the first worker outside `excluded` for a model with the hash `lot`; None if there is
-        none. `only_free`: skip workers without room.
+        """Return the key and the name of the worker that a model with the hash `lot` chooses, outside `excluded`; None
+        if there is none. `only_free`: skip workers without room.
         """
         for key in self._sorted:
             if only_free and key[0]:

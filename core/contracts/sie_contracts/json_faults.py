@@ -1,5 +1,5 @@
-"""Error messages for a body that is not JSON: the fault and its position. No part of the body, which is a client's
-input, is repeated.
+"""Error messages for a body that is not JSON: the fault and its position. A message repeats no part of the body,
+because the body is a client's input.
 
 The JSON decoder reports the position of most faults. This module finds the position if a body ends early, or has one
 half of a surrogate pair.
@@ -25,7 +25,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    # this error counts from the start of a string in the body, so its offset is not used
+    # the offset in this error counts from the start of a string, not of the body, so it is not used
     if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
@@ -33,8 +33,8 @@ def fault_of(body: bytes, error: Exception) -> str:
         at = _lone_surrogate(body, int(stopped[1]) if stopped else None)
         if at is not None:
             return (
-                f"a string holds a lone surrogate, which is not valid Unicode, {_place(body, at)}: a half of a pair "
-                "needs the other"
+                f"a string holds a lone surrogate, which is not valid Unicode, {_place(body, at)}: surrogates are "
+                "valid only in pairs"
             )
     if stopped is None:
         if is_short:
@@ -52,9 +52,9 @@ def _explained(body: bytes, at: int, says: str) -> str:
     for number in _NO_NUMBERS:
         for begin in (at, at - 1):  # at -Infinity, the decoder stops after the minus sign
             if begin >= 0 and body.startswith(number, begin):
-                return f"{number.decode()} is no number in JSON, {_place(body, begin)}: send a number, or null"
+                return f"{number.decode()} is not a number in JSON, {_place(body, begin)}: send a number, or null"
     if body[at : at + 1] == b"'" or (at and body[at - 1 : at] == b"'"):
-        return f"single quotes, {_place(body, at)}: JSON has double quotes"
+        return f"single quotes, {_place(body, at)}: strings in JSON have double quotes"
     if not at:
         return f"it does not begin with a JSON value, {_place(body, at)}: expected a JSON object"
     if at < len(body) and body[at] < 0x20 and "invalid character" in says:
@@ -77,8 +77,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped. None: it
-    reached the end of the body; then return the offset of the last half.
+    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None if
+    it reached the end of the body. Then only the last bytes are searched. Return None without a match.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -1,4 +1,4 @@
-"""Addresses of this machine. No proxy is used for them, because a proxy on another machine would connect to itself.
+"""Addresses of this machine. No proxy is used for them: to a proxy on another machine, they would mean that machine.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
 a process of `sie`   ──► bypass_proxies(environ)         once, for the other libraries in it and in its child processes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_CAUSE = 200  # maximum number of characters of a cause in an error message
 
-# only names and addresses: httpx and the standard library do not understand networks in NO_PROXY
+# no networks such as 127.0.0.0/8: httpx and the standard library do not understand them in NO_PROXY
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
 # set both names: some libraries read only one of them (gRPC reads only the first)
@@ -40,7 +40,7 @@ def is_local(url: str) -> bool:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return whether a call failed because the port refused the connection, so no program listens there."""
+    """Return whether a call failed because the port refused the connection: no program listens there."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
@@ -61,16 +61,16 @@ def cause_of(error: BaseException) -> str:
 
 
 def client_options(url: str, transport: Callable[..., object], **options: Any) -> dict[str, Any]:
-    """Return the options of an httpx client for the server at `url`. If it is on this machine, they have a `transport`,
-    created with `options`. For other servers httpx creates the transports, which use the proxies of the environment.
+    """Return the options of an httpx client for the server at `url`. For a server on this machine, `transport` creates
+    a transport without proxies. For other servers, httpx creates transports with the proxies of the environment.
     """
     verify = verification(url)
     return {"transport": transport(verify=verify, **options)} if is_local(url) else {"verify": verify, **options}
 
 
 def verification(url: str) -> ssl.SSLContext | bool:
-    """Return the option `verify` of an httpx client for the server at `url`. For http:// no certificates are read,
-    which takes 30 ms of CPU time; the context trusts no server, so a connection with TLS fails.
+    """Return the option `verify` of an httpx client for the server at `url`. For http:// it is a context without
+    certificates, because loading them takes 30 ms of CPU time. With this context, every TLS connection fails.
     """
     import ssl
 

@@ -1,4 +1,4 @@
-"""Search for the ids that are similar to a misspelled name, which takes hardly longer for 10,000 ids than for 100."""
+"""Parts of error messages: ids that are similar to a misspelled name, and plain words for the names of types."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from itertools import accumulate
 # comparison takes up to 0.1 ms
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# To choose the promising ids, occurrences of the name's pieces of three letters in all ids are counted, those of rare
-# pieces first, up to this number.
+# The promising ids are those that share the most pieces of three letters with the name. Rare pieces are looked up
+# first, until this number of occurrences is reached.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # of a name with at least this number of letters, not every piece is used
-_LONGEST = 256  # number of letters of a name that are compared
+_LONG = 20  # in a name of at least this number of letters, only some pieces are looked up
+_LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
 _LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
 
 
@@ -92,11 +92,11 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: all, or of many ids those that share the most rare pieces with it."""
+        """Return the ids to compare with a name: all, or if they are many, those that share the most pieces with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # each piece is searched in the whole text, so of a long name only every second piece or fewer are used
+        # searching for a piece reads the whole text, so only every second piece of a long name is used, or fewer
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

@@ -1,4 +1,4 @@
-"""Removal of paths of this machine from messages to clients: only the last part of a path is shown."""
+"""Removal of paths of this machine from messages to clients. Only the last part of a path stays."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Bodies of clients as plain values: maps with text keys, lists, text, numbers, booleans, null, and bytes in msgpack.
 
-    bytes ──count──► number of values ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
+    bytes ──count──► number of values ──from_json, from_msgpack──► plain value
 
-Arrays, timestamps and other extension types are not decoded: an array stays a map (see `arrays`), and the code that
-reads the field unpacks it. So code has to expect only these types, and every value can be compared, hashed and encoded
-again.
+Each step may raise Malformed. Arrays, timestamps and other extension types are not decoded: an array stays a map (see
+`arrays`), and the code that reads the field unpacks it. So readers of a body have to expect only the types above, and
+can compare and encode every value.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Dialects of the SDKs of the open-source SIE project, which also work with this server: what a version of the SDK
-expects. The version is in the header `X-SIE-SDK-Version`.
+"""Dialects: what each version of the SDKs of the open-source SIE project expects of a server. These SDKs also work with
+this server. They send their version in the header `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 
@@ -22,7 +22,7 @@ OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest minor version of the public contract that this server speaks."""
 SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
-"""The version that other clients are answered by."""
+"""The version that the server reports to clients that send no version of a public SDK."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
@@ -42,7 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` as these clients expect it. A replaced code becomes the reason if there was none."""
+        """Return `error` as these clients expect it. A code that is replaced becomes the reason if there is none."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -58,7 +58,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# these clients repeat RESOURCE_EXHAUSTED only three times, which is right because the failure may be permanent
+# some of the failures may be permanent, and these clients repeat RESOURCE_EXHAUSTED only three times
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -83,7 +83,7 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
 
 
 def dialect_of(version: str) -> Dialect:
-    """Return the dialect of a version of these SDKs; the newest dialect if the version cannot be parsed."""
+    """Return the dialect of this version of the SDKs; the newest dialect if the version cannot be parsed."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]

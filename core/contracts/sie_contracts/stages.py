@@ -1,6 +1,6 @@
-"""Stages of a request in the order of time: the key of each stage in `timing` of a reply, and its name for people.
+"""Stages of a request, in chronological order. Each stage has a key in `timing` of a reply, and a name for people.
 
-The console, `sie try` and the documentation use these names. The stages follow each other without gaps: their sum is
+The console, `sie try` and the documentation use these names. The stages follow each other without gaps, so their sum is
 `total_time`.
 """
 

@@ -1,5 +1,5 @@
-"""Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit.
-Supports both versions of the kernel's interface, also machines that use version 1 for one resource and 2 for the other.
+"""Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit. Both
+versions of the kernel's interface are supported, also if a machine uses one for memory and the other for CPU.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the record that counts of two records of a key (None: missing): the revoked one, if any is revoked."""
+    """Return the stricter of two records of a key (None: missing): the revoked one if one is revoked, else `first`."""
     if first is None or second is None:
         return first or second
     return second if second.revoked_s and not first.revoked_s else first

@@ -107,8 +107,8 @@ class Labelled(Generic[Child]):
         self._room = self._most  # number of series that are not reserved for a name yet
 
     def labels(self, *values: str) -> Child:
-        """Return the series in which these label values are counted: their own, or, if the limit of the metric is
-        reached, a series with the value `other`. The values are in the order of the labels in the table.
+        """Return the series in which these label values are counted: their own series, or a series with the value
+        `other` if the limit of the metric is reached. The values are in the order of the labels in the table.
         """
         child = self._children.get(values)
         if child is None:

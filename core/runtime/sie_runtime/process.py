@@ -60,8 +60,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, and their messages, except for the types
-    in QUOTING, which may quote a client's values.
+    """Return the source lines where an exception and its causes were raised, and their messages. Messages of the types
+    in QUOTING are left out, because they may quote a client's values.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -134,7 +134,7 @@ def configure_logging(*, json: bool, worker: str | None = None) -> None:
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`, and also log warnings and uncaught exceptions, whose messages may quote a client."""
+    """Call `configure_logging`. Log warnings too, and uncaught exceptions without messages that may quote a client."""
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)

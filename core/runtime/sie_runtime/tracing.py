@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
 
-_INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
+_INSTALL = "pip install 'sie-cluster[tracing]', or switch tracing off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FAULT = 500  # lowest HTTP status for which the span of a request counts as failed
 _logger = logging.getLogger("sie.tracing")
@@ -40,7 +40,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
         return None
     _unset_what_means_nothing()
     try:
-        # imported only now: the SDK reads variables at import, and unusable ones are removed before
+        # imported only here: at import, the SDK reads its variables, of which the unusable ones have now been removed
         from sie_runtime import spans
 
         return spans.Tracer(settings, component, instance)
@@ -54,7 +54,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Remove environment variables whose value means "not set" for OpenTelemetry's specification, but which its SDK
+    """Remove environment variables that OpenTelemetry's specification treats as not set, but whose values its SDK
     refuses: an empty value, and the compression `none`.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:

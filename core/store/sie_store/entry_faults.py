@@ -19,7 +19,7 @@ from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
-# flag of a pooling in config.json of older models -> value of `pooling_mode` in newer models
+# flag of a pooling in config.json of an older model -> value of `pooling_mode` in a newer one
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -44,7 +44,7 @@ _NUMBERED_FROM_PAD = frozenset(
         "xmod",
     }
 )
-_ACCEPT = "load.accept_unproven: true has the entry serve it without proof of its numbers"
+_ACCEPT = "with load.accept_unproven: true the entry is served without a proof of its numbers"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return how many tokens, special ones included, a transformer reads by its config.json; 0 if unknown."""
+    """Return how many tokens (with special ones) a transformer reads according to its config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0

@@ -55,7 +55,7 @@ class FileObjects:
         await object_stores.within(timeout_s, writing)
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """Return the pieces of an object. The first piece raises ObjectMissing if it does not exist."""
+        """Return the pieces of an object. Raises ObjectMissing if the object does not exist."""
         import obstore
 
         answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))

@@ -1,5 +1,5 @@
 """Reading of the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error
-that names the file. Configurations with another structure, or with larger numbers, than any real model has are refused.
+that names the file. A configuration is refused if its structure, or a number in it, is impossible for a real model.
 """
 
 from __future__ import annotations

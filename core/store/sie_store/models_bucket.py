@@ -24,7 +24,7 @@ MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including t
 
 
 class BucketFolder:
-    """Files of models in the bucket at `url`. Calls block for a limited time. Raises SettingError if they fail."""
+    """Files of models in the bucket at `url`. Methods block for a limited time, and raise SettingError on failure."""
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: RetryPolicy | None = None) -> None:
         self.url = url
@@ -33,8 +33,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
-        """Return (time of the last change in ns, size in bytes, hash of the ETag) of each file that has one of the
-        suffixes and is not hidden, by path below the prefix. Raises SettingError if there is no such file.
+        """Return each file that has one of the suffixes and is not hidden, by path below the prefix: (time of the last
+        change in ns, size in bytes, hash of the ETag). Raises SettingError if there is no such file.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:

@@ -25,7 +25,7 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Return a worker's trust: in its settings, packaged entries, and SIE_MODELS_DIR (read at each check)."""
+    """Return a worker's trust. It trusts its settings, packaged entries, and SIE_MODELS_DIR (read at each check)."""
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
 

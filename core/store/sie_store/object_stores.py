@@ -43,8 +43,8 @@ _logger = logging.getLogger("sie.store")
 MAX_PAUSE_S = 30.0
 # A reserve is 10 % of the disk, at most 256 MiB. A write must leave one or more reserves free.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
-# number of reserves that stay free after a write of a payload, and of a file: so payloads can still be written when
-# files are refused
+# reserves that must stay free after a write: one for a payload, two for a file, so that payloads can still be written
+# when files are refused
 PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
 _claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process are writing or will write
@@ -77,8 +77,8 @@ _INSTANCE = (
 
 
 class StoreError(Exception):
-    """Raised if a store refuses a call or does not answer in time. Another attempt may help, except for subclasses.
-    `after_s`: seconds to wait before another attempt, if the store requests this.
+    """Raised if a store refuses a call or does not answer in time. Another attempt may help if the error is no subclass
+    of this class. `after_s`: seconds to wait before another attempt, if the store requests this.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:

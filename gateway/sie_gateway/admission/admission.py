@@ -10,13 +10,13 @@ A permit allows one chunk of a request to be in the queue. It is released once: 
 when the request ends.
 
 `Peers` are the gateways of this installation, known by their announcements. Each of n gateways uses 1/n of a key's
-window, and adds the work that the other gateways have in the queue to its own.
+window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
-                                       └── while it has work in the queue and is not alone: five times a second, with
-                                           that work and the retry times of the clients that it refused
+                                       └── five times a second while it has work in the queue and there are other
+                                           gateways, with that work and the retry times of refused clients
 
-For its own figures, a gateway uses its last announcement too, so that all gateways compute with equal figures.
+A gateway also uses the last announcement of itself, not its newer figures: so all gateways compute with equal figures.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the m
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)
-# figures of a lane (pool, machine profile and bundle) are dropped when its decayed count of messages is below this: ten
-# half-lives after ten messages
+# the figures of a lane (pool, machine profile and bundle) are dropped when its decayed count of messages is below this
+# number; for ten messages, this is after ten half-lives
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
 
 def mean_cost(traffic: list[LaneTraffic]) -> float:
-    """Return the mean tokens of a message; 0.0 if no gateway has sent one lately."""
+    """Return the mean number of tokens in a message; 0.0 if no gateway has sent a message lately."""
     count = sum(flow.messages for flow in traffic)
     return sum(flow.tokens for flow in traffic) / count if count else 0.0
 
@@ -74,8 +74,8 @@ def _flow_name(lane: Lane, priority: Priority) -> str:
 
 
 class _LaneFlow:
-    """Messages and tokens that this gateway put into one lane and priority; older ones count less (HALF_LIFE_S).
-    `fresh`: tokens since the last announcement.
+    """Messages and tokens that this gateway put into one lane and priority. Their weight halves every HALF_LIFE_S
+    seconds. `fresh`: tokens since the last announcement. `rate`: moving average of the tokens per second.
     """
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
@@ -267,7 +267,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: at its arrival, no worker of its lane had the model loaded."""
+    """Permits of one request for its chunks. `is_cold`: no worker of its lane had the model loaded when it arrived."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        # called if this request is refused after its admission, while it waits, because its response would be late
+        # called if this admitted request is refused while it waits, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
@@ -330,7 +330,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of a copy of weights: a model, or a profile with own weights.
+    `run` returns without waiting. `residency`: name of the weights to load: a model, or a profile with weights of its
+    own.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # needs no limit: clients cannot create lanes, which come from the pools, the catalogue and the machine profiles
+        # needs no limit: requests cannot name new lanes, which come from pools, catalogue and machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
@@ -395,7 +396,7 @@ class Admission:
     ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
-        `squares` is the sum of the squared token counts of its sequences, by which the time of attention grows.
+        `squares`: sum of the squared token counts of its sequences, because the time of attention is quadratic.
         `client` returns a digest of the client and its request, by which the next attempt is recognised. The digest is
         empty if the client cannot be identified.
         """
@@ -416,8 +417,8 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused earlier are served first; "
-            f"the request has {budget_s:.1f} s left"
+            f"the wait may take {refusal.wait_s:.1f} s, including the work of clients that were refused earlier; the "
+            f"request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
             message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
@@ -474,7 +475,7 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Return news for the other gateways: this gateway's work in the queue, retry times of refused clients."""
+        """Return this gateway's work in the queue and retry times of its refused clients, for the other gateways."""
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
         for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
@@ -630,8 +631,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # `bytes`, which returns b"", replaces `client`: it is not called any more, but would keep the request's
-            # body in memory
+            # `client` is not called any more, but refers to the request's body: `bytes` (which returns b"") replaces
+            # it, so that the body can be freed
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
@@ -645,7 +646,7 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the counts of the keys' work in a deleted pool. Requests with permits of the pool still release them."""
+        """Drop the counts of the keys' work in a deleted pool, except counts of requests that have not ended yet."""
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 

@@ -21,15 +21,15 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets from which full ones are dropped; this changes nothing, because a new bucket is full as well
+# number of buckets at which the full ones are dropped; nothing is lost, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 
 @dataclass(frozen=True)
 class Grant:
     """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
-    `name` identifies it in metrics. The token cannot be derived from `key` or `name`. `caches`: the answers may be
-    cached. `remote`: the inputs may be sent to remote servers.
+    `name` identifies it in metrics. The token cannot be derived from `key` or `name`. `caches`: whether answers to its
+    requests may be cached. `remote`: whether its inputs may be sent to remote servers.
     """
 
     key: str = ""
@@ -91,7 +91,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Put back the `difference` tokens by which an estimate was too high; if it is negative, subtract."""
+        """Put back the `difference` tokens of an estimate that was too high. If it was too low, this is negative."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 

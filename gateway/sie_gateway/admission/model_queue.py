@@ -3,15 +3,14 @@ decides whether a further request would be answered in time. This module does no
 
 Rules of `judge`, in this order:
 
-1. If no work of this model is in the queue, or no worker has loaded it, the request is admitted.
+1. If no work of this model is in the queue, or no worker has loaded the model, the request is admitted.
 2. A `Throughput` (`drain`) predicts the wait. It is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT),
 where n is the number of samples: without samples no request is refused.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
 4. A refused client gets a turn (`turns`): the time at which it may try again. The queue reserves space for its work. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
-its deadline, or if the workers would have too little work. If workers form a batch only when the device is free (none
-is formed ahead), only turns that are due before the batch of this request is formed count, because later work runs in
-later batches.
+its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
+fewer turns count: those that are due before the batch of this request is formed. Later work runs in later batches.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
@@ -19,7 +18,7 @@ later batches.
 
 The time between two results is a sample only if the later work was in the queue before the earlier result arrived: then
 the workers had no pause in between. So an idle worker yields no sample, and without a sample no wait is predicted. The
-samples come from this gateway alone, so they include the effects of other gateways, workers, models and priorities.
+samples need only the results of this gateway: effects of other gateways, models and priorities are part of the times.
 
 `AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
 """
@@ -47,10 +46,10 @@ MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
-# factor: if a batch is this many times slower or faster than its size explains, the device may have changed
+# factor: if a batch is this many times slower or faster than its size explains, the device's speed may have changed
 CHANGED = 2.0
-# if this number of consecutive samples, times the number of batches that run at the same time, are beyond CHANGED, the
-# device counts as slower or faster, and older samples are discarded
+# number of consecutive samples, for each batch that runs at the same time: if all of them are beyond CHANGED, the speed
+# of the device has changed, and older samples are discarded
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
 OUTLIER = 4.0
@@ -74,8 +73,8 @@ class ExpectedWait(NamedTuple):
     `likely_s`: `min_s` plus one batch, which was formed before the request arrived; if batches are formed only when the
     device is free, `min_s` with a whole number of batches. `stalled_s`: time without a result if it is unusually long,
     else 0; the stall may last as long again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
-    `batch_s`: time of one batch. `formed_s`: time until the batch of this request is formed; infinite if that may be
-    long before the batch runs.
+    `batch_s`: time of one batch. `formed_s`: time until the batch of this request is formed, if batches are formed only
+    when the device is free; otherwise infinite.
     """
 
     min_s: float = 0.0
@@ -94,7 +93,7 @@ class ExpectedWait(NamedTuple):
 
 
 class _BatchResults:
-    """Results of one batch that arrived at this gateway."""
+    """Results of one batch that have arrived at this gateway."""
 
     __slots__ = (
         "at_s",
@@ -139,9 +138,9 @@ class _BatchResults:
         self.tokens = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Return the seconds that the batch took: the time since the result before it. If its work was queued after
-        that result, the workers had a pause. Then return the time since the work was queued, but at most its time on
-        the device divided by `lanes`, the number of batches that run at the same time.
+        """Return the seconds that the batch took: the time since the first result of the batch before it. If its work
+        was queued after that result, the workers had a pause. Then return the time since the work was queued, but at
+        most its time on the device divided by `lanes`, the number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
@@ -157,8 +156,8 @@ def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
 
 
 def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
-    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than an earlier batch explains. A
-    batch with n times the tokens takes between 1 and n times as long.
+    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than an earlier batch predicts. The
+    prediction is a range: a batch with n times the tokens takes between 1 and n times as long.
     """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
         return 1.0
@@ -175,8 +174,8 @@ class _BatchSample(NamedTuple):
 
 class MeasuredBatch(NamedTuple):
     """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger, because
-    more work waited than the workers accept, or because most batches left work behind and have stopped growing. Batches
-    grow while a worker still learns their times.
+    more work waited than the workers accept, or because most batches left work in the queue and have stopped growing.
+    Batches grow while a worker still learns their times.
     """
 
     tokens: float
@@ -192,7 +191,7 @@ class Throughput:
 
     def __init__(self) -> None:
         self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
-        self.last_s = -math.inf  # time of the last result
+        self.last_s = -math.inf  # time of the first result of the last batch
         self._lanes = 1
         self._evidence = 0
         self._known: MeasuredBatch | None = None
@@ -287,7 +286,8 @@ class Throughput:
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
         # Crowded: more work waited than the workers accept. If several batches run at the same time, their results
-        # alternate: then the time since the previous result is right only as the mean of all batches.
+        # alternate. Then the time since the previous result is not the time of one batch; only the mean over all
+        # batches is right.
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -449,7 +449,7 @@ class WaitRefusal(NamedTuple):
 
 class Entered:
     """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when it was admitted,
-    and whether further work was waiting in this gateway then. `scale`: actual tokens per estimated token with which its
+    and whether further work was waiting in this gateway then. `scale`: ratio of actual to estimated tokens by which its
     costs were computed.
     """
 
@@ -495,7 +495,7 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; kept when all work of a stalled queue is withdrawn
+        # time since which the queue has had work; kept if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
         self._running = 0.0  # tokens in the queue at the last result: the most that can run now
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
@@ -517,8 +517,8 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the costs of chunks, in tokens of short texts, from their estimated tokens and estimated sums of
-        squared tokens.
+        """Return the cost of each chunk: the number of tokens of short texts that take as long. `tokens` and `squares`
+        are estimates: the tokens of each chunk, and the sum of the squared token counts of its rows.
         """
         scale = self.scale or 1.0
         both = zip(tokens, squares, strict=True)
@@ -644,7 +644,7 @@ class ModelQueue:
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
     ) -> ExpectedWait:
         """Return the expected wait of a request of `cost` tokens behind `ahead` tokens of this gateway, the work of the
-        other gateways, and `promised` tokens of all gateways.
+        other gateways, and `promised` tokens that refused clients of all gateways are expected to send.
         """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
@@ -671,8 +671,8 @@ class ModelQueue:
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
         enters the queue only as fast as this gateway's share of the throughput allows. The announcements of other
-        gateways may be OTHER_S seconds old. So it is assumed that each other gateway has added work since then like
-        this gateway, in proportion to its rate: then a burst that arrives at all gateways counts at once.
+        gateways may be OTHER_S seconds old. It is assumed that each other gateway has since added as much work as this
+        gateway, scaled by the ratio of their rates (at most 1). So a burst that arrives at all gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -764,8 +764,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that run now only if the running batch is larger than earlier ones; and the tokens in the queue up
-        # to the last chunk of each
+        # requests that run now only if the running batch is larger than earlier ones, each with the tokens in the queue
+        # up to its last chunk
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -795,16 +795,16 @@ class ModelQueue:
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
         """Return the end of a batch that began at the last result and has at least `tokens` tokens, which were computed
-        with the scale of `entered`. Return minus infinity while it is not known whether batches grow, so that no
-        request counts as late.
+        with `entered.scale`. Return minus infinity while it is not known whether batches grow, so that no request
+        counts as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal, and with its current cost. Its turn is after all work
-        that stays in the queue, and after all turns that were promised before.
+        """Yield each of the `late` requests with its refusal and its current cost. Its turn is due after all work that
+        stays in the queue.
         """
         late = self.late(now_s)
         for entered, _ in late:

@@ -105,7 +105,7 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
+        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts only in part."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -127,10 +127,10 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that has no turn, or in which this cost fits under `room` together
-        with the turns that are due less than a second before or after it. Turns that are due before `retry_s` count as
-        well: if their cost is above `room`, the excess uses the space of the following seconds. Return more than
-        MAX_RETRY_S if no second has space.
+        """Return the first second from `retry_s` on that has room for this cost: no turn is due less than a second
+        before or after it, or the cost of these turns and this cost are together within `room`. Turns that are due
+        before `retry_s` count as well: if their cost is above `room`, the excess uses the space of the following
+        seconds. Return more than MAX_RETRY_S if no second has room.
         """
         if room == math.inf:
             return retry_s

@@ -21,12 +21,12 @@ class KeySlots:
         """Occupy a slot. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none is free."""
         if self._taken[key] >= self._per_key:
             raise RateLimited(
-                f"this key has {self._per_key} {self._work} at once, the limit of one key at this gateway",
+                f"this key has {self._per_key} {self._work} at once, the limit for one key at this gateway",
                 reason=self._work,
             )
         if self._taken.total() >= self._total:
             raise ResourceExhausted(
-                f"this gateway has {self._total} {self._work} at once, its limit", reason=self._work
+                f"this gateway has {self._total} {self._work} at once, the limit for all keys", reason=self._work
             )
         self._taken[key] += 1
         try:

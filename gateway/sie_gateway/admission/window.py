@@ -23,15 +23,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# The limit on the work in the queue is at least this many seconds of work, with one key and with several keys: with
-# less work, a fast device would end a batch before the next message comes.
+# The limit on the work in the queue is at least this many seconds of work: ALONE_S with one key, CONTESTED_S with
+# several. With less work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Capacity of a worker that has the model, as it reports: largest number of tokens and of messages that it accepts,
-    tokens per second, tokens of a full batch, largest number of batches at its adapter. 0 means unknown.
+    """Capacity that a worker with the model reports. `credit_cost` and `credit_items`: largest numbers of tokens and of
+    messages that it accepts. `rate`: tokens per second. `batch_cost`: tokens of a full batch. `pipeline`: largest
+    number of batches at its adapter. 0 means unknown.
     """
 
     credit_cost: int = 0
@@ -170,7 +171,7 @@ class _KeyFlow:
         self.deficit = quantum
         self.cost = 0
         self.tokens = 0
-        self.turn = False  # whether the next chunk is from `begun`, not from `fresh`
+        self.turn = False  # true if the next chunk is from `begun`, false if it is from `fresh`
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -187,7 +188,7 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that were granted while the next chunk in the order of keys waits for space
+        # summed cost of other keys' chunks that were granted while the chunk that is next waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
@@ -212,7 +213,7 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost, so each other key has at most as much work ahead as this key has.
+        alternate by cost, so no other key runs more waiting work before it than this key has itself.
         """
         if not self._flows:
             return self.cost

@@ -1,4 +1,4 @@
-"""Keys of cached answers. A key has two parts: the space, which stands for everything that determines the numbers
+"""Keys of cached answers. A key has two parts: the space, which stands for everything that determines the answer
 except the input, and the digest of the input.
 """
 
@@ -19,8 +19,8 @@ DIGEST_BYTES = 16
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
     """Return the name of a space.
 
-    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: that of the answers
-    (`answer_fingerprint`). All fields of `run` are part of the name, so a new option needs no change here.
+    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: fingerprint of the
+    answers (`answer_fingerprint`). All fields of `run` are part of the name, so a new option needs no change here.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]

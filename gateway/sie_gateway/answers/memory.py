@@ -4,7 +4,7 @@
                    │  ◄── least recently used ──┘
                    └ least recently used: removed
 
-Inputs that occur only once, however many, remove no answer that is used again and again (segmented LRU).
+Inputs that occur only once do not remove answers that are used often, even if they are many (segmented LRU).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
-MAX_PEERS = 1024  # gateways whose erasures are counted; an announcement by one whose count was dropped erases all
-LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
+MAX_PEERS = 1024  # most gateways whose erasures are counted; if a dropped one announces again, all answers are erased
+LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 
 
 class AnswerSpace(NamedTuple):
@@ -61,7 +61,7 @@ class AnswerMemory:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self.erasures = 0  # an answer whose computation began before the last erasure is not cached
+        self.erasures = 0  # number of erasures; an answer whose computation began before the last erasure is not cached
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock
@@ -94,7 +94,7 @@ class AnswerMemory:
         self._demote()
 
     def _demote(self) -> None:
-        """Move protected answers to the first segment until the rest fits PROTECTED_SHARE of the memory for answers."""
+        """Move protected answers to the first segment until the rest fits PROTECTED_SHARE of the memory of answers."""
         room_bytes = self.max_bytes - SPACE_BYTES * len(self._spaces)
         while self._protected_bytes > PROTECTED_SHARE * max(0, room_bytes):
             oldest, answer = self._protected.popitem(last=False)
@@ -164,7 +164,7 @@ class PeerErasures:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return what to erase after an announcement of another gateway; None if it announces no new erasure."""
+        """Return the erasure that is due after another gateway's announcement; None if it announces no new one."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

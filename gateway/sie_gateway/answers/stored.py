@@ -7,10 +7,9 @@ A segment is written in one step, and never changed:
     number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values, and the end (8 each) | values
 
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
-first, at most MAX_ITEMS digests. A whole segment is read at once, and the SEGMENTS_KEPT segments that were read last
-stay in memory, because consecutive rows of a corpus that changed little were in the same shard before. So their values
-are in the same segment. Long computations run in a thread, because the event loop must renew the leases of jobs
-meanwhile.
+first, at most MAX_ITEMS digests. A segment is read as a whole, and the SEGMENTS_KEPT segments that were used last stay
+in memory: if the corpus changed little, the values of consecutive rows are in one segment, because these rows were in
+one shard before. Long computations run in a thread, so that the event loop can renew the leases of jobs meanwhile.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 class _KnownDigests(NamedTuple):
     """Digests of all segments, sorted. `high` and `low`: the two halves of each digest, as numbers in the machine's
-    byte order, which are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of each
+    byte order: numbers are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of each
     digest, and the row of its value there.
     """
 
@@ -112,7 +111,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class StoredAnswers:
-    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of all segments."""
+    """Cached answers of earlier jobs. One job reads them and adds to them. `open` must be called first."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -136,7 +135,7 @@ class StoredAnswers:
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
-        """Return the digests of a segment, concatenated; no bytes if the segment was removed in the meantime."""
+        """Return the digests of a segment, concatenated; empty if the segment was removed in the meantime."""
         import obstore
 
         try:

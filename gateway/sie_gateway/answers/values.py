@@ -63,7 +63,7 @@ def pack(result: WorkResult, outcome: Ok) -> bytes:
 
 
 def unpack(packed: bytes, fingerprint: str) -> WorkResult:
-    """Decode an answer as the result of a chunk with one input that no worker ran."""
+    """Decode an answer to a result of a chunk with one input. The chunk's number is -1, because no worker ran it."""
     decoded = _decode(packed)
     outputs: dict[str, ArraySlice] = {}
     size = 0

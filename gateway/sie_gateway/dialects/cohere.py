@@ -79,7 +79,7 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """Return which of the fields `texts`, `images` and `inputs` the body has, and its inputs. Raises InvalidInput."""
+    """Return the name of the field with the inputs (`texts`, `images` or `inputs`), and them. Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"

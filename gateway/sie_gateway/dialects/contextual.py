@@ -1,5 +1,6 @@
-"""`POST /v1/contextualizedembeddings` in the format of Voyage: documents as lists of chunks. The vector of a chunk is
-pooled from its whole document. With `enable_auto_chunking` a document is one text, which the server cuts.
+"""`POST /v1/contextualizedembeddings` in the format of Voyage. A document is a list of chunks, or with
+`enable_auto_chunking` one text, which the server splits. The model reads the whole document, and the vector of a chunk
+is pooled from the hidden states of its tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:
-    """Return the rule by which documents are cut; None if their chunks are in the request. Raises InvalidInput."""
+    """Return the rule by which documents are split; None if their chunks are in the request. Raises InvalidInput."""
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:
@@ -67,7 +68,7 @@ def _items(values: list[Any], side: str, rule: ChunkRule | None) -> tuple[Reques
         texts = _texts(value, path)
         count += len(texts)
         if len(texts) > 1 and (side == "query" or rule is not None):
-            message = f"got {len(texts)} texts, a {'query' if rule is None else 'document to cut'} is one text"
+            message = f"got {len(texts)} texts, a {'query' if rule is None else 'document to split'} is one text"
             raise InvalidInput.at(path, message)
         item = RequestItem(texts[0]) if side == "query" else joined_texts.joined(texts, path)
         items.append(item if rule is None else RequestItem(item.text, chunks=TextChunks(rule)))

@@ -19,7 +19,7 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
-    """Return the type of the vectors, from the first of `names` in the body, and whether they are base64."""
+    """Return the type of the vectors, from the first of the fields `names` that is set, and whether they are base64."""
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     name = next((name for name in names if body.get(name) is not None), "")
     if not name:
@@ -55,7 +55,7 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
-    """Return an entry for each vector, with its index. The writer turns a memoryview into base64, arrays into lists."""
+    """Return an entry with index for each vector. The JSON writer turns memoryviews into base64, arrays into lists."""
     rows, extras = converted(vectors, kind)
     data = [
         {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}
@@ -87,7 +87,7 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack each vector into bits, eight to a byte, the first value highest. A bit is set if its value is above 0."""
+    """Pack each vector into bits, eight to a byte, the first in the highest bit. A bit is set for a value above 0."""
     return np.packbits(vectors > 0, axis=1), {}
 
 

@@ -90,9 +90,9 @@ def priority(body: Body) -> Priority | None:
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters that follow from the use of the inputs, for example `search_query`: `is_query` is true for
-    queries and false for documents of a search, and missing for other uses. If the model has a prompt of exactly this
-    name, the template is added.
+    """Return the parameters for a use of the inputs, for example `search_query`. `is_query` is true for queries and
+    false for documents; for other uses it is missing. If the model has a prompt with exactly the name of the use, its
+    template is added.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])

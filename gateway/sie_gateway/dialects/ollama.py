@@ -1,7 +1,7 @@
 """`POST /api/embed` and `POST /api/embeddings` in the format of Ollama. Inputs are texts.
 
 A model has its usual name, with or without Ollama's tag `latest`. Workers manage their memory themselves, so
-`keep_alive` has no effect. The only option in `options` that is read is `num_ctx`.
+`keep_alive` has no effect. Of `options`, only `num_ctx` is used.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
     InvalidInput.
 
-    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Inputs of other families may
-    be lists of parts.
+    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Inputs of other API formats
+    may be lists of parts.
     """
     value = body.get("input")
     if isinstance(value, dict):
@@ -208,11 +208,11 @@ def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
 
 
 async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:
-    """Refuse a request with more than `limit` tokens before its work is queued. `name`: its field of inputs. Raises
-    InvalidInput, and the errors of `Inference.run`.
+    """Refuse a request with more than `limit` tokens before its work is queued. `name`: name of the field with the
+    inputs. Raises InvalidInput, and the errors of `Inference.run`.
 
-    Only a worker can count the tokens of texts. It is asked to count them only if an upper bound of their number is
-    above the limit.
+    Only a worker can count the tokens of texts. It is asked to do so only if an upper bound of their number is above
+    the limit.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
@@ -233,7 +233,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
 
 def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
     """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    Unicode normal form if that is longer. Above `limit`, the normal forms are not computed, because that is slow.
+    Unicode normal form if that is longer. Normal forms are slow, so they are left out if the texts alone exceed
+    `limit`.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)

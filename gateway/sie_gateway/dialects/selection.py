@@ -30,7 +30,7 @@ _MISSING: dict[Capability, str] = {
     **dict.fromkeys(("embed", "embed_sparse", "embed_all"), "gives no vectors"),
     "rerank": "gives no scores",
     "predict": "has no classes of its own to predict",
-    "transcribe": "writes down no speech",
+    "transcribe": "does not transcribe speech",
     "redact": "gives no entities with their places in a text",
 }
 # capabilities that a model with the task of the route may still lack

@@ -65,7 +65,7 @@ def _input(value: Any, path: str) -> RequestItem:
 
 
 def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[RequestItem, ...]:
-    """Return inputs: a list of texts or of lists of token ids, or a single input. Raises InvalidInput."""
+    """Return the inputs from a list of texts, a list of lists of token ids, or a single input. Raises InvalidInput."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     return tuple(_input(entry, f"{name}[{index}]") for index, entry in enumerate(_counted(value, most, name)))
@@ -157,7 +157,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
 
 
 async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with the cosine of a source sentence with each of the sentences."""
+    """Answer with the cosine similarities of a source sentence and each of the other sentences."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     value = body.get("inputs")

@@ -1,5 +1,5 @@
-"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI: a recording in a form, its
-words as JSON, text or subtitles.
+"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI. The body is a form with a
+recording. The reply has its words as JSON, text or subtitles.
 
     recording ──► part of 600 s ──► segments ──► the next part begins at the first segment that may be incomplete;
     after the last part ──► reply
@@ -47,16 +47,16 @@ _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANUL
 # fields of OpenAI that are not supported, each with the values that are accepted because they change nothing, and the
 # end of the error text for other values
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "stream": (("false",), "false: the whole text comes at once"),
-    "temperature": (("0", "0.0"), "0: the most likely words are written, none at random"),
-    "chunking_strategy": ((), "none: a model of speech chooses its windows"),
+    "stream": (("false",), "false: the text is sent as a whole"),
+    "temperature": (("0", "0.0"), "0: the most likely words are written"),
+    "chunking_strategy": ((), "none: the model chooses its windows"),
 }
 _REFUSED_LISTS = {
     "include[]": "none: words have no probabilities here",
-    "known_speaker_names[]": "none: speakers are not told apart",
-    "known_speaker_references[]": "none: speakers are not told apart",
-    "keywords[]": "none: prompt has the words to expect",
-    "languages[]": "none: language names the language",
+    "known_speaker_names[]": "none: speakers are not distinguished",
+    "known_speaker_references[]": "none: speakers are not distinguished",
+    "keywords[]": "none: use prompt for expected words",
+    "languages[]": "none: use language for a single language",
 }
 
 
@@ -180,8 +180,9 @@ def _spoken(texts: Iterable[Mapping[str, Any]], from_s: float) -> list[SpokenSeg
 
 
 def _words_of(segments: Sequence[SpokenSegment], words: Sequence[SpokenSegment]) -> list[SpokenSegment]:
-    """Return the words of the first segments of a part. Their number follows from the letters of the segments: Whisper
-    computes times of words apart from those of segments, so a word may begin before its own segment does.
+    """Return the words of `segments`, the first segments of a part, from all `words` of the part. They are selected by
+    counting letters, not by time: Whisper computes the times of words and of segments separately, so a word may begin
+    before its segment.
     """
     letters = sum(_letters(segment) for segment in segments)
     before = itertools.accumulate(map(_letters, words), initial=0)

@@ -41,7 +41,7 @@ class AssignableWorker:
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
     """Return what a reservation with these workers lacks: the number of GPUs by machine profile, and the number of
-    workers below `minimum_worker_count`.
+    workers that are missing to reach `minimum_worker_count`.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -128,7 +128,7 @@ def _addition(
 def _without_last(
     free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> list[str]:
-    """Return `free`. If it has all unreserved workers of a bundle, the last worker of this bundle is left out."""
+    """Return `free`. If it contains all unreserved workers of a bundle, one worker of this bundle is left out."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):

@@ -55,7 +55,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # time of the last request by lane; needs no limit: clients cannot create lanes
+        # time of the last request by lane; needs no limit: a request cannot name a new lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -139,7 +139,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        # lanes whose first worker is awaited; needs no limit: clients cannot create lanes
+        # lanes whose first worker is awaited; needs no limit: a request cannot name a new lane
         self._starts: dict[Lane, _ColdStart] = {}
         self._took_s: dict[Lane, float] = {}
 
@@ -165,9 +165,9 @@ class ColdStarts:
         """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model,
         False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
 
-        `was_hosted`: a worker had the model when the request arrived, or at an earlier check of it. Its work is in the
-        queue or at a worker then, so it also waits while the worker is started again, loads the model again, or
-        finishes its work after a move to another pool.
+        `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then its work is in the
+        queue or at a worker. So it also waits while this worker is started again, loads the model again, or finishes
+        its work after a move to another pool.
         """
         if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True

@@ -105,7 +105,8 @@ class _LaneWorkers:
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand. `residency`: name of a copy of weights: a model, or a profile with own weights.
+    one worker and with a thousand. `residency`: name of the weights to load: a model, or a profile with weights of its
+    own.
     """
 
     def __init__(
@@ -242,9 +243,9 @@ class Fleet:
 
     def is_lane_alive(self, lane: Lane) -> bool:
         """Return whether a live worker may have work of this lane: its next heartbeat, ready or not, is less than
-        LOST_S seconds overdue. A worker that was moved to another pool finishes what it has, so it also counts for its
-        earlier lanes until it reports no work, and for the same time after that. After a loss of the connection to the
-        broker, the result is True for the same time.
+        LOST_S seconds overdue. A worker that was moved to another pool first finishes its work. So its earlier lanes
+        count until it reports no work, and then for as long as after a last heartbeat. After a loss of the connection
+        to the broker, the result is True for the same time.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S

@@ -1,5 +1,5 @@
-"""Reconciliation of reservations: creates and removes their streams, ends them with their leases, and assigns workers
-to them.
+"""Reconciliation of reservations: creates and removes their streams, ends reservations whose lease has expired, and
+assigns workers to reservations.
 
 each gateway: create the stream of each live reservation; fail the requests of a reservation that has ended
 the leader:   end expired reservations ──► assign and release workers ──► remove the streams of ended reservations

@@ -189,7 +189,7 @@ class PoolRecord(Collection[str]):
 
 
 class PoolDirectory:
-    """Operations of clients on pools, and the pools that they see."""
+    """Operations of clients on pools, and the pools that a client may see."""
 
     def __init__(
         self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics

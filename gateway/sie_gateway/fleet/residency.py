@@ -101,7 +101,7 @@ class Residencies:
         return Placed(resolved.canonical, lane, "loading" if self._fleet.of_lane(lane) else "provisioning", reports)
 
     def _of_lane(self, lane: Lane, resolved: Resolved) -> list[tuple[Heartbeat, ModelStatus]]:
-        """Return the workers of a lane that have a model or are its hosts, each with its report of the model."""
+        """Return the workers of a lane that have or should have a model, each with its report of the model."""
         table = self._placer.table(lane)
         hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
         workers_of_lane = []

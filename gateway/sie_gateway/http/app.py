@@ -152,7 +152,7 @@ def error_response(error: Exception, call: Call) -> Response:
         elif error.status_code == 405:
             allowed_text = f"this path takes {headers.get('Allow') or 'nothing'} here"
             elsewhere = (
-                "; the config service, config_url in /health, takes the rest"
+                "; the config service (config_url in /health) takes the other methods"
                 if call.path.startswith(config_routes.PREFIX)
                 else ""
             )
@@ -182,7 +182,7 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log a client's version once: only `1.2` of `1.2.3`, so that no other text of the client is in the log."""
+        """Log a client's version once: of `1.2.3` only `1.2`, so that a client cannot write other text into the log."""
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])
@@ -241,7 +241,7 @@ class Edge:
             dialect=sdk_versions.dialect_of(headers[_SDK]) if _SDK in headers else sdk_versions.NATIVE,
         )
         scope["sie.call"] = call
-        # a pipelined request starts in the task of the request before it, and would inherit its trace
+        # a pipelined request runs in the task of the previous request, so it would inherit the trace of that request
         if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
             connection[TRACE_ID] = call.span.trace_id if call.span is not None else None

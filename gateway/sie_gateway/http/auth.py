@@ -37,8 +37,7 @@ def require_tokens(settings: Settings) -> None:
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# routes of other servers that this gateway does not have, such as text generation; the value is the route to use
-# instead
+# routes of other servers that this gateway does not have, such as text generation, each with its error message
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -71,7 +70,7 @@ class Gate:
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
             raise SettingError(
-                "SIE_AUTH_MODE", "mode token needs the keys of a broker, and no other mode may have them"
+                "SIE_AUTH_MODE", "mode token requires the keys of a broker, and no other mode may use them"
             )
         self._guarded = settings.auth_mode != "none"
         self._is_private = not self._guarded and is_loopback(host)
@@ -170,8 +169,8 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """Return the scopes of all routes that a credential with `scopes` may call; in auth mode none, all except
-        GUARDED.
+        """Return the scopes of all routes that a credential with `scopes` may call. In auth mode none, every credential
+        has all scopes except GUARDED.
         """
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}

@@ -79,9 +79,9 @@ class Form:
 
     def _check_end(self) -> None:
         if not self._is_complete:
-            raise _malformed("it ends before its last boundary")
+            raise _malformed("the form ends before its last boundary")
         if not self._has_file:
-            raise InvalidInput.at("file", "the form has no file of this name")
+            raise InvalidInput.at("file", "the form has no file in this field")
 
     def _on_part_begin(self) -> None:
         self._disposition, self._value = b"", bytearray()
@@ -142,7 +142,7 @@ def _text(data: bytes, field_name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _malformed(f"{field_name} is no UTF-8") from error
+        raise _malformed(f"{field_name} is not valid UTF-8") from error
 
 
 def _malformed(why: str) -> InvalidInput:

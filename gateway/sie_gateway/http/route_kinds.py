@@ -15,9 +15,9 @@ from sie_runtime.http.routes import Content, Parameter, Route
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
-    """Route of a gateway. `handler` is called with the Gateway and a Request. The FastAPI application of the API
-    document answers a route without a handler. `shape` is the function that builds the body of an error, in the format
-    of the route's clients. `shapes`: further functions of this type, which the body of a request may select.
+    """Route of a gateway. `handler` is called with the Gateway and a Request. If a route has no handler, the FastAPI
+    application of the API document answers it. `shape` builds the body of an error, in the format of the route's
+    clients. `shapes`: other such functions, which are used if the body of a request has another format.
     """
 
     head: bool = False  # true if the route answers HEAD as well

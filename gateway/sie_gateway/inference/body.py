@@ -1,4 +1,4 @@
-"""Decoding of request bodies, within limits, to values of plain Python types, and the items of a request.
+"""Decoding of request bodies, within limits, to plain Python values, and the items of a request.
 
     bytes ──decode──► map ──items──► tuple[RequestItem]
 

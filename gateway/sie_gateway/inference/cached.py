@@ -7,9 +7,9 @@ several requests have at the same time are computed once.
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now, so
-a change of the entry, the precision or a LoRA changes the key. If they report several fingerprints, none, or that of
-another entry than the request's, the request is not cached. If a computed answer has another fingerprint than the
-cached answers of the same request, all inputs of the request are computed.
+a change of the entry, the precision or a LoRA changes the key. The cache is not used if they report no fingerprint,
+different ones, or the fingerprint of an entry that is not the entry of the request. If a computed answer has another
+fingerprint than the cached answers of the same request, all inputs of the request are computed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MAX_FINGERPRINTS = 1024
 SHORTEST_WAIT_S = 0.25
 LONGEST_WAIT = 0.25  # share of its remaining time that a request waits for inputs of other requests
 OnChunk = Callable[[int, WorkResult], None]
-"""Function that is called with the number of the first input of a chunk and its result, as soon as this arrives."""
+"""Function that is called when the result of a chunk arrives, with the index of its first input, and the result."""
 Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]]
-"""Function that computes the inputs at these positions, adds their results to the RequestResult, and returns them."""
+"""Function that computes inputs (given their positions), adds the results to the RequestResult, and returns them."""
 
 
 class CachePolicy(NamedTuple):
@@ -102,7 +102,7 @@ class CachedRuns:
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
-        """Return the results of a request. `positions` are those of the items in the request, without the refused ones.
+        """Return the results of a request. `positions`: indices of `items` in the request; refused items are left out.
 
         Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
         """
@@ -343,8 +343,8 @@ class _CachedRun:
     async def _joined(
         self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
     ) -> list[int]:
-        """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the places
-        without an outcome.
+        """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the indices
+        of the inputs without an outcome.
         """
         missing = []
         for number, (place, flight) in enumerate(joined):

@@ -142,8 +142,8 @@ class Call:
 
 
 def route_key(call: Call | None) -> str:
-    """Return the key by which calls get the same target of an alias: X-SIE-Route-Key, otherwise the API key, otherwise
-    the client's address.
+    """Return the key that selects the target of an alias: X-SIE-Route-Key, otherwise the API key, otherwise the
+    client's address. Calls with the same key get the same target.
 
     A key from the header selects the same target for all clients, so the writer and the readers of an index can use the
     same model. If `call` is None, the key is empty and selects the target with the largest weight. Raises InvalidInput.

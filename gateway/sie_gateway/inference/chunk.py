@@ -1,5 +1,5 @@
-"""Split of a request into chunks, each for one queue message: consecutive inputs, within limits of cost, of the size of
-the message and of the size of its result.
+"""Split of a request into chunks. A chunk has consecutive inputs and becomes one queue message. Its cost, its message
+and its result have limits.
 
     items, query, options ──plan──► sizes ──► upper bounds of the result sizes ──split──► chunks
                               └ too large for any message or reply: PayloadTooLarge
@@ -151,8 +151,8 @@ def plan(
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         name = "query" if is_query else "instruction"
         message = (
-            f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {MAX_BODY_BYTES} are allowed in "
-            "all"
+            f"{name}: its {shared_bytes} bytes are in each of {len(chunks)} messages, at most {MAX_BODY_BYTES} are "
+            "allowed in all"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
     if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost

@@ -2,6 +2,7 @@
 
 chunks: [[0, 120], [120, 260]]       start and end of each chunk, in code points of the text
 chunks: {max_tokens: 256, ...}       a rule by which the worker splits the text
+context: false                       each chunk is encoded alone; by default, the model reads the whole text
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Fragments:
         if self.held_bytes + size > self.max_bytes:
             self._expire(now_s)
         if self.held_bytes + size > self.max_bytes:
-            raise InboxFull(f"this gateway holds {self.held_bytes >> 20} MiB of unfinished results")
+            raise InboxFull(f"incomplete results occupy {self.held_bytes >> 20} MiB in this gateway")
 
     def _expire(self, now_s: float) -> None:
         while self._all:

@@ -97,8 +97,8 @@ class Inference:
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
-        # Lock for work of a request that computes in a thread for seconds. With n such threads,
-        # the event loop gets 1/(n + 1) of the interpreter's time, so only one may run.
+        # Lock for work that computes in a thread for seconds. With n such threads, the event loop gets 1/(n + 1) of the
+        # interpreter's time, so only one may run.
         self.one_thread = asyncio.Lock()
 
     @property
@@ -238,7 +238,7 @@ class Inference:
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
                 if restarts >= MAX_ATTEMPTS or left_s <= 0:
-                    message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
+                    message = f"the entry of {entry.id} is being changed, and its workers do not have the new one yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
             restarts += 1
             call.again()
@@ -397,7 +397,7 @@ def _remedy(name: str, like: list[str]) -> str:
     adds = f"`sie pull {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
     if like:
         return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
-    return f"; {adds or 'GET /v1/models lists those that there are'}"
+    return f"; {adds or 'GET /v1/models lists the available ones'}"
 
 
 # companies whose models cannot be downloaded, by the first part of a model's name
@@ -413,7 +413,7 @@ _FOREIGN = {
 
 def _foreign(name: str, owner: str, loaded: list[str]) -> str:
     """Return the end of a ModelNotFound message for a model that only its company can serve."""
-    models = f"{' or '.join(loaded)} is loaded here" if loaded else "GET /v1/models lists those that there are"
+    models = f"{' or '.join(loaded)} is loaded here" if loaded else "GET /v1/models lists the available ones"
     return f"; that is a model of {owner}: {models}, and `sie models alias {name} MODEL` lets MODEL answer for it"
 
 

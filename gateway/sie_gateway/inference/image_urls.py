@@ -236,7 +236,7 @@ class ImageUrls:
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
-            outcome = _Unfetched("the server of the URL broke off its answer", "failed")
+            outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
         return outcome
 

@@ -38,8 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
-# function that builds the last entries of a reply's map, such as timings; it gets the seconds that writing the others
-# took
+# function that builds the last entries of a reply's map, such as timings. Its argument is the number of seconds in
+# which the other entries were written.
 Late = Callable[[float], Mapping[str, Any]]
 
 
@@ -94,8 +94,8 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built, not
-    counting the time in which the client reads.
+    """Yield the pieces, then the last piece. `last` builds it from the seconds in which the other pieces were built.
+    The time in which the client reads does not count.
     """
     spent_s = 0.0
     while True:
@@ -235,8 +235,8 @@ def listed(
     after: bytes | Callable[[float], bytes] = b"]",
     row: Row | None = None,
 ) -> Body:
-    """Return JSON: the text `before`, the list `values`, which has `numbers` numbers in total, and the text `after`; in
-    pieces if there are many numbers. Values may contain numpy arrays. `row` renders each value just before it is
+    """Return JSON: the text `before`, the list `values`, and the text `after`. If the list has many numbers (`numbers`:
+    their total), the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just before it is
     written. `after` may depend on the seconds in which the values were written.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after

@@ -105,8 +105,8 @@ class RequestResult:
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. The numbers of the chunks continue those of an
-        earlier call. Raises InvalidOutcomeCount.
+        """Store the result of each chunk at the positions of its inputs. If an earlier call has stored results, the
+        numbers of these chunks follow those of the earlier ones. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:
@@ -184,10 +184,9 @@ class RequestResult:
     def check(self, name: str = "", **names: str) -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
-        `name`: for API formats whose replies cannot report the error of a single input, the name of their field of
-        inputs. For such a format, any failed input fails the request, and the error names the input.
-        `names`: parameters of SIE that such a format has, with the names of their fields. An error of one of these
-        names its field in place of the input.
+        `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
+        With it, any failed input fails the request, and the error names the input. `names`: field of this format for
+        each of SIE's parameters that it has. An error about such a parameter names the field in place of the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -288,7 +287,7 @@ class RequestResult:
         if not count:
             return []
         total = len(self.outcomes)
-        return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
+        return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
@@ -331,10 +330,10 @@ def device_seconds(results: Sequence[WorkResult]) -> float:
 
 
 class InvalidOutcomeCount(Exception):
-    """Raised if a worker's outcomes are not as many as the inputs of the chunk: then no outcome can be trusted."""
+    """Raised if a result has more or fewer outcomes than its chunk has inputs: then no outcome can be trusted."""
 
     def __init__(self, got: int, expected: int) -> None:
-        super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
+        super().__init__(f"the result of a chunk of {expected} inputs has {got} outcomes")
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
@@ -373,8 +372,9 @@ def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
     """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from publishing to the arrival of
-    its result. `written_ms`: time to build the reply. `load_ms`: longest wait of a chunk of the request for the load of
-    the model; the time of a chunk that waits at the broker during the load counts as well.
+    its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
+    the load of the model. Up to this time, time of the last chunk in the queue counts as load: it waited for the same
+    load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -640,7 +640,7 @@ class ResultInbox:
             _logger.exception("a result could not be joined from its parts")
             collector = self._open.get(assembly.request)
             if collector is not None:
-                collector.fail(InternalFailure("the gateway failed while taking in a result"))
+                collector.fail(InternalFailure("the gateway could not process a result"))
             verdict = "unknown"
         finally:
             self._fragments.drop(assembly)

@@ -113,8 +113,8 @@ class Runner:
         finished: RequestResult,
         on_chunk: OnChunk | None = None,
     ) -> list[WorkResult]:
-        """Publish items and add their results to `finished`. `positions` are those of the items in the request. Return
-        the results in the order of the items. Raises SIEError, EntryChanged.
+        """Publish items and add their results to `finished`. `positions`: indices of `items` in the request. Return the
+        results in the order of the items. Raises SIEError, EntryChanged.
         """
         request = finished.request
         lane, priority, resolved = request.lane, request.priority, request.resolved
@@ -196,7 +196,7 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # also after `load_hold_s`, the begin of a load and the loss of the last worker end the wait with an
+                # also after `load_hold_s`, the start of a load or the loss of the last worker ends the wait with an
                 # error
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
@@ -419,7 +419,7 @@ def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Taker
     if is_pooled and run.pooling and not is_joinable(run.pooling):
         message = (
             f"chunks: the pooling of {entry.id} is {run.pooling}, and with context the dense vector of a chunk is a "
-            f"mean or maximum over its tokens{takers.models_with_chunks()}; without context any pooling will do"
+            f"mean or maximum over its tokens{takers.models_with_chunks()}; without context, every pooling works"
         )
         return ErrorInfo("INVALID_INPUT", message, reason="unsupported_pooling", param="chunks")
     return None

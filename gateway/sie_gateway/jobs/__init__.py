@@ -13,7 +13,7 @@ that finds the object without a record reads it and writes the record.
 records.py, ledger.py        the buckets of jobs, files and shards
 files.py, file_routes.py     files: bytes in the payload store, uploaded as forms
 job_routes.py, service.py    the routes of jobs, and the operations behind them
-results.py                   the output of a job as its routes read it
+results.py                   the output of a job, for the routes that return it
 scheduler.py, run.py         the leader of a job; the life of a job: shards, retries, manifest
 engine.py, assembly.py       construction of one job; construction of a gateway's objects for jobs
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form

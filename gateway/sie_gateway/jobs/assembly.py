@@ -62,8 +62,8 @@ def assembled(
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
-    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock: a gateway whose
-    own clock is ahead would remove files and jobs of all keys too early. Raises SettingError.
+    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock, because a gateway
+    whose own clock is ahead would remove the files and jobs of all keys too early. Raises SettingError.
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)

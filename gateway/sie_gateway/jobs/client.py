@@ -41,12 +41,12 @@ from sie_runtime.http.asgi import uuid7
 ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, for example a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
-ROOM_S = 4.0  # a job has as many items in flight as the workers answer in this number of seconds
+ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
 _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if an item of a request, or all its items together, can never be answered. Others may still be."""
+    """Raised if a request can never be answered because of its items. A request with fewer of them may succeed."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -63,8 +63,8 @@ class Halted(Exception):
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Owner of a job, for whom its requests run. `grant` looks up the current grant of the credential; it returns None
-    if the credential is no longer valid. `charge` begins the accounting of one call against the owner's quota.
+    """Owner of a job, with whose rights and quota its requests run. `grant` returns the current grant of the key; None
+    if the key is no longer valid. `charge` begins to count the tokens of one call.
     """
 
     key: str
@@ -82,8 +82,8 @@ class JobIdentity:
 
 class Room:
     """Limit of the items that a job has in flight: as many as the workers of its lane (pool, machine profile and
-    bundle) answer in ROOM_S. So workers never wait for the job, and its items do not wait in the queue for long.
-    Groups of items enter in the order of their calls.
+    bundle) answer in ROOM_S seconds. So workers never wait for the job, and its items do not wait in the queue for
+    long. Calls of `enter` are served in order.
     """
 
     def __init__(self) -> None:
@@ -125,10 +125,10 @@ class Room:
 
 
 class Throttle:
-    """Limit of the mean rate of a job, in tokens per second. With 0 nothing waits. A request with n tokens delays the
-    next request by n / rate seconds. Until the tokens of a request are known, they are estimated by the mean of earlier
-    inputs. `until_open` waits for the time of day at which the job may run. One request at a time waits in it, so that
-    the requests do not all start at once when that time begins.
+    """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next one
+    by n / rate seconds. Until the tokens of a request are known, they are estimated from the mean of earlier inputs.
+    `until_open` waits for the time of day at which the job may run. Only one request at a time waits in it, so that the
+    requests do not all start at once when that time begins.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        # answers of jobs are cached in the payload store; in the gateway's memory they would take the place of others
+        # answers of jobs are cached in the payload store; in the gateway's memory they would push out other answers
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
@@ -245,9 +245,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the plan of a request of the job, in the same way as for a client's request. Raises
-        SIEError.
-        """
+        """Return the call and the plan of one request of the job, built as for a client's request. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -288,7 +286,7 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        # the model could not be loaded, which the inputs did not cause: the whole request fails
+                        # the model could not be loaded. The inputs are not the cause, so the whole request fails
                         raise SIEError.from_info(outcome.error)
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
@@ -307,7 +305,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # the cause may be a single item, so each is tried alone
+        except ItemsRefused as refused:  # the cause may be a single item, so each half is tried by itself
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:

@@ -21,7 +21,7 @@ from sie_store.datasets.answers import RowAnswer
 from sie_store.datasets.rows import InputRow
 
 PARAMS = {"tree": False}  # the tree of a document has many times the bytes of its text
-REQUESTS_AT_ONCE = 16  # largest number of requests whose replies are in memory before their texts are checked
+REQUESTS_AT_ONCE = 16  # largest number of requests at a time: a whole reply is in memory until its text is checked
 _FIELD = "input.documents"
 
 
@@ -74,7 +74,7 @@ class _ParserValues(RowValues):
 
 
 def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
-    """Return the files of rows, by the place of the row. A row without a readable file gets a fault."""
+    """Return the parser's inputs by the index of the row. A row without a readable file gets a fault instead."""
     inputs: dict[int, ModelInput] = {}
     for place, row in enumerate(rows):
         if row.fault is not None:
@@ -102,7 +102,7 @@ def _checked(answer: RowAnswer) -> RowAnswer:
         message = f"{_FIELD}: the document has {length} code points of Markdown, at most {chunk_fields.MAX_TEXT}"
         return RowAnswer(error=_fault(message, "too_long"))
     if not reply.markdown.strip():
-        return RowAnswer(error=_fault(f"{_FIELD}: the document has no text, only images or nothing", "no_text"))
+        return RowAnswer(error=_fault(f"{_FIELD}: the document has no text: it is empty or has only images", "no_text"))
     return RowAnswer(data=msgspec.structs.asdict(reply))
 
 

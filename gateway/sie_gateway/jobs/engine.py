@@ -1,6 +1,6 @@
 """Construction of a job from its record: where it reads and writes, its model, and its credential.
 
-JobRecord ──check──► refused before it is stored, or stored. A job with a `request` gets its alias resolved to one model
+JobRecord ──check──► refused, or stored. A native job is stored with the model to which its alias resolves at this time
 JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
 """
 
@@ -46,7 +46,7 @@ SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions about a job's owner: `grant` returns the present rights, `charge` begins to count a call's tokens."""
+    """Functions about a job's owner: `grant` returns the current rights, `charge` begins to count a call's tokens."""
 
     grant: Callable[[str], Grant | None]
     charge: Callable[[Grant], Charge | None]
@@ -106,8 +106,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Return the plan of a sample request of the job; the job keeps the model to which its name resolves now.
-        Raises SIEError if the model cannot serve such a request.
+        """Return the plan of a sample request. It has the model to which the job's model name resolves now, and the job
+        keeps this model. Raises SIEError if the model cannot serve such a request.
         """
         resolved = self._inference.resolve(request.model, call)
         reads_images = templates.reads_images(request.input)
@@ -120,7 +120,7 @@ class JobEngine:
         infer_request = InferRequest(request.operation, resolved, (item,), body, query, "bulk")
         if request.operation not in resolved.entry.tasks:
             tasks = ", ".join(resolved.entry.tasks)
-            message = f"{resolved.entry.id} does not {request.operation}, it does {tasks}"
+            message = f"{resolved.entry.id} does not support {request.operation}, it supports {tasks}"
             raise InvalidInput.at("operation", message, reason="unsupported_operation")
         if reads_images and "image" not in resolved.entry.inputs:
             message = f"expected a template, such as {{text}}; {resolved.entry.id} reads no images"
@@ -183,7 +183,7 @@ class JobEngine:
     # work of a job that runs
 
     def work(self, job: JobRecord, progress: JobRun) -> JobWork:
-        """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
+        """Build the JobWork of a job for the gateway that leads the job. Raises SIEError."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)
         request = job.request

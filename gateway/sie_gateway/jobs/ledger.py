@@ -22,8 +22,8 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`. They are never refused, even
-    if the owner is then above a limit.
+    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`, but is never refused, even if
+    it takes the owner above a limit.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:

@@ -109,9 +109,9 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Store the answers that a shard has when its batch ends early. Return its record; None if it has none."""
+        """Store the answers that a shard has when its batch ends early. Return its record; None without answers."""
         data = await self._place.existing(_part(number))
-        # an earlier leader stored the part, and died before it wrote the record: write the record now
+        # an earlier leader stored the part, and died before it wrote the record
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})

@@ -50,8 +50,8 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
-UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
+SPAN_TOKENS = 16  # assumed tokens per chunk, for the limits of shards, if a column of the input has the chunks
+UNTRIMMED = 0.1  # after writing this share of the cache's size limit, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -82,7 +82,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Work of one job. `cache_bytes`: limit of the cache for all jobs. `policy`: whose cached answers the job uses."""
+    """Work of one job. `cache_bytes`: limit of the cache of all jobs. `policy`: rule by which answers are cached."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class NativeJob:
         self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        # by number, the answered shards that are not in the database or not in the store yet
+        # answered shards by number, until they are both in the database and in the store
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
@@ -194,7 +194,7 @@ class NativeJob:
         """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
+        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
             self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
@@ -265,8 +265,8 @@ class NativeJob:
         return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return an answer for each row, which is empty or the error of a faulty row, and the inputs of the other rows,
-        by the position of the row.
+        """Return an answer for each row, and the inputs of the rows without a fault, by the index of the row. The
+        answer of a faulty row is its error; the other answers are still empty.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -317,8 +317,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache; None if the job has none. The cache is selected by the model's fingerprint. If the
-        fingerprint is unknown, answer the first input: each answer has the fingerprint.
+        """Return the cache; None if the job has none. The model's fingerprint selects the cache. If it is unknown, the
+        first input is answered now, because each answer has the fingerprint.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -429,8 +429,8 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 def _for_sink(
     sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
 ) -> tuple[SinkRows | None, dict[int, str]]:
-    """Return the rows for the database, and the reasons for which it cannot store others, by their place in `rows`.
-    Rows with an error are in neither. If no row is left, the first value is None.
+    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, why the
+    database cannot store a row. Rows with an error are in neither.
     """
     places: list[int] = []
     lines: list[OutputLine] = []
@@ -464,7 +464,7 @@ def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: the model's widths, read for sparse vectors only."""
+    """Return the widths of the vectors of rows. `outputs`: the model's widths, because sparse vectors show no width."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]

@@ -1,4 +1,4 @@
-"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows: times of day for its work."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and the times of day at which it may run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_S = 5.0
 STEPS = 60  # number of steps in which the rate is measured: five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# seconds that are planned at least for the remaining rows of a late job: new workers take about this long to start
+# least time in seconds for the remaining rows, even of a late job: new workers take about this long to start
 MIN_LEFT_S = 300.0
 
 
@@ -111,8 +111,8 @@ def check(windows: Sequence[str]) -> None:
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:
     """Return the seconds until the job may run: 0 inside a window, and for a job without windows.
 
-    A window such as `22:00-06:00` begins and ends by the local time of its zone. If its end is before its begin, it
-    includes midnight. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
+    A window such as `22:00-06:00` is in the local time of `time_zone`. If its end is before its start, it includes
+    midnight. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
     """
     if not windows:
         return 0.0

@@ -139,7 +139,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         await retry_conflicts(attempt)
 
     def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """Apply a value (None: removed) of the watch or of this gateway (`is_ours`). Older revisions are ignored."""
+        """Apply a value (None: removed) from the watch or this gateway (`is_ours`). Older revisions are ignored."""
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:

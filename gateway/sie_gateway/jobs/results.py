@@ -37,7 +37,7 @@ class JobResults:
         return replace(whole, parts=shown, next=end if end < len(whole.parts) else None)
 
     async def part(self, job: JobRecord, name: str) -> bytes:
-        """Return a part in the payload store. Raises NotFound, also if the output is at a URL; QueueUnavailable."""
+        """Return the bytes of a stored part. Raises NotFound, also if the output is at a URL; QueueUnavailable."""
         assert job.request is not None
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
@@ -48,7 +48,7 @@ class JobResults:
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return at most `limit` rows of SAMPLED parts: id, tokens and error. Raises NotFound, QueueUnavailable."""
+        """Return id, tokens and error of up to `limit` rows in SAMPLED parts. Raises NotFound, QueueUnavailable."""
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)

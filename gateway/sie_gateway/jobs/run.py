@@ -8,10 +8,10 @@ A leader may die at any moment: the next leader reads the plan and the records o
 the store or the broker refuses an operation for a while, the leader tries it again without a limit. Meanwhile the
 record of the job has the error as its `trouble`.
 
-A job may also kill its leaders, for example by an input that needs all memory. A leader works on the first
-SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The count of
-deaths is reset if more rows are done than at every earlier death. A job fails after MAX_LOST deaths in a row during the
-same step. A step is the plan, the first shard without an answer, or the output.
+A job may also kill its leaders, for example by an input that needs all memory. Then one of the first SHARDS_AT_ONCE
+shards without an answer is the cause, because a leader works only on these at a time. So the next leader answers them
+one by one. The count of deaths is reset if more rows are done than at every earlier death. A job fails after MAX_LOST
+deaths in a row during the same step. A step is the plan, the first shard without an answer, or the output.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# longest time in seconds for which a job that is not completed retries its output: its owner waits for its end
+# seconds for which the output of a failed, cancelled or expired job is retried: the owner waits for the job's end
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-# final state of a job, by the reason for which its work was stopped
+# reason why the work of a job was stopped -> final state of the job
 ENDS: dict[str, JobState] = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
@@ -95,8 +95,8 @@ class JobWork(Protocol):
 
 
 class _ShardSums:
-    """Sums over shard records. Each record is added only once: progress is reported every second, and to sum up to
-    100,000 records each time would be slow.
+    """Sums over shard records. Each record is added only once, because progress is reported every second, and there may
+    be 100,000 records.
     """
 
     def __init__(self, shards: dict[int, ShardRecord]) -> None:
@@ -142,7 +142,7 @@ class JobRun:
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until they were read
         self._sums = _ShardSums({})
-        # by shard that is being answered: number of answered rows, number of failed rows
+        # numbers of answered and of failed rows, for each shard that is being answered
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
@@ -323,7 +323,7 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Answer one by one the shards that may have ended a leader, then reset the count of deaths. The progress is
+        """Answer one by one the shards that may have killed a leader, then reset the count of deaths. The progress is
         written after each shard: if this leader dies, the cause is the first shard without a record.
         """
         for number in numbers:
@@ -434,7 +434,7 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        # a shard that ends with its job has its record while its rows are still here
+        # if `finish` has just recorded a shard, its rows are still in `_live`; they must not count twice
         live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),

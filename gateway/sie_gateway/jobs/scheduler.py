@@ -22,7 +22,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-# seconds without a renewal of its lease after which a job is stopped, before the lease expires
+# seconds after the last renewal of its lease at which a job is stopped, so that it stops before the lease expires
 FENCE_S = 0.75 * LEASE_S
 LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -64,7 +64,7 @@ class JobScheduler:
         replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """`storage`, `replicas`: of the bucket of leases. `now_s`: seconds since 1970 by the broker's clock."""
+        """`storage`, `replicas`: settings of the lease bucket. `now_s`: seconds since 1970 by the broker's clock."""
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name

@@ -58,8 +58,8 @@ class Bounds(NamedTuple):
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
-    """Return the limits with which the answers of a shard have about SHARD_BYTES: they stay in memory until the shard
-    is written.
+    """Return the limits of a shard whose answers have about SHARD_BYTES. The answers stay in memory until the shard is
+    written.
 
     Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
     `chunk_tokens` tokens, the bytes of the texts are limited too.
@@ -96,7 +96,7 @@ def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
 
 
 class RowValues:
-    """Computes the answers to the inputs of one job. `spec`: the name of the model with its profile."""
+    """Computation of the answers to the inputs of one job. `spec`: the name of the model with its profile."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Kinds of personal data that have a form: cards, IBANs, e-mail and IP addresses, phone numbers.
+"""Kinds of personal data with a fixed form: card numbers, IBANs, e-mail and IP addresses, phone numbers.
 
-An expression finds candidates, and a check decides: it computes check digits, or compares with the ranges of numbers
-that are assigned. No expression repeats without a limit, so the time for a text is proportional to its length, whatever
-the text is.
+A regular expression finds candidates, and a check decides: it computes check digits, or compares with the ranges of
+numbers that are assigned. Every repetition in an expression has a limit, so the time for a text is proportional to its
+length, whatever the text is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from types import MappingProxyType
 import phonenumbers
 
 Range = tuple[int, int]  # start and end of a value, in code points
-# returns how many characters of a candidate are the value; 0 if the candidate is none
+# returns how many characters of a candidate belong to the value; 0 if the candidate is no value of this kind
 Check = Callable[[str], int]
-# returns the ranges of a kind in a text. The second argument is the region whose national phone numbers count
+# returns the ranges of a kind in a text. The second argument is the region in which national phone numbers are valid
 Finder = Callable[[str, str], Iterator[Range]]
 
 # one or two characters between the groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
@@ -90,8 +90,8 @@ def _iban(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address, 0 if it is none. A colon at the end of the candidate belongs to the
-    sentence, not to an IPv6 address.
+    """Return the length of the IP address, 0 if the candidate is none. A single colon at the end of the candidate
+    belongs to the sentence, not to an IPv6 address.
     """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
@@ -152,7 +152,7 @@ def plain_name(kind: str) -> str:
 
 
 def pattern_of(kind: str) -> str:
-    """Return the key in KINDS for the name of a kind; an empty string if no pattern has it."""
+    """Return the key in KINDS for the name of a kind; an empty string if KINDS does not have this kind."""
     return _NAMES.get(plain_name(kind), "")
 
 

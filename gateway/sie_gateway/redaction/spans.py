@@ -19,7 +19,7 @@ class SensitiveSpan(NamedTuple):
 
 
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
-    """Return spans that do not overlap, in the order of the text. Every character in any of `spans` is in one of them.
+    """Return spans that do not overlap, in the order of the text. Together they cover the same characters as `spans`.
 
     Spans that overlap become one, which gets the kind of the longest span. Among equally long ones, a span found by a
     pattern comes first, then the highest score, then the order in the text. Spans that only touch stay apart.
@@ -50,6 +50,6 @@ def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
 
 
 def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
-    """Return the number of UTF-16 code units before each of `places`, which are code points in ascending order."""
+    """Return the number of UTF-16 code units before each of `places`, which are ascending offsets in code points."""
     pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
     return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))

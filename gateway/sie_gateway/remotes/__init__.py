@@ -6,5 +6,5 @@
     budget        ── tokens of a month over all gateways
     remotes       ── probes in the background, and the answer in place of a refusal
 
-A client's request is sent to a remote server only after this gateway has refused it.
+A client's request is sent to a remote server only if this cluster cannot answer it and the client would get an error.
 """

@@ -40,7 +40,7 @@ class MonthlyBudget:
         await self._record.change(self._key, charged)
 
     async def correct(self, difference: int) -> None:
-        """Add a difference between the tokens that a call used and its charge. Raises BrokerError."""
+        """Correct the charge of a call. `difference`: tokens that it used, minus its charge. Raises BrokerError."""
 
         def corrected(before: Stored | None) -> RemoteUsage:
             usage = self._current(before)

@@ -37,7 +37,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteFailed(Exception):
-    """Raised if a remote server gave no usable answer. `is_fault`: false if request or deadline were the cause."""
+    """Raised if a remote server gave no usable answer. `is_fault`: false if the request or the deadline caused it."""
 
     def __init__(self, message: str, *, is_fault: bool = True) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class RemoteClient:
     def __init__(self, server: RemoteServer, token: Secret | None) -> None:
         self._server = server
         self._model = server.served_model or server.model
-        # X-SIE-Remote: two clusters that name each other never send a request in a circle
+        # X-SIE-Remote: forbid keeps two clusters that are remotes of each other from sending a request back
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "X-SIE-Remote": "forbid"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token.reveal()}"
@@ -115,7 +115,7 @@ class RemoteClient:
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
         reported = frozenset().union(*models)
-        if self._server.kind == "tei":  # after the vectors: they are of this model, or of one before it
+        if self._server.kind == "tei":  # read after the vectors, so that a model that replaced the proven one is seen
             reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
         return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 
@@ -177,7 +177,7 @@ class RemoteClient:
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
-        # each text has at least one token: a smaller number is ignored, so that no server makes its texts free
+        # each text has at least one token. A smaller number is ignored, or the texts would cost too little
         tokens = used if used is not None and used >= count else None
         return RemoteAnswer(vectors, tokens, frozenset({(model or "")[:MAX_NAME]}))
 

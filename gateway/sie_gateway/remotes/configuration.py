@@ -38,7 +38,7 @@ class _RemotesDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_remotes(value: str) -> tuple[RemoteServer, ...]:
-    """Return the remote servers in a YAML file, or in a JSON document. Raises SettingError."""
+    """Return the remote servers. `value`: the path of a YAML file, or a JSON document. Raises SettingError."""
     path, raw = "the document", value.encode()
     try:
         if not value.startswith("{"):
@@ -71,7 +71,7 @@ def _fault(server: RemoteServer) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         return "url: expected http://HOST or https://HOST"
     if parsed.userinfo or parsed.query or parsed.fragment:
-        return "url: without credentials, query and fragment; token_env names the variable of a token"
+        return "url: expected no credentials, query or fragment; token_env names the variable of a token"
     try:  # only servers of SIE get the name in the path
         if server.kind == "sie":
             quoted(server.served_model or server.model, "served_model" if server.served_model else "model")

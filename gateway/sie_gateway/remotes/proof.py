@@ -4,8 +4,8 @@
                                    ├──► Reference ── compared with the vectors of the remote server ──► Proof
     vectors of a worker, stored  ──┘                                                        └ too far: Deviates
 
-Both cosine and relative difference are bounded: a cosine does not change with the length of a vector, and changes
-little with small errors.
+Both the cosine and the relative difference have a bound: a cosine does not depend on the lengths of the vectors, and
+changes little with small errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROBES = (
     "name\tprice\tplace",
     "  two  spaces   or more ",
 )
-MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay here
+MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay in this cluster
 MAX_LONG_TOKENS = 8192  # models with longer texts get no long probe text, because each probe would cost so many tokens
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 MAX_GOLDEN_BYTES = 64 << 20
@@ -65,7 +65,7 @@ BOUNDS: Mapping[str, ParityBound] = {
 
 
 class Prompt(NamedTuple):
-    """Prompt around a text, and the side for which the model encodes it."""
+    """Prompt around a text. `is_query`: the model encodes the text as a query, else as a document."""
 
     prefix: str
     suffix: str
@@ -112,11 +112,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Proof:
-    """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
-    if the long text, which is truncated, was not compared, or differs. `any_spaces`: false if no compared text has more
-    white space than single spaces between words. `unit_length`: all vectors have the length 1. `cosine` is the lowest
-    and `difference` the largest of all probes but the long text. `models`: those that the server reported, see
-    `RemoteAnswer`.
+    """A passed comparison. It holds for this entry of the model and for requests with these prompts.
+
+    `any_length`: it also holds for texts that the model truncates, because the vector of the long text agrees.
+    `any_spaces`: it also holds for texts with other white space than single spaces between words. `unit_length`: all
+    vectors have the length 1. `cosine`, `difference`: the lowest and the largest of all probes except the long text.
+    `models`: those that the server reported, see `RemoteAnswer`.
     """
 
     entry: ModelEntry
@@ -138,16 +139,16 @@ class Proof:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # a model that truncates a text keeps the end of its prompt, which another server takes for the end of the text
+        # if a text is too long, this cluster keeps the suffix of the prompt, but a remote server truncates it too
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
-        """Return whether vectors of this model may have the norms of these vectors."""
+        """Return whether the norms of these vectors fit the model: about 1 if all its vectors have the length 1."""
         return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
 
 
 def without_prompt(run: RunOptions) -> RunOptions:
-    """Return the options without those of the prompt (prefix, suffix, side). A Proof compares only the rest."""
+    """Return the options without the fields of `Prompt`. `Proof.covers` compares prompts separately."""
     return msgspec.structs.replace(run, prefix="", suffix="", is_query=False)
 
 
@@ -156,7 +157,7 @@ def fits(text: str, max_tokens: int) -> bool:
     text.
     """
     most = max_tokens - SPECIAL_TOKENS
-    # the normal form never has fewer characters, and a long text takes long to normalise
+    # the normalised text never has fewer characters, so a text that is already too long need not be normalised
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 
@@ -181,13 +182,13 @@ def plain_run(resolved: Resolved) -> RunOptions:
 
 
 def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
-    """Return the prompts that requests without a template of their own may have, and parameters that select each."""
+    """Return at most MAX_PROMPTS prompts of the entry that requests may select, each with parameters that select it."""
     chosen: dict[Prompt, Mapping[str, Any]] = {}
     names: list[Mapping[str, Any]] = [{"prompt_name": name} for name in (None, *templates(resolved.entry))]
     for parameters in (names[0], {"is_query": False}, {"is_query": True}, *names[1:]):
         try:
             run = run_options(resolved, {"output_types": ["dense"], **parameters}, "encode")[1].run
-        except SIEError:  # the model has no such side
+        except SIEError:  # the model does not distinguish queries from documents
             continue
         if len(chosen) < MAX_PROMPTS:
             chosen.setdefault(Prompt.from_options(run), parameters)
@@ -234,8 +235,8 @@ def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
 
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
-    """Compare the vectors of a remote server with the reference vectors. A deviation of the long text alone limits the
-    proof to short texts. Raises Deviates.
+    """Compare the vectors of a remote server with the reference vectors. If only the vector of the long text deviates,
+    the proof does not hold for texts that the model truncates. Raises Deviates if another vector does.
     """
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))

@@ -1,12 +1,12 @@
 """Answers of proven remote servers to requests that this cluster refuses for lack of room.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day
-                                            └ none: no requests   └ no answer, or too far: no requests
-    a refused request ──► may it leave? is it proven? ──► budget ──► the remote server ──► checked vectors
-                             └ no: the refusal stays                    └ no answer: the refusal stays
+                                            └ none: not proven    └ no answer, or too far: not proven
+    a refused request ──► allowed to be sent, server proven? ──► budget ──► the remote server ──► checked vectors
+                             └ no: the refusal stays                           └ no answer: the refusal stays
 
-After two failures in a row a remote server gets no requests until it passes a probe. Probes run in the background, not
-on a request.
+A remote server without a proof gets no requests. After two failures in a row it loses its proof, until it passes a
+probe. Probes run in the background, not during a request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they p
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
-# largest number of bytes of the texts of a request: they are written as JSON in the event loop
+# largest number of bytes of the texts of a request: the event loop is blocked while they are encoded as JSON
 MAX_BYTES = 4 << 20
 KEY = "_remote"  # key of the requests for reference vectors
 MAYBE_TRUNCATED = (
@@ -366,7 +366,7 @@ class Remotes:
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, the vectors are computed again. Return None if there are neither.
+        other fingerprints, they compute the vectors again. Return None if there are no vectors and no such workers.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -377,7 +377,7 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # with workers of several precisions, the strictest bound holds
+        # if the workers have several precisions, the vectors must be within the strictest bound
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current
@@ -390,7 +390,7 @@ class Remotes:
         """Return the reports of the workers that have the model loaded."""
         try:
             lane = self._fleet.lane(resolved, pool=DEFAULT_POOL, machine_profile="", known_pools=())
-        except SIEError:  # no worker could serve it
+        except SIEError:  # no lane can serve the model
             return []
         return [
             status
@@ -407,7 +407,7 @@ class Remotes:
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # bulk requests are never sent to a remote server
+            # priority bulk, because bulk requests are never sent to a remote server
             call = Call(
                 uuid7(),
                 time.perf_counter(),

@@ -1,5 +1,5 @@
-"""Payload store for large inputs. A chunk (part of a request) that is too large for a message has its inputs in the
-store, and its message names their key. Old payloads are removed.
+"""Payload store for large inputs. If a chunk (part of a request) is too large for a message, its inputs are written to
+the store, and the message has their key. Old payloads are removed.
 
     chunk above the inline limit ──► inputs and query ──put──► key ──► message with the key, without inputs and query
 """
@@ -39,7 +39,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
         return int(max_age_s) + TTL_MARGIN_S
     if ttl_s <= max_age_s:
         message = (
-            f"got {ttl_s}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
+            f"got {ttl_s}, but work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
             "message"
         )
         raise SettingError("SIE_PAYLOAD_TTL_S", message)
@@ -47,7 +47,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """Writes inputs of work items to the payload store, and removes old ones. `wall_clock`: seconds since 1970."""
+    """Writer of large inputs to the payload store, which also removes old ones. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time

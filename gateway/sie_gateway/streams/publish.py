@@ -86,8 +86,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return for each consumer since when it has been unused: nothing delivered, waiting or leased. For a consumer in
-    use, the time is `now_s`. `before`: the result of the previous call, because the broker does not store these times.
+    """Return for each consumer since when it has been unused: it delivered nothing, and no message waits or is leased.
+    A consumer in use gets `now_s`. `before`: the previous result, because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -98,9 +98,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all that were unused for `idle_s`. If the consumers of single models that are
-    left are more than 15/16 of `limit`, the excess is deleted too, the longest unused first, but no consumer that was
-    used within CROWDED_IDLE_S. So there is room for further models.
+    """Return the consumers to delete. First, all that were unused for `idle_s`. If the consumers of single models that
+    are left would then be more than 15/16 of `limit`, also the excess, so that there is room for further models: the
+    longest unused first, but none that was used within CROWDED_IDLE_S.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -114,7 +114,7 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 class StreamConsumers:
     """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` models have their
-    own consumer. Gateways together may exceed the limit, because each one may add consumers before it hears of others.
+    own consumer. Two gateways may exceed the limit, because each may add a consumer before it hears of the other's.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class StreamConsumers:
 
     async def sweep(self, ack_wait_s: float) -> int:
         """Delete unused consumers and return their number. Then create those again for which messages have arrived
-        meanwhile. Raises BrokerError; the next refresh of any gateway then creates those that are missing.
+        meanwhile. Raises BrokerError. In this case, the next refresh of any gateway creates the missing consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -370,8 +370,8 @@ UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
 HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
-# bytes; a broker must accept messages of at least this size, in which the result of one input of the widest model fits,
-# and the heartbeat of a worker with a few hundred models
+# least size in bytes of messages that a broker must accept: the result of one input of the widest model fits, and the
+# heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
@@ -425,7 +425,7 @@ class WorkQueue:
         self._is_reservation = is_reservation
         # by pool: the creation time of its stream; a new time shows that the stream was lost
         self._created: dict[str, str] = {}
-        # nothing has to stop these tasks: they end by themselves, because their broker requests have time-outs
+        # a failure of these tasks does not end the gateway: the age limit of a stream removes the messages that remain
         self._undoing = Tasks(_logger, lambda: None)
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -541,7 +541,7 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        # the path of nearly every request, without the costs of a task and a semaphore
+        # nearly every request takes this path, which saves the costs of a task and a semaphore
         if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:

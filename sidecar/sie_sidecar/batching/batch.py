@@ -1,4 +1,4 @@
-"""Choice of the next batch from the waiting work, the time and the limits alone, without clock, I/O or random numbers.
+"""Choice of the next batch. It depends only on arguments (waiting work, time, limits): no clock, I/O or random numbers.
 
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
@@ -35,8 +35,8 @@ T = TypeVar("T")
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# as many waiting work items as fit into this number of batches are compared, to find work items of similar length for a
-# model with padding
+# for a model with padding, work items of similar length are looked for among the oldest ones, as many as this number of
+# batches can have
 LOOK_AHEAD = 4
 
 
@@ -56,9 +56,9 @@ class BatchKey(NamedTuple):
 @dataclass(frozen=True)
 class BatchLimits:
     """Limits of a batch. `cost`: tokens. `requests`: work items. `wait_s`: seconds that its oldest work item may wait.
-    `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk
-    work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
-    earlier.
+    `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: maximum number of interactive batches in a
+    row while bulk work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most
+    these seconds earlier.
     """
 
     cost: int
@@ -108,7 +108,7 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Work items with one key, the cheapest first. Only a single work item may exceed `BatchLimits.cost`."""
+    """Work items with one key, the cheapest first. Only a batch of a single work item may exceed `BatchLimits.cost`."""
 
     key: BatchKey
     entries: tuple[BatchEntry[T], ...]
@@ -181,8 +181,8 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, it
-        takes the first of them.
+        """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, the
+        batch takes only the first of these indexes.
         """
         if self.entries[0].alone:
             return [0]
@@ -224,7 +224,7 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model in one copy of its weights), one for each key, in order of their turns."""
+    """Queues of one residency (a model with one set of load options), one for each key, in order of their turns."""
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
@@ -338,7 +338,7 @@ class Waiting(Generic[T]):
         self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
         self.cost = 0
         self._length = 0
-        # measured times of batches, by residency (a model in one copy of its weights)
+        # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}
 
     def ran(self, batch: Batch[T], seconds: float) -> None:

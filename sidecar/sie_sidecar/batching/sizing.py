@@ -6,15 +6,15 @@ functions have no clock: times are arguments.
 
 A batch may take SHARE of the remaining time of each work item; the rest is reserved for wrong predictions. A work item
 that has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch
-has a fixed part of time. So two rules limit how much an urgent work item may cost the others:
+also takes a fixed time. So two rules limit how much an urgent work item may slow down the others:
 
 * Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
   x / 2. So all entries together lower the tokens per second by at most half.
 * An entry that would be late even in the smaller batch is ignored.
 
 A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
-and then its own batch must run: three batches. If the budget of a work item is shorter than three batches with a
-margin, the work item `binds`: the next batch is sealed at most LEAD_S before the device is free.
+and then its own batch must run: three batches. If three batches take too much of the budget of a work item (`binds`),
+the next batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 
 
 class Quantum:
-    """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
-    answers. With recent answers it is between `shortest_s` and `longest_s`: the further the median time of work items
-    from delivery to answer is below `target_p50_s`, the longer.
+    """Seconds for which deliveries are gathered before they are tokenised together. Without recent answers this is
+    `shortest_s`. Otherwise it depends on the median time from delivery to answer: the further this is below
+    `target_p50_s`, the closer it is to `longest_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -158,7 +158,6 @@ class Quantum:
 
 
 def quantum_of(settings: Settings) -> Quantum:
-    """Build the `Quantum`, which says how long deliveries are gathered, from the worker's settings."""
     return Quantum(
         settings.adaptive_min_quantum_ms / 1000,
         settings.adaptive_max_quantum_ms / 1000,

@@ -1,5 +1,5 @@
 """Running of tokenised work items: they wait for a device, are sent in batches, and are answered. If the model, its
-LoRA or the adapter is gone by then, they are queued again.
+LoRA or the adapter is gone when their batch runs, they are queued again.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
              ▲                          ├──► model evicted, or adapter gone: load it, then put back ──┐
@@ -14,8 +14,8 @@ sent next.
        └──► writing ──► next: one work item ──► run ──► end
 
 Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`). They
-use no lane (a lane runs one batch at a time), because the adapter runs all of them together. They do not count in the
-credit: the number of deliveries of other work that the broker may send.
+use no lane (a lane runs one batch at a time), because the adapter runs all of them together. They do not lower the
+credit, which is the number of deliveries that the broker may still send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -149,7 +149,7 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item at the end; with `back`, as its batch did not run, by its time of arrival."""
+        """Queue a tokenised work item at the end; with `back` (its batch did not run), by its time of arrival."""
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
         line = self._line(entry)
@@ -339,7 +339,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if `DeviceQueue.is_full_of` is True for each device with text to generate for this consumer."""
+        """Return True if this consumer delivers work that generates text, and no device has room for more of it."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
@@ -383,8 +383,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Methods of `Isolate` that the dispatch calls for inputs that may have crashed an adapter. `marked_models`: number
-    of inputs with a poison mark by model.
+    """Methods of `Isolate` that the dispatch calls for inputs that may have crashed an adapter. `marked_models`: by
+    model, the number of its inputs with a poison mark.
     """
 
     marked_models: Mapping[str, int]

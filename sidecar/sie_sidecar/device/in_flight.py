@@ -125,7 +125,7 @@ class InFlight:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if all inputs run."""
+        """Return True if certainly all inputs run: none is unfit, and long ones are truncated, not refused."""
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
@@ -143,7 +143,6 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """Return how many of these work items are not settled yet."""
     return sum(not flight.settled for flight in flights)
 
 
@@ -159,8 +158,8 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the error for a work item whose model has a new catalogue entry. On this error, the gateway publishes the
-    work item again for the new entry.
+    """Return the error for a work item whose model has a new catalogue entry. It makes the gateway publish the work
+    item again for the new entry.
     """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
@@ -200,8 +199,8 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Cut the arrays of a work item, which lie next to each other, out of the `block` of its batch. Return the outcomes
-    with new offsets, and the arrays.
+    """Copy the arrays of a work item, which lie next to each other, from the `block` of its batch. Return the outcomes
+    with new offsets, and the bytes of the arrays.
     """
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
@@ -227,7 +226,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Join outcomes with separate blocks of bytes for their arrays to outcomes with one common block."""
+    """Join outcomes whose arrays are in separate blocks of bytes. Return them, and one common block of their arrays."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -286,8 +285,8 @@ class Inventory:
         self._on_free = on_free
         self._clock = clock
         self._all: dict[Lease, InFlight] = {}
-        # by device, or _NO_DEVICE for work items that have none yet: [tokens, work items] that wait, of interactive and
-        # of bulk work
+        # by device (_NO_DEVICE: not assigned yet): the numbers [tokens, work items] that wait, for interactive work and
+        # for bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
         self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet
 
@@ -305,7 +304,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device. The model is evicted there only after `let_model_go`, or while parked."""
+        """Assign a work item to a device. Until `let_model_go`, its model is evicted only while the item is parked."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)

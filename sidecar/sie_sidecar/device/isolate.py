@@ -1,6 +1,6 @@
 """Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
-nothing else is at the device. If the adapter dies again, the input that ran is the cause. An adapter that only stopped
-answering starts no search.
+nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
+adapter only stopped answering.
 
     batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
@@ -184,7 +184,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Reserve the device for inputs that run alone. After SLICE_S of them, let one waiting batch run first."""
+        """Reserve the device for inputs that run alone. After SLICE_S of this, let one waiting batch run first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 class AdapterGone(Exception):
     """Raised if the adapter closed the connection or accepts none. Work that was sent may have run, but is not
-    answered. `died` False: this process closed the connection, so it is not known that the adapter died of the work.
+    answered. `died` False: this process closed the connection, so the work may not have crashed the adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -155,7 +155,7 @@ class AdapterLink:
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description and store it; None for another reply. Raises AdapterGone, SIEError."""
+        """Request, store and return the adapter's description; None for another reply. Raises AdapterGone, SIEError."""
         answer = await self.request(ipc.Describe())
         if not isinstance(answer, ipc.Description):
             return None
@@ -167,7 +167,7 @@ class AdapterLink:
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends when cancelled, or at `stop` without an adapter."""
+        """Connect, send pings, and connect again after a loss. Ends if cancelled, or at `stop` while not connected."""
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -222,7 +222,7 @@ class AdapterLink:
         self._up.set()
 
     def _close(self) -> None:
-        """Close all connections. If the adapter died, the batches on all of them are lost."""
+        """Close all connections, because the adapter of all of them is gone."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
@@ -285,7 +285,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Lend a connection to the context. `more`: an additional one for text generation, opened if none is free."""
+        """Context manager that lends a connection. `more`: one for text generation, which is opened if none is free."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -360,7 +360,7 @@ class AdapterLink:
         return done
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
-        """Return a reply, after reporting the models that it names as unloaded. Raises SIEError for a refusal."""
+        """Report the models that a reply names as unloaded, and return the reply. Raises SIEError for a refusal."""
         if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
             self._dropped(answer.dropped)
         if isinstance(answer, ipc.Refused):

@@ -1,8 +1,8 @@
 """Trace of this worker's work for `sie bench replay`: numbers of tokens and times, without any text. It is written only
-if a setting names a file.
+if the option --record-trace names a file.
 
-The work items of a batch are written after the batch ran, so the lines are in the order of batches. Each line has the
-time at which the work item was published, by the broker's clock.
+The work items of a batch are written after the batch ran, so the lines are in the order of batches. The line of a work
+item has the time at which it was published, by the broker's clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write the work items and the time of a batch that ran. `lanes`: batches that the device runs at once."""
+        """Write a line for each work item of a batch, and one for its time. `lanes`: those of the device."""
         if self._file is None:
             return
         lines: list[object] = []

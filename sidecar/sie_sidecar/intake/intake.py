@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CHARACTERS_PER_TOKEN = 4  # characters for each token that a gateway assumes when it estimates the cost of a text
-# a work item counts as late these seconds after its time limit plus the possible error of the broker's clock
+# a work item counts as late only this many seconds after its time limit, and after the possible error of the clock
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
 

@@ -7,8 +7,8 @@ Before the first table, the worker pulls nothing, for at most FIRST_S seconds. A
 second after the first heartbeat. Without this wait, each new worker would load every model that has work. If there is
 no table after FIRST_S, there is no gateway, and the worker pulls the work of all models.
 
-A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts go on to serve their models. If a
-model is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
+A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. If a model
+is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """Return the role of `worker` for a model with these hosts. `held`: the worker already has work of the model; or
-    the model accepts no new work because it must make room for another one, so that a new work item would wait for two
-    loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
+    """Return the role of `worker` for a model with these hosts. `held`: the worker should pull no more of the model's
+    work, because it has some already; or because the model makes room for another one, so that new work would wait for
+    two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
     A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
     table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
@@ -343,12 +343,12 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """Use `cost` as the mean cost of a consumer until tokens were counted for it."""
+        """Use `cost`, a gateway's estimate, as the mean cost of a consumer until a delivery of it was tokenised."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a delivery of `cost` counted tokens to its consumer's mean: a gateway's estimate may be far off."""
+        """Add a delivery that was tokenised to its consumer's mean. `cost`: its tokens; estimates may be far off."""
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
@@ -553,8 +553,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers in the `with` block, in which the worker replaces the catalogue entries of
-        their models.
+        """Context manager: pull nothing from these consumers in its block. Meanwhile the worker waits for newer
+        catalogue entries of their models.
         """
         self._paused.update(consumers)
         for consumer in consumers:

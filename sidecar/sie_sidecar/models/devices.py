@@ -1,5 +1,5 @@
-"""Choice of a device for a model in a worker with several devices. The functions have no state: the loads of the
-devices are arguments.
+"""Choice of a device for a model in a worker with several devices. No I/O and no clock: facts about the devices are
+arguments.
 
     work of a model ──► loaded on some devices ──► the one of them with the least work
                    ├──► being loaded on a device ──► this device
@@ -27,7 +27,7 @@ class DeviceView:
     `refused`: loading it here failed, and must not be tried again yet. `gives_up`: loading it here failed permanently,
     and must not be tried again before the catalogue entry of the model changes. `held_cost`: tokens of the work for
     this device. `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if
-    unknown. `idle_since_s`: last use of the model that would be evicted first, infinite if none may be evicted.
+    unknown. `idle_since_s`: time of the last use of the model that would be evicted first; infinite if none may be.
     """
 
     connected: bool
@@ -70,14 +70,16 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models get a copy on a second device: those whose devices cannot keep up while another is idle."""
+    """Decides which models are loaded on one more device: those whose work waits while another device is idle."""
 
     def __init__(self) -> None:
-        # residency (a model in one copy of its weights) -> checks in a row with waiting work and a free device
+        # residency -> number of checks in a row in which its work waited and another device was free
         self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
-        """Return by model the device for a second copy. `behind`: models whose work waits on all their devices."""
+        """Return by residency the device on which one more copy is to be loaded. `behind`: residencies whose work waits
+        on all their devices, each with the facts about every device.
+        """
         copies = {}
         counts = {}
         for name, views in behind.items():

@@ -37,7 +37,7 @@ HOLD_S = 5.0
 COOL_DOWN_S = 30.0
 # largest number of LoRAs remembered as failed or loaded; without a limit, clients could fill the memory with new names
 MAX_REMEMBERED = 1000
-_Key = tuple[int, str, str]  # number of the device, residency (a model in one copy of its weights), name of the LoRA
+_Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
 
 class LoraLoads:
@@ -127,7 +127,7 @@ class LoraLoads:
 
 
 def named(resolved: Resolved) -> list[str]:
-    """Return the names of the LoRAs in the profiles that use this copy of the weights."""
+    """Return the names of the LoRAs in all profiles that share this residency."""
     entry = resolved.entry
     views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
     return list(
@@ -135,13 +135,13 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load during which the config service may replace the revision by an earlier one
+# seconds after a failed load in which the config service may write an earlier revision of the model again
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loads models for work items. `work` has the tasks of loads that no caller waits for."""
+    """Loads models for work items. `work` runs the loads that no caller waits for."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Loading:
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the model's state on the device that runs the item; None if the catalogue has another revision."""
+        """Choose a device for the item. Return the model's state there; None if the catalogue lacks this revision."""
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
@@ -180,9 +180,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced the revision of the model whose load failed. If an earlier
-        revision was loaded here before, the config service may return to it: wait for this until RESTORED_S seconds
-        after the failed load.
+        """Return True if the config service has replaced the revision that could not be loaded. It writes an earlier
+        revision again if that one was loaded before. Wait for this until RESTORED_S seconds after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -263,7 +262,7 @@ class Loading:
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else the model was evicted meanwhile: both are loaded again
+                if hosted.state == "loaded":  # else it was evicted meanwhile: model and LoRA are loaded again
                     return
         raise GatewayTimeout("the time limit of the request was over before its model was loaded")
 

@@ -7,8 +7,8 @@ memory, and idle models are unloaded.
                     └──error──► failed ──after a pause──► loading
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
-memory. Each request to the adapter lists the models that the adapter may drop, and each reply lists the dropped ones.
-So an eviction happens during a load, during a batch, or by a request that is sent every second while memory is short.
+memory. Three kinds of requests list the models that the adapter may drop: loads, batches, and one that is sent every
+second to free memory. Their replies list the dropped models. So an eviction happens only during these requests.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
           └──► load ──► the adapter drops listed models if it needs memory ──► Ready
@@ -17,7 +17,8 @@ So an eviction happens during a load, during a batch, or by a request that is se
 `WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices; `devices` chooses one of them
 for work.
 
-A residency is a model in one copy of its weights; profiles that need other weights have a residency of their own.
+A residency is a model with one set of load options. Profiles of a model with equal load options share a residency, and
+so one copy of the weights in memory.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
-# longest time in seconds after its load in which a model with work is not closed to new work. It is short, because a
-# request for another model waits at most SIE_LOAD_HOLD_S for the end of this time and for its own load
+# maximum number of seconds after its load for which a model with work stays open to new work. It is short, because a
+# request for another model waits until then, and after that for its own load: at most SIE_LOAD_HOLD_S in all
 MAX_TURN_S = 5.0
 
 
@@ -82,7 +83,7 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 class ModelState:
-    """Residency (a model in one copy of its weights) on one device. `held`: number of work items that need it."""
+    """Residency (a model with one set of load options) on one device. `held`: number of work items that need it."""
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
@@ -96,8 +97,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions, one for each caller whose work items wait and allow the eviction of the model: each returns the
-        # number of these work items
+        # one function for each group of parked work items, which wait and allow the eviction of the model meanwhile: it
+        # returns the number of these work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -117,7 +118,7 @@ class ModelState:
         self.waiting_counts: list[Callable[[], int]] = []
         # LoRAs that were loaded into this copy; the adapter may have dropped some since then
         self.loras: set[str] = set()
-        self.lora_digests: dict[str, str] = {}  # digest of the files of each LoRA that was loaded once
+        self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -131,7 +132,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of work items here that wait and allow the eviction of the model meanwhile."""
+        """Return the number of parked work items: they wait, and the model may be evicted meanwhile."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -226,18 +227,18 @@ class ModelState:
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Keep the model for an operator: cancel a pending unload, and allow another try of a failed load."""
+        """Cancel a pending unload, and allow a failed load to be tried again: an operator wants the model loaded."""
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Clear the lists of loaded LoRAs. Each is requested again, which is fast if the adapter still has it."""
+        """Forget which LoRAs are loaded. Each is requested again at its next use: fast, if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
 
 class ModelStates:
-    """States of all residencies (models in one copy of their weights) on one device."""
+    """States of all residencies (models with one set of load options) on one device."""
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class ModelStates:
         return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
 
     def is_loaded(self, model: str) -> bool:
-        """Return True if the model is loaded, with any of its copies of weights."""
+        """Return True if any residency of the model is loaded."""
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
 
     def is_open(self, model: str) -> bool:
@@ -290,7 +291,7 @@ class ModelStates:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit into the memory that only models may use; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that is left for models; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
         # the adapter does not report the bytes of a model that is being loaded, so they would count as use by others
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
@@ -301,7 +302,7 @@ class ModelStates:
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the state of a model at `revision`. A copy that was loaded for an old entry counts as unloaded."""
+        """Return the state of a model at `revision`. If it was loaded for another entry, it now counts as unloaded."""
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
@@ -315,7 +316,7 @@ class ModelStates:
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """Return the state of the residency of this name, or None if no work here has needed it yet."""
+        """Return the state of this residency, or None if no work here has needed it yet."""
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
@@ -362,12 +363,12 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return other models than `hosted` whose memory cannot be freed now: in use, or being loaded."""
+        """Return the models besides `hosted` whose memory cannot be freed now: they are in use or being loaded."""
         states = (state for state in self._hosted.values() if state is not hosted)
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the names of loaded models that this process did not load: an earlier sidecar process did."""
+        """Return the names of loaded models that an earlier sidecar process loaded, not this one."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
@@ -384,8 +385,8 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time until which a model is protected after its load: as long as its load took, at most
-        MAX_TURN_S, but at least `swap_after_s`. Without this, models would be loaded and evicted again before they run.
+        """Return the time at which a model's protection ends. After its load it is protected for as long as the load
+        took: at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they ever run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
@@ -492,9 +493,9 @@ class Hosting(ModelStates):
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
-        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: go on
-        even if the model is closed to new work. A model is closed while another one waits for its memory, and the other
-        one is loaded only when all work that this model had accepted is done. So that work must not wait.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
+        if the model is closed to new work. This is for work that it accepted earlier: the other model, which waits for
+        its memory, is loaded only when that work is done.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -607,8 +608,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # loads of this process end at once if the earlier process had already loaded the model; after that, the model
-        # has work or can be evicted
+        # the adapter already has these models from the earlier process, so their loads by this process end at once;
+        # after that, each model has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -629,8 +630,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, close the model whose protection ends first to new work, until `hosted` is loaded.
-        `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, choose the model whose protection ends first: it accepts no new work until `hosted`
+        is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -785,7 +786,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's facts for `choose`. `weighs_memory`: also those about memory, which are slow to compute."""
+        """Return a device's facts for `choose`. `weighs_memory`: also `models` and `idle_since_s`, which are slow."""
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -808,7 +809,7 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return states of models to load on one more device. `is_behind(state)`: its work waits for a busy device."""
+        """Return models to load on one more device, as states there. `is_behind(state)`: work waits for its device."""
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}
@@ -832,7 +833,7 @@ class WorkerModels:
         return any(device.holds(model) for device in self.devices)
 
     def is_closed(self, model: str) -> bool:
-        """Return True if new work of this model would wait for another load on every device that could run it."""
+        """Return True if the model is closed to new work on a device, and open on no other one."""
         closed = [device for device in self.devices if device.is_closed(model)]
         return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
 

@@ -69,7 +69,7 @@ def contents_of(
     if not chunks.context:
         room = most - len(special[0]) - len(special[1]) - tokens.before - tokens.after
         if chunks.rule is not None and chunks.rule.max_tokens > room:
-            message = f"without context a chunk has at most {room} tokens beside special ones and the prompt"
+            message = f"without context a chunk has at most {room} tokens besides special tokens and the prompt"
             raise bad_chunks(message, "too_long", "max_tokens", room)
         return _alone(text, tokens.spans(chunks, text), options)
     return _late(tokens, tokens.spans(chunks, text), special, most)

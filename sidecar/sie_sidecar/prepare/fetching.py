@@ -39,8 +39,8 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Read the inputs and query of `flight`, in memory until `let_go`. Raises QueueUnavailable, ResourceExhausted,
-        InternalFailure.
+        """Read the inputs and the query of `flight`. They stay in memory until `let_go`. Raises QueueUnavailable,
+        ResourceExhausted, InternalFailure.
         """
         try:
             await self._fetch(flight)

@@ -119,8 +119,8 @@ def _size(image: PreparedImage) -> Size:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows. An input whose text contains the token that stands for images is marked as not runnable, because
-    the model would read it as an image.
+    """Return the rows, with an error for each input whose text contains the token that stands for images: the model
+    would read this token as an image. If the query contains it, the whole work item gets the error.
     """
     assert layout.images is not None
     error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")

@@ -51,7 +51,8 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-_STRIP_PIXELS = 1 << 20  # number of pixels that are put on white at a time, because this needs five times their memory
+# pixels that are laid over a white background at a time; they are few, because this needs five times their memory
+_STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
@@ -118,7 +119,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
     if kind is None:
-        raise fault("undecodable", f"the first bytes are of no image format that is read: {', '.join(FORMATS)}")
+        raise fault("undecodable", f"the first bytes are of no supported image format: {', '.join(FORMATS)}")
     return Image.open(io.BytesIO(data), formats=[kind])
 
 
@@ -131,10 +132,10 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Convert the image to RGB with 8 bits. An image with alpha is put on white."""
+    """Convert the image to RGB with 8 bits. An image with alpha is laid over a white background."""
     if image.mode in ("F", "I"):
         raise fault(
-            "undecodable", f"samples of mode {image.mode} have no fixed value of white: only 8 and 16 bits are read"
+            "undecodable", f"samples of mode {image.mode} have no fixed value for white: only 8 and 16 bits are read"
         )
     if image.mode.startswith("I;16"):
         return _of_16_bits(image)
@@ -159,7 +160,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
     """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of an empty page of this
-    size instead; for `tiles`, put its tiles one below the other, then the whole image as one tile.
+    size instead; for `tiles`, put its tiles one below the other, then the whole image, shrunk to one tile.
     """
     if (image.height, image.width) == size:
         return image

@@ -42,7 +42,7 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens
 # part of a pair's tokens that its query may always use; it may use more if the document is short
 QUERY_SHARE = 0.75
 NOWHERE = -1  # offset that is given to a special token, which is not in the text
-# maximum number of tokens in the rows of one work item, which has a row for each pair of a text and a label
+# maximum number of tokens of a work item with labels or questions: each text counts once with each of them
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
@@ -88,7 +88,7 @@ def _text(
 def _text_with_chunks(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of a work item with chunks: several rows for a text with chunks, one for any other input."""
+    """Return the rows of a work item: one or more for a text with chunks, one for any other input."""
     side = layout.query if item.options.is_query else layout.document
     first, last, most = _row_frame(tokenizer, side, limit)
     contents: list[_Content] = []
@@ -294,7 +294,7 @@ def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
     """Return the row of a pair in the tokenizer's template. If it is too long, the second text (with `cut_first` the
-    first) is truncated first. The other text is only truncated to QUERY_SHARE of the tokens or more (`_share_ids`).
+    first) is truncated first. The other text keeps at least QUERY_SHARE of `room` (`_share_ids`).
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _share_ids(whole, shortened, room, truncate)
@@ -344,7 +344,7 @@ def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
 def _pieces_with_images(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of a template's pieces with images. Texts are truncated as in `_text_pieces`, images are not."""
+    """Return one row for each input: the filled prompt template, with images. Only texts are truncated."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []
@@ -359,9 +359,9 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return the rows of a template's pieces, each tokenised alone. The end of the template is never truncated: the
-    model answers after it. A query may always use QUERY_SHARE of the limit. If the pieces are too long, the piece with
-    the document is truncated. Source: README of Qwen3-Reranker, library mxbai-rerank.
+    """Return one row for each input: the filled pieces of the prompt template, each tokenised alone. The end of the
+    template is never truncated: the model answers after it. A query may always use QUERY_SHARE of the limit. If the
+    pieces are too long, the piece with the document is truncated. Source: README of Qwen3-Reranker, mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -374,8 +374,8 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # 4 * characters is an upper bound of the tokens (a character has at most four bytes, a token at least one): a
-        # query below it is never cut
+        # a character has at most four bytes, and a token at least one: so a query of at most share / 4 characters has
+        # no more than `share` tokens, and is not cut
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -403,8 +403,8 @@ def _text_pieces(
 
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
-    """Return the beginning of the text, up to its first `most` tokens. 0: the whole text."""
-    # an upper bound of the tokens: each has at least one byte
+    """Return the part of the text that its first `most` tokens cover; if `most` is 0, the whole text."""
+    # an upper bound of the number of tokens, because each token has at least one byte
     max_bytes = len(text) if text.isascii() else 4 * len(text)
     if not 0 < most < max_bytes:
         return text
@@ -471,8 +471,8 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that tokenises itself. The ids here only serve to estimate the cost. Texts are sent
-    whole, and media as files. A model with questions is refused more than MAX_TOKENS, as `_hypotheses` refuses them.
+    """Return rows for a model that tokenises in the adapter. The ids here only serve to estimate the cost. Texts and
+    documents are sent as they are. A work item with more than MAX_TOKENS tokens together with its questions is refused.
     """
     results = []
     for item in items:
@@ -505,7 +505,7 @@ def _raw(
 def _costs_with_questions(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, contents: Sequence[Tokens]
 ) -> list[int]:
-    """Return for each text the tokens of all sequences that the model reads: the text with each question."""
+    """Return for each text its number of tokens, summed over the questions: the model reads the text with each one."""
     questions = questions_of(item.options) if layout.questions else []
     most = tokenizer.max_tokens
     sizes = [len(tokens.ids) for tokens in tokenizer.contents(questions, most, "END")] if questions else []

@@ -1,5 +1,5 @@
-"""Tokenising of very long texts in pieces. It begins at the end of the text that is not truncated, and stops when it
-has enough tokens.
+"""Tokenising of very long texts in pieces. It begins at the side of the text that is kept (its start, or its end if the
+start is truncated), and stops when it has enough tokens.
 
     text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
 
@@ -10,9 +10,9 @@ cut there does not change the ids, because of these properties of the steps of a
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
   added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
   or texts are not cut.
-- Normalizers: white space does not combine with characters before it, and begins a grapheme. So NFC to NFKD,
-  Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on text across the cut.
-  Characters that form a grapheme with the next one (prepended marks) are not allowed before a cut.
+- Normalizers: white space does not combine with characters before it, and begins a grapheme. So the forms of Unicode
+  (NFC, NFD, NFKC, NFKD), Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on
+  text across the cut. Characters that form a grapheme with the next one (prepended marks) may not stand before a cut.
 - Pre-tokenizers: each known one begins a new word at the cut, and never depends on text after it. Without a pre-
   tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of
   the vocabulary has a space after another character.
@@ -147,7 +147,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return the pattern of positions where a cut keeps the ids, with empty matches; None if none is known."""
+        """Return a pattern with empty matches: a cut there does not change the ids. None if no pattern is known."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -174,8 +174,8 @@ class LongTexts:
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Yield the pieces, the last one first if `from_end`, each with the number of its first tokens to drop: those
-        of the sentinel.
+        """Yield each piece, with the number of tokens of the sentinel to drop at its beginning. With `from_end`, the
+        last piece comes first.
         """
         if self.places is None:
             return iter([(text, 0)])
@@ -234,9 +234,7 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece from the start. The first has at least `size` characters; later ones are
-    larger.
-    """
+    """Yield start and end of each piece, from the start of the text. Only the last one may be shorter than `size`."""
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -246,7 +244,7 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece from the end. A piece begins at a match of `places`, or at the text's start."""
+    """Yield start and end of each piece, from the end of the text. A piece begins at a match of `places`, or at 0."""
     end = len(text)
     while end:
         low, above, match = max(0, end - size), end, None
@@ -258,8 +256,8 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions for cuts, by this tokenizer's steps. If it has unknown steps, the pattern is a
-    guess, which `_holds` tests.
+    """Return a pattern that matches the positions for cuts, chosen by this tokenizer's normalizers and pre-tokenizers.
+    If some of them are unknown, the pattern is a guess, which `_holds` tests.
     """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)

@@ -82,14 +82,14 @@ class _ImageFile:
 
     def outcome(self, reply: PreparedFile) -> PreparedImage:
         if not isinstance(reply, PreparedImage):
-            raise _WorkerLost("its answer is no image")
+            raise _WorkerLost("its answer is not an image")
         try:
             check(self.recipe, reply.upright)
             expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
-            raise _WorkerLost("it claims an image that is refused") from error
+            raise _WorkerLost("its answer has an image size that is refused") from error
         if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
-            raise _WorkerLost("its pixels are not of the size that the recipe gives")
+            raise _WorkerLost("its pixels do not have the size that the recipe requires")
         return reply
 
 
@@ -105,9 +105,9 @@ class _SoundFile:
 
     def outcome(self, reply: PreparedFile) -> SoundFeatures:
         if not isinstance(reply, SoundFeatures):
-            raise _WorkerLost("its answer is no sound")
+            raise _WorkerLost("its answer is not a sound")
         if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
-            raise _WorkerLost("its features are not of the shape that the recipe gives")
+            raise _WorkerLost("its features do not have the shape that the recipe requires")
         return reply
 
 
@@ -314,7 +314,7 @@ class _WorkerLost(Exception):
 def _usable(answer: PreparedFile | Unusable) -> PreparedFile:
     """Return the answer. Raises InvalidInput if it says that the file is unusable."""
     if isinstance(answer, Unusable):
-        _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "by its header")
+        _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "no exception")
         raise fault(answer.cause, answer.message)
     return answer
 
@@ -370,10 +370,10 @@ class _MediaProcess:
         try:
             async with asyncio.timeout(START_S):
                 if not isinstance(await worker._read(), Hello):
-                    raise _WorkerNotStarted("its first words are wrong")
+                    raise _WorkerNotStarted("its first message was not Hello")
         except (_WorkerLost, TimeoutError) as error:
             status = await worker.ended()
-            raise _WorkerNotStarted(f"it ended with status {status}, its last lines are above") from error
+            raise _WorkerNotStarted(f"it ended with status {status}; its own output is above this line") from error
         except BaseException:
             await worker.end()
             raise
@@ -386,10 +386,10 @@ class _MediaProcess:
                 self._writer.write(part)
             await self._writer.drain()
         except OSError as error:
-            raise _WorkerLost("it does not read") from error
+            raise _WorkerLost("the file could not be sent to it") from error
         answer = await self._read()
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _WorkerLost("its answer is to something else")
+            raise _WorkerLost("its answer belongs to another job")
         return answer
 
     async def _read(self) -> media_frames.Answer:

@@ -67,7 +67,7 @@ class Prepare:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
                 return False
-            error = NotReady("this worker has no SIE_PAYLOAD_STORE_URL to read the inputs of this request from")
+            error = NotReady("this worker cannot read the inputs of this request: its SIE_PAYLOAD_STORE_URL is not set")
             self._settle.answer_all([flight], error)
             return False
         with self._settle.answering([flight], "fetching the input"):
@@ -80,9 +80,9 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare a group and return the work items that can be dispatched. Raises the SIEError with which the whole
-        group is answered. `together`: characters of all groups gathered at the same time; if they are few, texts are
-        tokenised on the event loop.
+        """Prepare a group and return the work items that can be dispatched. `together`: characters of all groups that
+        were gathered at the same time; if they are few, texts are tokenised on the event loop. Raises SIEError: the
+        caller answers the whole group with it.
         """
         group = self._settle.still_wanted(group)
         if not group:

@@ -69,15 +69,16 @@ class TokenRow:
     @property
     def cost(self) -> int:
         """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
-        of its encoder and its ids in the row. If the model reads all images at one size, the patches of an image
-        without text count as only 1 token in `batch_cost`. The time of attention, which grows with the square of the
-        length, is not part of this cost; see `BatchNote`.
+        of its encoder and its ids in the row. The time of attention, which grows with the square of the length, is not
+        part of this cost; see `BatchNote`.
         """
         return max(len(self.ids), self.expanded)
 
     @property
     def batch_cost(self) -> int:
-        """Return the tokens of the row that count towards the size of a batch."""
+        """Return the tokens of the row that count towards the size of a batch. If the model reads all images at one
+        size, the patches of an image without text count as only 1 token.
+        """
         return self.cost - self.uncounted
 
     @property
@@ -127,7 +128,7 @@ def checked_work(
         query, pixels = item.query, item.images.get(OF_QUERY)
         if query.audio or query.document or (query.images and layout.layout != "pieces"):
             param = "audio" if query.audio else "document" if query.document else "images"
-            error = _unsupported(param, "takes none in a query")
+            error = _unsupported(param, "accepts none in a query")
         else:
             error = pixels if isinstance(pixels, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, source in enumerate(item.inputs):
@@ -161,39 +162,39 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunO
         return _unfit_document(layout, source, source.document)
     if source.audio:
         if layout.sounds is None:
-            return _unsupported("audio", "takes none")
-        return _unsupported("audio", "takes none beside images") if source.images else None
+            return _unsupported("audio", "accepts no sounds")
+        return _unsupported("audio", "accepts no sounds beside images") if source.images else None
     if source.images:
         if layout.images is None:
-            return _unsupported("images", "takes none")
+            return _unsupported("images", "accepts no images")
         alone = layout.image_tokens is not None and not layout.image_tokens.beside_text
         several = alone and len(source.images) > 1
-        return _unsupported("images", "takes one for each input, no more,") if several else None
+        return _unsupported("images", "accepts only one image for each input") if several else None
     if source.vectors is not None:
         return _unfit_vectors(layout, source.vectors, options)
     if source.pair is not None and not (layout.pairs and source.text is not None):
         return _unsupported(
-            "pair", "takes no pairs of texts" if source.text is not None else "takes pairs of texts alone"
+            "pair", "accepts no pairs of texts" if source.text is not None else "accepts only pairs of texts"
         )
     if source.tokens is None:
         return None
     if not layout.tokens:
-        return _unsupported("tokens", "takes no token ids")
+        return _unsupported("tokens", "accepts no token ids")
     return bad_token(tokenizer, source.tokens)
 
 
 def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
     assert source.chunks is not None
     if not source.text:
-        return bad_chunks("a text alone may have chunks", "unsupported_modality")
+        return bad_chunks("only an input with a text may have chunks", "unsupported_modality")
     if not layout.chunks:
-        return bad_chunks("texts of this model have none", "unsupported_modality")
+        return bad_chunks("this model does not support them", "unsupported_modality")
     if options.is_query:
-        return bad_chunks("a query has none", "unsupported_modality")
+        return bad_chunks("a query cannot have any", "unsupported_modality")
     is_pooled = source.chunks.context and "dense" in options.outputs and options.muvera is None
     pooling = options.pooling or layout.pooling
     if is_pooled and not is_joinable(pooling):
-        message = f"the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+        message = f"the pooling is {pooling}; for chunks with context it must be {' or '.join(JOINABLE_POOLINGS)}"
         return bad_chunks(message, "unsupported_pooling")
     return None
 
@@ -206,9 +207,9 @@ def bad_chunks(message: str, reason: str, field: str = "", limit: int = 0) -> In
 
 def _unfit_document(layout: Rows, source: Input, document: DocumentFile) -> InvalidInput | None:
     if layout.documents is None:
-        return _unsupported("document", "takes none")
+        return _unsupported("document", "accepts no documents")
     if source.images or source.audio:
-        return _unsupported("document", f"takes none beside {'images' if source.images else 'audio'}")
+        return _unsupported("document", f"accepts no documents beside {'images' if source.images else 'audio'}")
     try:
         documents.check(layout.documents, len(document.data))
     except InvalidInput as error:
@@ -234,13 +235,13 @@ def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput 
 
 def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> InvalidInput | None:
     if not layout.vectors:
-        return _unsupported("multivector", "takes none")
+        return _unsupported("multivector", "accepts no vectors")
     if layout.layout == "sides" and options.outputs != ("multivector",):
         return _unsupported(
-            "multivector", f"scores by {' and '.join(options.outputs)}, and takes one with score_mode colbert alone,"
+            "multivector", f"scores by {' and '.join(options.outputs)}; vectors need score_mode colbert"
         )
     if layout.layout != "sides" and (options.muvera is None or "sparse" in options.outputs):
-        return _unsupported("multivector", "takes one for muvera alone")
+        return _unsupported("multivector", "accepts vectors only for muvera")
     if vectors.width != layout.vectors:
         message = f"multivector: expected vectors {layout.vectors} wide, got {vectors.width}"
         return InvalidInput(message, reason="bad_dimensions", param="multivector")
@@ -381,7 +382,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame with which the adapter runs these work items. `fingerprint`: that of the loaded model."""
+    """Return the frame with which the adapter runs these work items. `fingerprint`: of the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []

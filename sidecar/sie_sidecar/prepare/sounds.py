@@ -5,7 +5,7 @@ import this module, because decoders are C code that reads the data of clients.
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
 those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, they
-are equal bit for bit. Of a longer sound, another part may be read (`sie_contracts.media.sounds`).
+are equal bit for bit. From a longer sound, transformers may take another part (`sie_contracts.media.sounds`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
     if kinds is None:
-        raise fault("undecodable", f"the first bytes are of no sound format that is read: {', '.join(FORMATS)}")
+        raise fault("undecodable", f"the first bytes are of no supported sound format: {', '.join(FORMATS)}")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         if file.format not in kinds:  # the first bytes may be an ID3 tag, which can stand before any format
             raise fault("undecodable", "the sound file is of another format than its first bytes say")
@@ -109,7 +109,7 @@ def features(samples: Float32, recipe: SoundRecipe) -> Float32:
     ClapFeatureExtractor, ParakeetFeatureExtractor and WhisperFeatureExtractor.
     """
     if recipe.filling == "none" and len(samples) < 2 * recipe.hop:
-        raise fault("undecodable", f"the sound has {len(samples)} samples, the model reads {2 * recipe.hop} at least")
+        raise fault("undecodable", f"the sound has {len(samples)} samples, the model needs {2 * recipe.hop} or more")
     if recipe.whole and (recipe.filling == "none" or len(samples) > recipe.window):
         return _spectrogram(samples, recipe)[None]
     if len(samples) <= recipe.window:

@@ -25,8 +25,8 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, 
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# characters of all texts gathered together that are tokenised on the event loop, which takes up to 1.5 ms. For so few,
-# a thread would answer later and would hold the interpreter lock for the same time (bench/results/tokens.md).
+# texts that were gathered together are tokenised on the event loop if they have at most this number of characters. This
+# takes up to 1.5 ms. A thread would take longer, and hold the interpreter lock as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
 _MAX_CHARACTERS_PER_TOKEN = 64
@@ -66,7 +66,7 @@ class PairTemplate:
 class ModelTokenizer:
     """Tokenizer of one loaded model, from JSON bytes (`serialised`). Texts of more than `long_characters` characters
     may be read in pieces. `first` and `last`: special tokens before and after a text. `pair`: those around two texts.
-    Raises ValueError if they cannot be found.
+    Raises ValueError if `first` and `last` cannot be found.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -133,9 +133,9 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt's parts before and after a text that was sent as ids. The ids of a prompt may
-        depend on the text beside it. So the prompt is tokenised beside a placeholder word; or alone, if it would change
-        the ids of the placeholder.
+        """Return the ids of `prefix` and `suffix`, the prompt around a text that a client sent as ids. The ids of a
+        prompt may depend on the text beside it, so each part is tokenised beside a placeholder word. If it changes the
+        ids of the placeholder, it is tokenised alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -166,8 +166,8 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the beginning of a long text if this beginning already has more than `room` tokens, else the whole
-        text. It ends where the cut does not change the ids.
+        """Return a beginning of the text with more than `room` tokens, which ends where the cut does not change the
+        ids. If the text is short, or this beginning has fewer tokens, return the whole text.
         """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
@@ -175,7 +175,7 @@ class ModelTokenizer:
         return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
 
     def prefix_of(self, text: str, room: int) -> str:
-        """Return the beginning of the text, up to its first `room` tokens."""
+        """Return the part of the text that its first `room` tokens cover."""
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
@@ -218,9 +218,9 @@ class _ThreadWork(NamedTuple):
 
 
 class TokenizerPool:
-    """Threads that tokenise the texts of all models, for one event loop. Short calls of one iteration of the loop share
-    a thread: moving a call to a thread and back takes as long as tokenising 500 characters. Also, threads with short
-    calls hold up each other and the event loop by the interpreter lock.
+    """Threads that tokenise the texts of all models, for one event loop. Short calls that come in the same iteration of
+    the loop share a thread: moving a call to a thread and back takes as long as tokenising 500 characters. Also, many
+    threads with short calls would wait for each other, and the event loop for them, at the interpreter lock.
     """
 
     def __init__(self, workers: int) -> None:
@@ -228,8 +228,8 @@ class TokenizerPool:
         self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """Return the result of `work`, which tokenises `characters` characters. It is called in a thread, unless it and
-        everything gathered with it (`together`) has so few characters that a thread would take longer.
+        """Return the result of `work`, which tokenises `characters` characters. `together`: characters of everything
+        that was gathered with it. `work` is called in a thread, unless both are so few that a thread would take longer.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()

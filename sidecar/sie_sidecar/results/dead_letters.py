@@ -21,8 +21,8 @@ _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetterWriter:
-    """Writes dead letters to the stream of the worker's own `pool`, also for work of a reservation, whose streams are
-    removed at its end. `now_s` returns the time of the broker's clock.
+    """Writes dead letters to the stream of the worker's own `pool`, also for work of a reservation (a temporary pool),
+    because the streams of a reservation are removed at its end. `now_s` returns the time of the broker's clock.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DeadLetterWriter:
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
         """Store the message of a delivery once, with the error for which it was given up. After ATTEMPTS failures, the
-        letter is lost, and the result is False: without an acknowledgement, the message would be delivered for ever.
+        letter is lost: return False. The caller acknowledges the message even then, or it would be delivered for ever.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

@@ -109,7 +109,7 @@ class ResultDelivery:
             return verdict
         if only_errors:
             return "unconfirmed"
-        error = InternalFailure(f"the result was damaged on its way {MAX_ROUNDS} times")
+        error = InternalFailure(f"the result was damaged on its way to the gateway {MAX_ROUNDS} times")
         return await self._send(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
@@ -139,7 +139,7 @@ class ResultDelivery:
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline
-        or for an unreadable verdict, `fenced` if the lease `fence` is lost before. Raises PayloadTooBig.
+        or for an unreadable verdict, `fenced` if the lease `fence` is lost first. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -156,9 +156,7 @@ class ResultDelivery:
                     )
                     return "unconfirmed"
             except msgspec.DecodeError:
-                _logger.error(
-                    "request %s: the gateway answered its result with an unreadable confirmation", item.request
-                )
+                _logger.error("request %s: the gateway's confirmation of the result could not be decoded", item.request)
                 return "unconfirmed"
             await asyncio.sleep(pause_s)  # the gateway may be unreachable for a while
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -167,7 +165,7 @@ class ResultDelivery:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """Return how many bytes of a result fit into a message of this size, besides the fields that identify the part."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # the encoded length of the bytes takes up to four bytes more than that of no bytes
+    # msgpack writes the length before the bytes: this takes up to four bytes more than the length 0 in `frame`
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
@@ -231,7 +229,7 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work items whose model has a new catalogue entry. On their error, the gateway publishes them again for
+        """Answer work items whose model has a new catalogue entry. Their error makes the gateway publish them again for
         the new entry.
         """
         if flights:
@@ -305,7 +303,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Write a message that cannot be decoded to the dead letters, and end its delivery."""
+        """Store an undecodable message as a dead letter, and end its delivery."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -502,7 +500,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Return the deliveries of a killed process of this worker to the queue, and return their number."""
+        """Hand the deliveries of this worker's killed process back to the queue. Return their number."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -595,7 +593,7 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew the leases every third of the ack wait, until cancelled: one lost renewal then does no harm."""
+        """Renew the leases every third of the ack wait, so that one lost renewal does no harm. Runs until cancelled."""
         due_s = self._clock()
         while True:
             due_s = max(due_s + self._ack_wait_s / 3, self._clock())

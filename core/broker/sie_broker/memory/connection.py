@@ -85,7 +85,7 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all subscriptions, but only to one of each queue group. Return their number."""
+        """Deliver a message to all subscriptions, but to one of each queue group. Return the number of deliveries."""
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
             if not inbox.done():
@@ -121,7 +121,7 @@ class Settlement(Protocol):
 
 
 class WatchReader(Protocol):
-    """Methods of a bucket's watch that its connection calls."""
+    """Watch of a bucket: the methods that its connection calls."""
 
     def catch_up(self) -> None:
         """Read the entries that the watch missed; called after a reconnect."""
@@ -204,7 +204,7 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out."""
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:

@@ -86,7 +86,7 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pulls of one connection on one stream: the methods that the server calls."""
+    """Pulls of one connection from one stream: the methods that the server calls."""
 
     def attach(self, name: str) -> None:
         """Add the credit of these pulls, if there is any, to the consumer's queue of credits."""
@@ -221,12 +221,12 @@ class Stream:
             return Published(self._ids[message_id][0], duplicate=True)
         count = self.counts.get(subject, 0)
         if 0 < spec.max_per_subject <= count:
-            raise StreamFull(f"{subject}: the stream has the maximum number of messages of this subject")
+            raise StreamFull(f"{subject}: the stream has reached its maximum number of messages of this subject")
         size = len(subject) + len(data) + len(message_id) + _MESSAGE_OVERHEAD_BYTES
         while spec.retention == "limits" and self.messages and 0 < spec.max_bytes < self.bytes + size:
             self.remove(next(iter(self.messages)))
         if 0 < spec.max_bytes < self.bytes + size:
-            raise StreamFull(f"{subject}: the stream has its maximum of bytes")
+            raise StreamFull(f"{subject}: the stream has reached its maximum number of bytes")
         self.last_sequence += 1
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message

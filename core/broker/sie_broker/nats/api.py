@@ -206,7 +206,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the settings in `desired` that differ at the broker, which omits settings whose value is zero or empty."""
+    """Return the settings in `desired` that differ at the broker. The broker omits settings that are zero or empty."""
     return [
         name
         for name, value in desired.items()

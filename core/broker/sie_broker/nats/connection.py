@@ -42,7 +42,7 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Methods of open pull requests that their connection calls. Their inbox (reply subject) is lost with the
+    """Open pull requests: the methods that their connection calls. Their inbox (reply subject) is lost with the
     connection.
     """
 
@@ -142,7 +142,7 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # keep the earlier error: an attempt that the deadline cut short says less
+                    # keep the earlier error: it says more than the time-out of an attempt that the deadline cut short
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -236,7 +236,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -378,10 +378,9 @@ def is_no_responder(answer: Any) -> bool:
 def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern for the subjects that a subscription may receive.
 
-    A user with the right to pull from a stream chooses the subject on which deliveries arrive, and no permission limits
-    that choice. But a delivery still has the subject on which it was first published. So such a user could direct
-    messages of the stream at this subscription. A message whose subject does not fit the pattern is such a delivery,
-    and is dropped.
+    A user that may pull from a stream chooses the subject to which the broker sends the deliveries, and no permission
+    limits that choice. So it could direct messages of the stream at this subscription. But such a delivery keeps the
+    subject on which it was first published. That subject does not fit the pattern, and the message is dropped.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))

@@ -46,16 +46,16 @@ PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
 # longer, which is cheaper, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
-# 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
+# If 200 pulls wake the loop one by one, this costs 1.5 % of a core; together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
 # The limit must be at least the size of the largest message with its subjects, which the server counts too.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
-# seconds after its expiry when a pull counts as lost; the broker reports an expired pull within milliseconds
+# seconds after its expiry at which a pull counts as lost; the broker reports an expired pull within milliseconds
 _PULL_LATE_S = 1.0
 _LOG_EVERY_S = 10.0  # seconds between two log lines about consumers that do not exist yet after a restart of the broker
-# seconds between two searches for lost pulls; one timer serves all pulls, so their number does not grow with the load
+# seconds between two searches for lost pulls; one timer serves all pulls, so that more pulls need no more timers
 _SWEEP_S = 0.25
 
 
@@ -258,8 +258,9 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Each increase of the credit has opened a small pull of its own: replace them by one pull. With 200 consumers
-        # and a credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
+        # Each increase of the credit opened a small pull of its own. Wait until fewer than half of the credit is open,
+        # and renew it by one pull. With 200 consumers and a credit of 16, separate renewals of the small pulls cost 5 %
+        # of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -414,8 +415,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has up to one pull in flight, so their unsent bytes stay
-# far below what a server allows per connection.
+# Number of buckets that are read at the same time. Each read has at most one pull in flight, so the unsent bytes of
+# these reads stay far below what a server allows per connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -507,7 +508,7 @@ class JetStream(NatsBus):
 
     async def ask_owner(self, request: StreamRequest) -> bool:
         """Ask the owner of streams to create or update a stream. Return False if this process must do it itself: it is
-        the owner, no owner is connected, or this user may not send such requests (a broker without users, or with those
+        the owner, no owner is connected (as on a broker without users), or this user may not send such requests (a user
         of an older version). Raises BrokerError.
         """
         if self.owns_streams:

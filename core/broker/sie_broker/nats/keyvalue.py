@@ -29,7 +29,7 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not handled yet
-_WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader, the consumer of a read or watch
+_WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader (consumer of a read or watch)
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
@@ -120,8 +120,8 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # a write that expects no key fails for a removed key, whose marker has a revision: try again with that
-                # revision
+                # A removed key still has a marker with a revision. So a write that expects no key fails for it: try
+                # again with that revision.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -230,7 +230,8 @@ class _KeyValueWatch:
         self._created = ""
         self._reader = ""
         self._read = 0
-        self._checked = (0, 0)  # (last handled revision, last revision in the bucket) when it was last found behind
+        # (last handled revision, last revision in the bucket) at the last check that found this watch behind
+        self._checked = (0, 0)
         self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries that are not handled yet
         self._retry_s = 0.0
         self._stopping = False

@@ -1,5 +1,5 @@
-"""Comparison of the broker's streams and consumers with the topology of this version, for operator commands, and the
-steps that remove the differences.
+"""Comparison of the broker's streams and consumers with the topology of this version, and the steps that remove the
+differences. Commands of operators use it.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sie.broker")
 
-HANG_UP_S = 1.0  # seconds that the end of a connection may take, before and after its transport is aborted
+HANG_UP_S = 1.0  # seconds to wait for the end of a connection, before and again after its transport is aborted
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -51,10 +51,10 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the server addresses without credentials, and the credentials, which are the same for all servers because
-    the addresses that the broker announces have none.
+    """Return the server addresses without credentials, and the credentials. All servers have the same credentials,
+    because the addresses that the broker announces later contain none.
 
-    `password`: the password of a user in `url` that has none. A single name in `url` without a password is a token.
+    `password`: password for a user in `url` without one. Without it, the name of such a user counts as a token.
     """
     servers: list[str] = []
     credentials: dict[str, str] = {}

@@ -16,5 +16,5 @@
     faults        errors
 
 A field that may be absent has the type `... | UnsetType`. `EXAMPLE` of a struct appears in the OpenAPI document. Tests
-check it against the schema, and that the code that parses a body reads exactly the fields of its struct.
+check it against the schema. They also check that the parser of a body reads exactly the fields of the struct.
 """

@@ -493,7 +493,7 @@ class Classified(Reply, kw_only=True):
     created: Whole = UNSET
 
 
-# bodies of the route of a GLiNER server that NeMo Guardrails calls
+# bodies of the route that NeMo Guardrails calls at a GLiNER server
 
 
 class GuardrailText(Struct, kw_only=True):

@@ -27,8 +27,8 @@ MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def one_of(*types: Any) -> Meta:
-    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. msgspec itself allows only one
-    list and one struct in a union.
+    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. It replaces a union, because
+    msgspec allows only one list and one struct in a union.
     """
     schemas, components = msgspec.json.schema_components(types)
     return Meta(extra_json_schema={"anyOf": [_inlined(schema, components) for schema in schemas]})

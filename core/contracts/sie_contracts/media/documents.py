@@ -11,7 +11,7 @@ from sie_contracts.media.media import fault
 
 MAX_BYTES = 64 << 20  # maximum size of one file, in bytes: half of the largest frame to an adapter
 MIN_TOKENS = 256  # lowest cost of a file, in tokens
-# bytes of a file that cost as much as one token: a file of one megabyte takes about as long as a full batch of texts
+# number of bytes that cost as much as one token: a file of one megabyte takes about as long as a full batch of texts
 BYTES_PER_TOKEN = 64
 
 

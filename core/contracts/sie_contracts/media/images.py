@@ -49,9 +49,9 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     The squares of `tiles`, row by row, lie one below the other. The last one is the whole image, shrunk to a square; it
     is the only one if the image fits into a square.
 
-    `raised`, for blocks: `no`, or how an image with an edge below `multiple` is first enlarged: its other edge is
-    `rounded` or `floored`. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to
-    `tokens`.
+    `raised`, for blocks: an image with an edge below `multiple` is first enlarged, and its other edge is `rounded` or
+    `floored`; `no`: it is not enlarged first. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each
+    block in addition to `tokens`.
     """
 
     kind: Kind = "squash"
@@ -94,8 +94,8 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class TileTokens(msgspec.Struct, frozen=True):
-    """Token ids between the tiles of an image that is cut into several. `before`: the ids before the tile of each row
-    and column, also those before the image. `overview`: the ids before the whole image, which follows the tiles.
+    """Token ids between the tiles of an image that is cut into several. `before[row][column]`: the ids before that tile
+    (before the first tile: also those before the image). `overview`: the ids between the last tile and the whole image.
     """
 
     before: tuple[tuple[tuple[int, ...], ...], ...]
@@ -137,7 +137,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise an error if an image exceeds the limits. `size` is from the file's header, perhaps before a rotation."""
+    """Raise an error if an image exceeds the limits. `size`: size in the file's header, before any rotation."""
     height, width = size
     if min(size) < 1:
         raise fault("undecodable", f"the image is {width} x {height} pixels")
@@ -152,13 +152,13 @@ def check(recipe: Recipe, size: Size) -> None:
     for step in resizes(recipe, size):
         if min(step) < 1:
             raise fault(
-                "aspect", f"the image is {width} x {height} pixels, of which nothing is left at the model's size"
+                "aspect", f"the image is {width} x {height} pixels: at the model's size, one edge would have no pixel"
             )
         if step.height * step.width > MAX_RESIZED_PIXELS:
             raise fault(
                 "too_large",
                 f"the image of {width} x {height} pixels becomes {step.width} x {step.height} on the way to the "
-                f"model's size, at most {MAX_RESIZED_PIXELS} pixels",
+                f"model's size, expected at most {MAX_RESIZED_PIXELS} pixels",
             )
 
 
@@ -198,7 +198,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows, and of columns, of tiles that one image can have."""
-    # the edge of a square that should be odd is rounded to an even number
+    # `_tiles` rounds the second edge up to an even number, so for a square image it may be larger than an odd `longest`
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 
@@ -211,7 +211,7 @@ def max_blocks(recipe: Recipe) -> int:
 
 
 def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
-    """Return how often the placeholder id is among the ids of an image that the model reads at the size `pixels`."""
+    """Return how many times the id `token` is repeated for an image that the model reads at the size `pixels`."""
     if tokens.tiles is None and tokens.count:
         return tokens.count
     return max(1, tokens.count) * math.prod(grid_of(recipe, pixels))
@@ -300,8 +300,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return the size with the longer edge `longest`, then the size in multiples. The arithmetic is that of
-    Idefics3ImageProcessorPil, also where it rounds.
+    """Return the size with the longer edge `longest`, then the size in multiples. All roundings are those of
+    Idefics3ImageProcessorPil.
     """
     ratio, longest = size.width / size.height, recipe.longest
     is_wide = size.width >= size.height
@@ -350,15 +350,15 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. Up to uint8 pixels, it has the same result as the
-    image processor in the file. Raises UnknownProcessor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. It results in the same uint8 pixels as the image
+    processor that the file names. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:
-        raise UnknownProcessor("do_resize is false: images would keep their own sizes")
+        raise UnknownProcessor("do_resize is false, but every recipe resizes images")
     number = settings["resample"]
     if not isinstance(number, int) or not 0 <= number < len(_FILTERS):
-        raise UnknownProcessor(f"resample is {number!r}, which is no filter of Pillow")
+        raise UnknownProcessor(f"resample is {number!r}, which is not the number of a filter of Pillow")
     read, _ = _PROCESSORS[_name(config)]
     try:
         return msgspec.structs.replace(read(settings), resample=_FILTERS[number])
@@ -426,8 +426,8 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
-    """Return the recipe of image encoders that read images of any size, in blocks of patches that become one token
-    each. `frames`: the bounds in the file are for a video of this many frames, so they are divided by it.
+    """Return the recipe of image encoders that read images of any size. Each block of patches becomes one token.
+    `frames`: the bounds in the file are for a video of this many frames, so they are divided by it.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
@@ -435,17 +435,17 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor(
-            "neither size nor min_pixels and max_pixels bound the pixels, and classes have different defaults"
+            "neither size nor min_pixels and max_pixels bound the pixels, and the default depends on the class"
         )
     if least % frames or most % frames:
-        raise UnknownProcessor(f"the bounds {least} and {most} are no multiples of {frames} frames")
+        raise UnknownProcessor(f"the bounds {least} and {most} are not multiples of the {frames} frames of a video")
     unit = int(settings["patch_size"]) * int(settings["merge_size"])
     return Recipe("blocks", multiple=unit, min_pixels=least // frames, max_pixels=most // frames, raised=raised)
 
 
 def _pixtral(settings: Mapping[str, Any]) -> Recipe:
     if settings.get("do_center_crop"):
-        raise UnknownProcessor("do_center_crop is true, which no recipe supports after fitting")
+        raise UnknownProcessor("do_center_crop is true, which no recipe of kind fit supports")
     size, patch = _sides(settings, "size", square=True), _sides(settings, "patch_size", square=True)
     if size.keys() == {"height", "width"} and size["height"] == size["width"]:
         size = {"longest_edge": size["height"]}

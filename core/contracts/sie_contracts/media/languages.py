@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# code of ISO 639-2 for a language that is not determined, of a model that writes in several and names none
+# code of ISO 639-2 for an undetermined language: for a model that writes several languages and does not report which
 UNDETERMINED = "und"
 _NAMES = """
     af=afrikaans am=amharic ar=arabic as=assamese az=azerbaijani ba=bashkir be=belarusian bg=bulgarian

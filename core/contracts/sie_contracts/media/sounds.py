@@ -60,11 +60,11 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
     four times.
 
-    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`, or
-    `relative` to the loudest power, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a power,
-    without the frame after the last sample. `natural`, as in Parakeet: the natural logarithm of a power, also without
-    that frame, of which the middle `span` samples are read (0: all). `emphasis`: factor of the sample before each
-    sample, which is subtracted from it. `chunk`: number of samples that cost as much as one token.
+    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`: the
+    log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
+    power. `natural`, as in Parakeet: the natural logarithm of a power. Only `decibels` has a frame after the last hop.
+    `emphasis`: from each sample, this factor times the previous sample is subtracted. `span`: number of samples that
+    are read in the middle of each frame (0: all). `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -85,7 +85,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.span <= self.fft:
-            raise ValueError(f"span is {self.span} samples, a frame has {self.fft}")
+            raise ValueError(f"span is {self.span} samples, expected 0 to the length of a frame, {self.fft}")
         for name in ("rate", "window", "fft", "hop", "bins", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a sound recipe needs {name} of at least 1")
@@ -103,8 +103,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: that of a full window, or of two frames if the sound is
-        not filled up. Features of one frame have no variance.
+        """Return the smallest shape of the features of a sound: that of a full window, or if sounds are not filled up,
+        that of two frames, because the features of one frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -131,7 +131,7 @@ def check(header: SoundHeader, from_s: float | None = None) -> None:
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
-        raise fault("undecodable", f"the sound has {rate} samples a second, {RATES[0]} to {RATES[1]} are read")
+        raise fault("undecodable", f"the sound has {rate} samples a second, expected {RATES[0]} to {RATES[1]} Hz")
     if min(frames, channels) < 1:
         raise fault("undecodable", "the sound file holds no samples")
     most_s = MAX_SECONDS if from_s is None else MAX_RECORDING_S
@@ -141,7 +141,7 @@ def check(header: SoundHeader, from_s: float | None = None) -> None:
     if samples > MAX_SAMPLES:
         raise fault("too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES}")
     if from_s is not None and from_s >= header.seconds:
-        raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, its part begins after {from_s:.1f} s")
+        raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, the part to read begins at {from_s:.1f} s")
 
 
 class UnknownExtractor(ValueError):
@@ -159,14 +159,14 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# number of frequency bands of the view in which transformers shrinks the whole sound; it is the same for all models
+# transformers shrinks the whole sound to a view with this number of frequency bands, for every model
 FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound: the
-    number of positions that the model uses for one window, or the number of frames of one position for a model without
-    a window. Raises UnknownExtractor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound. It is
+    the number of positions that the model uses for one window; for a model without a window, it is the number of frames
+    for one position. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
@@ -186,7 +186,7 @@ def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
         "repeat",
         "pad",
     ):
-        raise UnknownExtractor(f"truncation is {settings['truncation']} and padding {settings['padding']}")
+        raise UnknownExtractor(f"not supported: truncation is {settings['truncation']}, padding {settings['padding']}")
     fused = settings["truncation"] == "fusion"
     if fused and settings["feature_size"] != FUSED_BINS:
         raise UnknownExtractor(f"feature_size is {settings['feature_size']}, fused features have {FUSED_BINS}")
@@ -260,10 +260,10 @@ def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
 
 
 def _fixed(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a file has. Raises UnknownExtractor if one of them is not its only supported value."""
+    """Return `values`, overridden by a file. Raises UnknownExtractor if the file changes one of them."""
     settings = {**values, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in values.items() if settings[name] != value]:
-        raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {values[changed[0]]}")
+        raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, supported is {values[changed[0]]}")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Checks of aliases against a catalogue: targets exist, and their results can be mixed."""
+"""Checks of aliases against a catalogue: the targets exist, and the results of several targets can be mixed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.models.aliases import Alias, invalid, model_of
 from sie_contracts.models.catalogue import Catalogue, Resolved
 
-_FORCE = "`force: true` on the alias does it nevertheless"
-_FIX = "name one target and give the other as `shadow`, or make a new index and flip"
+_FORCE = "`force: true` in the alias allows it"
+_FIX = "name one target and give the other as `shadow`, or make a new index and then change the target"
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
@@ -35,7 +35,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     if twin := next(
         (alias_id for alias_id in catalogue.aliases if alias_id.casefold() == folded and alias_id != alias.id), None
     ):
-        raise invalid("$.id", f"the alias {twin!r} differs in case alone: give this one another id")
+        raise invalid("$.id", f"the existing alias {twin!r} differs in case alone: give this one another id")
     targets = [
         _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
     ]
@@ -44,7 +44,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
         if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
             raise invalid(
                 "$.shadow.model",
-                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} {_verbs(targets[0])}",
+                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}",
             )
         if any(shadow.canonical == target.canonical for target in targets):
             raise invalid("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
@@ -53,7 +53,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Return the model to which an alias's target resolves. Raises ValidationFailed, which names field and fix."""
+    """Return the model to which a target of the alias resolves. Raises ValidationFailed, which names field and fix."""
     if model_of(model) == alias.id.casefold():
         raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
@@ -65,7 +65,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
             hint = ""
         raise invalid(loc, f"{error.message}{hint}") from error
     if resolved.alias:
-        raise invalid(loc, f"{model[:200]!r} is an alias, and an alias names models: name {resolved.canonical!r}")
+        raise invalid(loc, f"{model[:200]!r} is an alias, but a target must be a model: name {resolved.canonical!r}")
     return resolved
 
 
@@ -75,8 +75,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
         loc = f"$.alias[{number}].model"
         if set(target.entry.tasks) != set(first.entry.tasks):
             message = (
-                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} {_verbs(first)}: some keys would get "
-                "errors; "
+                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} does {_verbs(first)}: some keys would "
+                "get errors; "
             )
             raise invalid(loc, message + _FORCE)
         first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
@@ -85,7 +85,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
         differ = (
             "differ from those of"
             if all((*first_numbers.values(), *numbers.values()))
-            else "are not known to be those of"
+            else "are not known to equal those of"
         )
         message = (
             f"the vectors of {target.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
@@ -94,7 +94,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` by profile, for the profiles that a request to the alias may name."""
+    """Return `Resolved.numbers` for each profile that a request to the alias may name; the key "" is for none."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,
@@ -107,7 +107,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether the new alias may give other vectors, so that an index of the old ones could not be searched."""
+    """Return whether `after` may give other vectors than `before`, which cannot search an index of the old vectors."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

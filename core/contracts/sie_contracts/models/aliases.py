@@ -7,7 +7,7 @@ request, and the check of a document.
                                                                         dropped
 
 An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
-same way. Its id differs from all ids of models. A target names a model by id. A revision and a profile pin the target.
+same way. Its id differs from all ids of models. A target names a model by its id, and perhaps a revision and a profile.
 A target never names an alias.
 """
 
@@ -57,7 +57,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names of all models in the alias, including the shadow, as the document writes them."""
+        """Return the names of all models in the alias, including the shadow, as they are written in the document."""
         return (*(target.model for target in self.alias), *(() if self.shadow is None else (self.shadow.model,)))
 
     @property
@@ -78,8 +78,8 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
-            f"a document is a model or an alias, and this has {both[0]} too: an alias is a document of its own, under "
-            "another id"
+            f"a document is a model or an alias, but this has {both[0]} too: give the alias its own document, "
+            "with another id"
         )
         raise invalid("$.alias", message)
     alias = raw["alias"]
@@ -101,7 +101,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     for number, target in enumerate(parsed.alias):
         if not 1 <= target.weight <= MAX_WEIGHT:
             message = (
-                f"expected a weight from 1 to {MAX_WEIGHT}, got {target.weight}; a target that is to serve nobody is "
+                f"expected a weight from 1 to {MAX_WEIGHT}, got {target.weight}; a target without requests must be "
                 "left out"
             )
             raise invalid(f"$.alias[{number}].weight", message)
@@ -109,7 +109,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
             raise invalid(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
     if parsed.shadow is not None and not 0 < parsed.shadow.share <= 1:
         message = (
-            f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; without a shadow leave `shadow` out"
+            f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; to have no shadow, leave `shadow` out"
         )
         raise invalid("$.shadow.share", message)
     return parsed
@@ -120,7 +120,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name to hash with a key: without the revision, so that keys keep their target at a new revision."""
+    """Return the target's name to hash with a key: without its revision, so that a new revision moves no key."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
@@ -152,7 +152,7 @@ def _uniform(*parts: str) -> float:
 
 
 def model_of(spec: str) -> str:
-    """Return the case-folded id in a target's name, without bundle, revision and profile. No id has an `@` or `:`."""
+    """Return the case-folded id in a target's name, without bundle, revision and profile. No id contains `@` or `:`."""
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

@@ -1,7 +1,7 @@
 """Bundles: sets of Python dependencies, each with its own worker image. The family of a model decides which bundles can
 serve it.
 
-family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
+    family of a model, bundle that the model names ──► serving ──► bundles, the preferred one first
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 def parse_bundle(raw: object) -> BundleEntry:
     """Check a document from YAML or JSON and return the bundle. `built-in` in `families` is replaced by the names of
-    these families. Raises ValidationFailed; its `errors` have the path of each faulty field.
+    the built-in families. Raises ValidationFailed; its `errors` have the path of each faulty field.
     """
     try:
         bundle = msgspec.convert(raw, BundleEntry)
@@ -52,7 +52,7 @@ def parse_bundle(raw: object) -> BundleEntry:
         text, at, loc = message.rpartition(" - at ")
         raise _invalid(loc.strip("`") if at else "$", text if at else message) from error
     if not BUNDLE_ID.fullmatch(bundle.id):
-        raise _invalid("$.id", f"expected at most 63 small letters, digits, `.`, `_` and `-`, got {bundle.id[:100]!r}")
+        raise _invalid("$.id", f"expected 1 to 63 characters a-z, 0-9, `.`, `_` and `-`, got {bundle.id[:100]!r}")
     for number, requirement in enumerate(bundle.requires):
         if not _REQUIREMENT.match(requirement):
             raise _invalid(
@@ -86,7 +86,7 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with fault and fix."""
+    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and a fix."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

@@ -44,13 +44,13 @@ def crossover_tokens(width: int, layers: int, full_layers: int) -> int:
 
 
 def text_cost(tokens: float, squares: float, crossover: int) -> float:
-    """Return the cost of some texts, in tokens. `tokens`: their number of tokens in total; `squares`: the sum of their
+    """Return the cost of several texts, in tokens. `tokens`: total number of their tokens; `squares`: the sum of their
     squared lengths; `crossover`: the model's crossover length, 0 if only the number of tokens counts.
     """
     return tokens + squares / crossover if crossover else tokens
 
 
-# While a batch runs, the next one is filled in advance only if its predicted time is at most this share of a request's
+# While a batch runs, the next one is formed in advance only if its predicted time is at most this share of a request's
 # time budget.
 AHEAD_SHARE = 0.25
 # a line through the measured times is fitted only if variance of batch sizes / square of the mean size is at least this

@@ -31,7 +31,7 @@ MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for exa
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output as clients write it -> the task whose models have it; empty for an output that entries list under this name
+# output as clients name it -> task whose models have this output; empty: models whose entries list it under this name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -72,10 +72,10 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
-    `accept_unproven`: load the model although its numbers were not compared with its reference implementation, such as
-    sentence-transformers (`unproven`), or although its pooling or prompts differ from the model's files. Its stored
-    reference vectors (`golden`) are then not compared either. `engine`: the engine that computes the hidden states,
-    instead of the adapter's choice; a load is refused if this engine does not support the model.
+    `accept_unproven`: load the model even if its numbers were not compared with its reference implementation, such as
+    sentence-transformers (`unproven`), or if its pooling or prompts differ from the model's files. Its stored reference
+    vectors (`golden`) are then not compared either. `engine`: the engine that computes the hidden states, instead of
+    the adapter's choice; a load is refused if this engine does not support the model.
     """
 
     precision: Precision | None = None
@@ -89,8 +89,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They are for values that the model's own files lack
-    or have wrong. None means that the value in the files is used.
+    """Options of the head, which turns hidden states into outputs. They replace values that are missing or wrong in the
+    model's own files. None means that the value in the files is used.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. With `sparse_special_tokens` false, special tokens
     get no weight. `query_encoder` idf reads the weights of queries from idf.json.
@@ -159,7 +159,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A model of the catalogue. `outputs`: width of each output; 0 for an output without a width. `max_tokens` includes
     special tokens.
 
-    `prompts`: templates by name, each with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
+    `prompts`: templates by name, with a literal `{text}` (and `{instruction}`); and the text `default_instruction`. The
     templates `query` and `document` are for the two sides of a search. `default_prompt_name`: the template that the
     model's own library uses if a call names none. Routes that copy another server's API use it too; without it they add
     no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece
@@ -168,7 +168,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     preferred one first, each including its spot variant (`L4` also allows `L4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
-    code, or only `multilingual` for too many to list. Empty means not known, or that it reads no text.
+    code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.
 
     `openai_token_encoding`: vocabulary of token ids in OpenAI requests: the model's own, or one of OpenAI's. Empty
     means cl100k_base, which OpenAI's clients use for models that they do not know. `unproven`: why the model's numbers
@@ -228,7 +228,7 @@ def is_joinable(name: str) -> bool:
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
-    """Return the poolings in `name`, joined by `+`; None if one does not exist, or for more than MAX_POOLINGS."""
+    """Return the poolings that `+` joins in `name`; None if one does not exist, or for more than MAX_POOLINGS."""
     parts = name.split("+")
     joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
     return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
@@ -269,7 +269,7 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 def parse_entry(raw: object) -> ModelEntry:
     """Check a document and return the entry. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
-        raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
+        raise _invalid("a field of the public SIE's model files; `sie models import` translates them - at `$.sie_id`")
     # `score: {}` is allowed and means an output without a width
     if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
@@ -279,7 +279,7 @@ def parse_entry(raw: object) -> ModelEntry:
         raise _invalid(in_words(str(error))) from error
     _check_id(entry.id)
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
-        raise _invalid("one of hub, package, path is needed - at `$.weights`")
+        raise _invalid("expected at least one of hub, package and path - at `$.weights`")
     if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
         raise _invalid(
             "a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`"
@@ -299,12 +299,12 @@ def parse_entry(raw: object) -> ModelEntry:
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
             raise _invalid(
-                "expected a machine profile in small letters, as SIE_MACHINE_PROFILE of its workers has it - at "
+                "expected a machine profile in lower case, the SIE_MACHINE_PROFILE of its workers - at "
                 f"`$.machine_profiles[{number}]`"
             )
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
-            raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
+            raise _invalid(f"profile name {name!r} is not allowed - at `$.profiles`")
         if profile.extends and profile.extends not in entry.profiles:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
     for where, run in (
@@ -318,7 +318,7 @@ def parse_entry(raw: object) -> ModelEntry:
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
     if entry.default_prompt_name and entry.default_prompt_name not in templates(entry):
-        raise _invalid("expected the name of a template of prompts - at `$.default_prompt_name`")
+        raise _invalid("expected the name of a template in `prompts` - at `$.default_prompt_name`")
     if entry.pair and not all(
         sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")
     ):
@@ -336,7 +336,7 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. Ids become paths of files, so `..` is not allowed."""
+    """Return whether a model or an alias may have this id. Ids are used in file paths, so `..` is not allowed."""
     return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
 
 

@@ -7,7 +7,7 @@ know about the family.
 To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
 
 A family from another package has no row. The entry point `sie.adapters` names its class. The family checks its own
-parameters, and any file of a model's folder may be read.
+parameters, and may read any file of a model's folder.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Family:
     relates_alone: bool = False  # an extraction with `relation_labels` needs no other labels
     # an extraction must have an instruction, for example the question that the text answers
     needs_instruction: bool = False
-    reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
+    reads_mentions: bool = False  # the model finds relations between the entities in `metadata.entities` of an item
     has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
     reads_questions: bool = False  # each question about an input (`questions_of`) is a separate sequence in the batch
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
@@ -46,8 +46,8 @@ class Family:
     # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    files: tuple[str, ...] = ()  # patterns of the files that a load reads, if not those of other families
-    reads_scales: bool = False  # an output schema may have integers with bounds, whose level the model chooses
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: those of most families
+    reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names

@@ -1,5 +1,5 @@
 """Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle).
-The table of hosts remains between planning steps. A step places only the models whose inputs have changed.
+The table of hosts is kept from one planning step to the next. A step places only the models whose inputs have changed.
 
     workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
     adopt workers that have it loaded ─► fill up with free workers ─► relieve full and busy workers
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time
+# a model is moved only if the planned use of both workers is then at least this much below the highest use before
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come
@@ -62,8 +62,8 @@ class Layout:
     worker that is above HOT. The former host stays in the table, before the new hosts, until all new hosts have loaded
     the model.
 
-    So the loss of a worker moves only the models of this worker, and without a hot worker, equal inputs move no model.
-    To reduce the number of hosts, the caller passes a shorter list to `set_before`.
+    So the loss of a worker moves only the models of this worker. If no worker is above HOT, a step with equal inputs
+    moves no model. To reduce the number of hosts, the caller passes a shorter list to `set_before`.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -242,7 +242,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index, rounded, so that it does not depend on the order of additions."""
+        """Return the planned use by worker index. It is rounded, so it does not depend on the order of additions."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -316,9 +316,9 @@ class Layout:
             self._add(row, worker)
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
-        """Return the next host for a model; None if no worker is left. Preferred are workers with room, then with low
-        planned use, then with the model loaded, then with few models; a hash decides between equal workers. Workers
-        that refused the model come last; with `only_free`, these and workers without room are left out.
+        """Return the next host for a model; None if no worker is left. The order is: room, low planned use, model
+        already loaded, few models; a hash decides between equal workers. Workers that refused the model come last; with
+        `only_free`, these and workers without room are left out.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -360,8 +360,8 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if this use is above HOT and falls by
-        MOVE_GAIN.
+        """Move one model away from the worker with the highest planned use, if this use is above HOT and the move
+        lowers it by MOVE_GAIN.
         """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(

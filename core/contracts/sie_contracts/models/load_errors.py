@@ -6,7 +6,7 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
-# maximum number of attempts at a load that fails for an unknown reason, also of a preload
+# maximum number of attempts at a load or preload that fails for an unknown reason
 MAX_ATTEMPTS = 3
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
@@ -18,7 +18,7 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def incompatible(message: str) -> ModelLoadFailed:
-    """Return the error for a model that no family here can run, because of its files or its entry."""
+    """Return the error for a model that no family of this server can run, because of its files or its entry."""
     return load_failed("INCOMPATIBLE", message)
 
 

@@ -12,7 +12,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 
 MAX_WIDTH = 1 << 20  # maximum number of values of one encoding: 4 MiB of float32
-# maximum number of values before the final projection, which stores an index for each value: it bounds that memory
+# maximum number of values before the final projection; it limits the memory of the projection: an index for each value
 MAX_CELLS = 1 << 23
 
 _WHOLE = {
@@ -21,7 +21,7 @@ _WHOLE = {
     # at most 1,024 values per token and repetition: more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # maximum whole number that every JSON reader represents exactly
+    "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -68,9 +68,9 @@ class Muvera(msgspec.Struct, frozen=True):
 def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
     """Return the parameters `defaults` (`Muvera()` if None), overridden by the keys in `raw`.
 
-    A null value leaves the default; for the two projection sizes, null means no projection. Raises InvalidInput with
-    the path of a key that is unknown or has a wrong value. If the encoding would be too wide for any token width, the
-    error has the path of `raw` itself.
+    A null value keeps the default; for the two projection sizes, null means no projection. Raises InvalidInput with the
+    path of a key that is unknown or has a wrong value. If even the narrowest tokens would give too wide an encoding,
+    the error has the path of `raw` itself.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))

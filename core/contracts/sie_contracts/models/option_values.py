@@ -1,5 +1,5 @@
-"""Values of request parameters: each function checks one value and returns it in the form that the model needs. It
-raises InvalidInput with `path`, the path of the parameter in the request.
+"""Checks of the values of request parameters. Each function checks one value and returns it in the form that the model
+needs. It raises InvalidInput with `path`, the path of the parameter in the request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Only numbers and booleans are shown: others may be a client's text."""
+    """Describe a value for an error message. Only numbers and booleans are shown; others may be a client's text."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
@@ -113,8 +113,8 @@ def language(path: str, value: Any) -> str:
 
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return texts with their labels, which a classifier reads before its text. Labels of groups may be a map of
-    groups, each with a label or a list of them; they become `group.label`.
+    """Return example texts with their labels, which a classifier reads before the text to classify. The labels of an
+    example may be a map from each group to its label or labels, which become `group.label`.
     """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
@@ -135,13 +135,13 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
             and isinstance(labels, list)
             and all(isinstance(label, str) for label in labels)
         ):
-            raise bad(f"{path}[{number}]", example, "a map of text, a string, and labels, a list of strings")
+            raise bad(f"{path}[{number}]", example, "a map with `text`, a string, and `labels`, a list of strings")
         read.append({"text": example["text"], "labels": labels})
     return read
 
 
 def relation_labels(path: str, value: Any) -> list[str]:
-    """Return the labels of relations, in the order of the client."""
+    """Return the labels of relations, in the order of the request."""
     if not isinstance(value, list) or len(value) > MAX_RELATION_LABELS:
         raise bad(path, value, f"a list of at most {MAX_RELATION_LABELS} strings")
     if not all(isinstance(label, str) and label.strip() for label in value):
@@ -150,7 +150,7 @@ def relation_labels(path: str, value: Any) -> list[str]:
 
 
 def label_thresholds(path: str, value: Any) -> dict[str, float]:
-    """Return the lowest score at which each label is reported. Other labels have the threshold of the request."""
+    """Return the threshold of each label: its lowest reported score. Other labels have the request's threshold."""
     if not isinstance(value, dict):
         raise bad(path, value, "a map of labels, each with a number from 0 to 1")
     any_value(path, value)
@@ -160,13 +160,13 @@ def label_thresholds(path: str, value: Any) -> dict[str, float]:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """Return the value of an option that only the family itself checks. Raises InvalidInput if it cannot be encoded for
-    the worker, or is too large.
+    """Return the value of an option that only the model's family checks. Raises InvalidInput if the value cannot be
+    encoded for the worker, or is too large.
     """
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput.at(path, "expected a value of JSON with numbers of 64 bits") from error
+        raise InvalidInput.at(path, "expected a JSON value whose numbers fit in 64 bits") from error
     if size > MAX_OWN_BYTES:
         raise InvalidInput.at(path, f"expected at most {MAX_OWN_BYTES} bytes, got {size}")
     return value

@@ -43,13 +43,13 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Maximum numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
-# are limited only by the size of a message.
+# Maximum numbers of characters: of a prompt, because it is added to each input, and of the name of a LoRA. Other
+# parameters are limited only by the size of a message.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-TOKEN_STATES = "tokens"  # noqa: S105 - internal output of a dense encoder, see `unpooled`; requests cannot name it
+TOKEN_STATES = "tokens"  # noqa: S105 - internal output of a dense encoder (see `unpooled`), not for requests
 _EVERYWHERE = frozenset(
     {
         "profile",
@@ -93,7 +93,7 @@ _USED: dict[str, frozenset[str]] = {
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels"},
 }
-_NEEDS = {"relation_threshold": "relation_labels"}  # parameters that have no effect without another one
+_NEEDS = {"relation_threshold": "relation_labels"}  # parameter -> another one, without which it has no effect
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
 # all parameters that at least one model reads
@@ -139,8 +139,8 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of a search that the route implies for its texts: "document", or "" for neither side. None if
-        the request or the profile already sets a side or a prompt.
+        """Return the side of a search that the route implies for its texts: "document", or "" for neither. Return None
+        if the request or the profile already sets a side or a prompt.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -153,7 +153,7 @@ class _Parameters:
 
     def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield (path, suggestion) for each parameter that has no effect for this model on this route. The suggestion
-        is a similar parameter, or empty. `lacking`: parameters without an effect -> the parameter that they need.
+        ends the message, or is empty. `lacking`: parameter without an effect -> the parameter that it needs.
         """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
@@ -169,7 +169,7 @@ class _Parameters:
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
-        """Return the names in the request that no route knows. They may be options of a family from another package."""
+        """Return the parameter names that no route knows. They may be options of a family from another package."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -202,8 +202,8 @@ def run_options(
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
-    value if the request has none. `side`: side of the texts that the route implies. `strict`: refuse unknown
-    parameters.
+    value if the request has none. `side`: the side of a search that the route implies for the texts. `strict`: refuse
+    unknown parameters.
 
     Also returns `resolved`, with the profile that the parameter `profile` names. Raises InvalidInput with the path of
     the parameter.
@@ -246,7 +246,7 @@ def run_options(
 
 
 def _lacking(request: _Parameters, run: RunOptions) -> dict[str, str]:
-    """Return the parameters of the request that have no effect without another parameter, each with that parameter."""
+    """Return each parameter of the request that lacks another one and so has no effect, with the missing parameter."""
     return {name: needed for name, needed in _NEEDS.items() if request.is_set(name) and not run.parameters.get(needed)}
 
 
@@ -266,14 +266,14 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint, with `instruction` for a model whose instruction is its
-    query.
+    """Return the parameters that do not change the fingerprint. For a model whose instruction is its query, they
+    include `instruction`.
     """
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. A real change gives the results another fingerprint (`variant`)."""
+    """Return `usual` with some fields changed. If a value differs, `variant` gives the results another fingerprint."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -295,7 +295,9 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with each token's last hidden state as output. Raises InvalidInput unless it is a dense encoder."""
+    """Return `run` with each token's last hidden state as output. Raises InvalidInput if the model has no dense
+    vectors.
+    """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
@@ -305,7 +307,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a request that only counts the tokens of `run`'s inputs, with prompt, before truncation."""
+    """Return the options of a request that only counts tokens before truncation, including those of `run`'s prompt."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -358,7 +360,7 @@ def _score(
 ) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, request)
-        # a piece of the template that has only the instruction is left out if there is no instruction
+        # without an instruction, pieces of the template that contain only the instruction are left out
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if not families.row(entry.family).gives_vectors:
@@ -400,7 +402,7 @@ def _extract(
     if labels is not None and len(labels) > MAX_LABELS:
         raise InvalidInput.at(path, f"got {len(labels)} labels, at most {MAX_LABELS} are allowed")
     if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
-        message = f"{entry.id} needs the query that the texts are read for"
+        message = f"{entry.id} needs an instruction: the query for which it reads the texts"
         raise InvalidInput.at("instruction", message, reason="instruction_required")
     decisions = output_schemas.decisions_of(parts) if families.row(entry.family).has_row_per_label else []
     rows = [label for decision in decisions for label in decision.labels]
@@ -410,7 +412,7 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family (`names`) with checked values. A family of another package checks its own."""
+    """Return the options of this family (`names`) with checked values. Families of other packages check their own."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
@@ -527,7 +529,7 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
         remedy = ""
         if width < native:
             listed = sorted({*(defaults.dimensions or ()), width})
-            remedy = f"; run.dimensions of its entry lists them: sie models set {entry.id} 'run.dimensions={listed}'"
+            remedy = f"; if it was trained for this width: sie models set {entry.id} 'run.dimensions={listed}'"
         raise InvalidInput.at(
             path, f"{entry.id} allows {', '.join(map(str, allowed))}, got {width}{remedy}", reason="bad_dimensions"
         )
@@ -569,7 +571,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether the texts get a document prompt that neither the request nor the model's own library adds."""
+    """Return whether texts get a document prompt that neither the request names nor the model's own library adds."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)

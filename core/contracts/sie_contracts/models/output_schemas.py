@@ -1,10 +1,10 @@
-"""Schemas of answers: `output_schema` and `label_groups` of an extraction, as parts that a model answers one by one.
+"""Schemas of answers: `output_schema` and `label_groups` of an extraction become parts that a model answers one by one.
 
     JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no
-                                                 └─► records: values drawn from the text, objects and lists of objects
+                                                 └─► records: values from the text, objects and lists of objects
 
-A decision is answered by a model that scores labels. A record needs a model that finds spans of the text. Each fault is
-an InvalidInput with the path of the part of the schema.
+A model that scores labels answers a decision. A record needs a model that finds spans of the text. A fault raises
+InvalidInput with the path of the faulty part of the schema.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the labels of the values in the results: `path.choice`, for a boolean `path.true`, `path.false`."""
+        """Return the labels of the values in results: `path.choice`, or `path.true` and `path.false` for a boolean."""
         path = ".".join(self.path)
         return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is drawn from the text, or is a choice that is made for each object of a list separately.
+    """A property whose value is taken from the text, or is a choice that is made for each object of a list separately.
     `labels` and `values`: those of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at
     most `maximum` and below `below`.
     """
@@ -130,9 +130,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model draws values from the text; otherwise a part that
-    needs it is refused with the name of the model. `reads_scales`: the model chooses the level of an integer with
-    bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise a part that
+    needs this is refused, with `model` as the name in the error. `reads_scales`: the model can choose among the
+    integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -156,7 +156,7 @@ class _SchemaNode(msgspec.Struct):
 
 
 class _SchemaReader:
-    """Reader of a schema: its properties, and one level of objects below them."""
+    """Reader of a schema. It reads the properties, and one level of objects below them."""
 
     def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool, reads_scales: bool) -> None:
         self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
@@ -256,7 +256,7 @@ class _SchemaReader:
     def _items(self, node: _SchemaNode) -> _SchemaNode:
         inner = self._node(f"{node.path}.items", node.schema.get("items"))
         if inner.kind == "array":
-            raise InvalidInput.at(inner.path, "too deep: a list has values or objects, not lists")
+            raise InvalidInput.at(inner.path, "too deep: a list may contain values or objects, but no lists")
         return inner
 
     def _node(self, path: str, schema: Any) -> _SchemaNode:
@@ -283,7 +283,7 @@ class _SchemaReader:
         if kind != "object" and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
             raise InvalidInput.at(f"{path}.description", f"expected a string of at most {MAX_DESCRIPTION} characters")
         if not isinstance(schema.get("additionalProperties", False), bool):
-            raise InvalidInput.at(f"{path}.additionalProperties", "expected true or false: each property has a name")
+            raise InvalidInput.at(f"{path}.additionalProperties", "expected true or false, not a schema")
         return _SchemaNode(path, {**schema, "description": description}, kind, is_nullable or own_null)
 
     def _definition(self, path: str, reference: Any) -> tuple[str, Any]:
@@ -341,7 +341,7 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
             raise bad(f"{path}[{index}]", value, "a string, a number or a boolean")
         label = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         if not label.strip() or len(label) > MAX_NAME:
-            raise InvalidInput.at(f"{path}[{index}]", f"expected 1 to {MAX_NAME} characters that are not only spaces")
+            raise InvalidInput.at(f"{path}[{index}]", f"expected 1 to {MAX_NAME} characters, not only spaces")
         labels.append(label)
     if not labels or len(set(labels)) < len(labels):
         raise InvalidInput.at(path, "expected at least one choice, and no choice twice")
@@ -349,9 +349,9 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
 
 
 def _levels(node: _SchemaNode) -> range:
-    """Return the integers of a scale. Raises InvalidInput without bounds, and for too many."""
+    """Return the integers of a scale. Raises InvalidInput if a bound is missing, or if there are too many integers."""
     least, most = node.schema.get("minimum"), node.schema.get("maximum")
-    # a boolean is an instance of int too
+    # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
     levels = range(least, most + 1)
@@ -399,8 +399,8 @@ def _shown(name: Any) -> str:
 
 
 def questions_of(options: RunOptions) -> list[str]:
-    """Return the questions of a request, for a model that reads a text once for each question: all labels together, or
-    with `multi_label` each of them, and the same for each decision of a schema.
+    """Return the questions of a request, for a model that reads a text once for each question. All labels are one
+    question, or with `multi_label` each label is one. The same holds for each decision of a schema, with `is_many`.
     """
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [

@@ -1,4 +1,4 @@
-"""Lowest cosine at which vectors of two computations of a model count as equal, by the bits of its precision."""
+"""Lowest cosine at which the vectors of two computations count as equal, by the bits of the model's precision."""
 
 from __future__ import annotations
 

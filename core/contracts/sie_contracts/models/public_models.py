@@ -24,9 +24,9 @@ from sie_contracts.names import in_words
 
 @dataclass(frozen=True)
 class _Kind:
-    """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`.
-    `is_complete`: the file has all values that an entry needs; otherwise the prompts are copied from this catalogue's
-    entry.
+    """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`. `package`:
+    the Python package that is the model. `is_complete`: whether the file has all values that an entry needs; otherwise
+    the prompts are copied from this catalogue's entry.
     """
 
     family: str
@@ -249,7 +249,7 @@ class _Translator:
     def translation(self) -> Translation:
         model = self._model
         if model.tasks.generate is not None:
-            raise _refused("$.tasks.generate", "this server encodes, scores and extracts, and generates no text")
+            raise _refused("$.tasks.generate", "this server encodes, scores and extracts, but generates no text")
         if not model.profiles:
             raise _refused("$.profiles", "expected at least one profile")
         base = "default" if "default" in model.profiles else next(iter(model.profiles))
@@ -260,7 +260,7 @@ class _Translator:
         profiles: dict[str, dict[str, Any]] = {}
         if base != "default":
             profiles[base] = {}
-            self._ignored["profiles"] = f"the file has no default profile: {base} is the default"
+            self._ignored["profiles"] = f"the file has no default profile, so {base} becomes the default"
         for name in model.profiles:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
@@ -289,13 +289,13 @@ class _Translator:
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
-            raise _refused(loc, "expected the class that computes the model")
+            raise _refused(loc, "expected the class that runs the model")
         kind = _KINDS.get(name)
         if kind is _GLINER and "relation_threshold" in self._flat(profile).adapter_options.runtime:
             kind = _GLINER_RELATIONS
         if kind is None:
             raise _refused(
-                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one reads a folder"
+                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one fits a folder"
             )
         if not kind.is_complete and kind.family != self._present.get("family"):
             raise _refused(
@@ -306,7 +306,7 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the profile that it extends. Its options replace all inherited options."""
+        """Return a profile, completed from the profile that it extends. Its own options replace all inherited ones."""
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
@@ -382,7 +382,7 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return how a profile differs from the default. If it needs another family, list it as ignored; return
+        """Return how a profile differs from the default. A profile of another family is ignored: list it, and return
         None.
         """
         try:
@@ -397,7 +397,7 @@ class _Translator:
         for part in ("head", "prompts", "pair"):
             if changed := _beside(getattr(own, part), getattr(draft, part)):
                 self._ignored[f"profiles.{name}"] = (
-                    f"{part} ({', '.join(sorted(changed))}) is of the model, and no profile changes it"
+                    f"{part} ({', '.join(sorted(changed))}) belongs to the model, so no profile can change it"
                 )
         for path, why in draft.ignored.items():
             if not any(ignored_path.rpartition(".")[2] == path.rpartition(".")[2] for ignored_path in own.ignored):
@@ -492,9 +492,9 @@ def _refused(loc: str, message: str) -> ValidationFailed:
 _NOTHING = "ignored, it has no counterpart"
 _WHY = {
     "max_batch_tokens": "ignored, SIE_MAX_BATCH_COST bounds a batch",
-    "trust_remote_code": "ignored, families are code of this server; set load.trust_remote_code if a load asks for it",
-    "hf_tokenizer_dependencies": "ignored, files of other repositories are found by the model's own files",
-    "pool": "ignored, requests name a pool",
+    "trust_remote_code": "ignored, this server has its own code; set load.trust_remote_code if a load asks for it",
+    "hf_tokenizer_dependencies": "ignored, because the model's own files name the other repositories",
+    "pool": "ignored, because requests name a pool",
     "attn_implementation": "ignored, the engine chooses the attention",
     "attention_backend": "ignored, the engine chooses the attention",
     "output_similarity": "ignored, vectors are compared by the client",

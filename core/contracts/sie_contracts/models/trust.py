@@ -1,4 +1,4 @@
-"""Trust in a catalogue entry: which code it may make a worker run, and which paths it may make a worker read. The
+"""Trust in a catalogue entry: the code that it may make a worker run, and the paths that it may make a worker read. The
 operator decides this, never the author of the entry.
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another package
@@ -22,8 +22,8 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-# maximum number of files below a path that are checked for links out of the allowed folders; with more, the path is
-# refused
+# maximum number of files below a path; each is checked for links out of the allowed folders, and a path with more files
+# is refused
 MAX_FILES = 10_000
 
 
@@ -102,13 +102,13 @@ class Trust:
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """`bundles`: bundles of this distribution; the code of their families is trusted."""
+        """Create the rules. `bundles`: bundles of this distribution; the code of their families is trusted."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine; then links
+        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine. Then links
         to files outside of the allowed folders are refused, too.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
@@ -131,7 +131,7 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path is in one of the folders, with links resolved; with `is_here`, also each file below it."""
+    """Return whether a path (with links resolved) is in one of the folders; with `is_here`, also each file below it."""
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:
@@ -154,13 +154,13 @@ def _refused(claim: Claim) -> TrustRefusal:
     both = "at the config service and at workers"
     if claim.kind == "path":
         fault = (
-            f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
-            "has links out of it"
+            f"{name} names a place that is not below the models folder or a folder of SIE_MODEL_PATHS, or that has "
+            "links out of it"
         )
         return TrustRefusal(
             "model_path",
             claim.loc,
             f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}, as `sie serve FOLDER` does",
         )
-    fault = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
+    fault = f"{name} makes a worker use code or files that the operator has not allowed for entries written over HTTP"
     return TrustRefusal("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

@@ -43,7 +43,7 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return a frame as (header, body). They are separate because joining them would copy a file once more."""
+        """Return a frame as (header, body). They stay separate, because joining them would copy the whole file."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 

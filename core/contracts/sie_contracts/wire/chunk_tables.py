@@ -1,4 +1,4 @@
-"""Arrays of an input with chunks, split into the arrays of each chunk. Their form is that of `messages.Ok`."""
+"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes their form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: first and end code point, tokens of its text, and its arrays by name, which are views."""
+    """Outputs of one chunk: first and end code point, number of tokens, and its arrays by name, which are views."""
 
     start: int
     end: int

@@ -5,9 +5,9 @@
                    ──replies of /v1/configs, also by gateways──► clients
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
-number of the last write. The structs follow the rules for changes in `messages`. The config service and every gateway
-answer reads of `/v1/configs` with the functions here, so their replies are equal. A document is sent as JSON, or as
-YAML if `Accept` prefers it. `config_shape` builds the error bodies of these routes.
+number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
+gateway answer reads of `/v1/configs` with the functions here, so their replies are equal. A document is sent as JSON,
+or as YAML if `Accept` prefers it. `config_shape` builds the error bodies of these routes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One write to the catalogue that has been stored. `entry` is null if the model was removed.
+    """One write to the catalogue, which is already stored. `entry` is None if the write removed the model.
 
     A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
     apply it at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this bundle;
@@ -84,8 +84,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """Return the content type, JSON or YAML, with the highest weight in `Accept`; the first one if weights are equal,
-    and `default` if `Accept` has neither.
+    """Return the content type, JSON or YAML, with the highest weight in `Accept`. If their weights are equal, return
+    the first one. If `Accept` has neither, return `default`.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -270,7 +270,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Return bundle, state and fingerprint of a model's copy on a worker, perhaps that of an earlier revision."""
+    """Return bundle, state and fingerprint of a model's copy on a worker. The copy may be of an earlier revision."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

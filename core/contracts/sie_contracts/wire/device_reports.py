@@ -8,7 +8,7 @@ from sie_contracts.wire.messages import Operation
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Numbers of memory shortages of one model since the process started, and of the actions against them."""
+    """Counts of a model's memory shortages and of the actions against them, since the process started."""
 
     model: str
     recoveries_attempted: int = 0

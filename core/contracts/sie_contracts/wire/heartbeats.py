@@ -1,4 +1,4 @@
-"""Heartbeats of workers and gateways over NATS, which tell their state. The rules for changes in `messages` apply."""
+"""Heartbeats of workers and gateways over NATS, with their state. Changes follow the rules of `wire.messages`."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Promise to a client whose request was refused: when it tries again, `due_s` seconds after the heartbeat, space
-    for `cost` tokens is reserved. `client`: digest of the client's address, key and request.
+    """Promise to a client whose request was refused: space for `cost` tokens is reserved in the queue for its next try,
+    which is due `due_s` seconds after the heartbeat. `client`: digest of the client's address, key and request.
     """
 
     client: bytes
@@ -168,7 +168,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Work of one model (`residency`: the copy that workers load) at one priority of a lane, sent by one gateway.
+    """Work of one model at one priority of a lane, sent by one gateway. `residency`: name of the model's copy.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
     second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that have used
@@ -187,8 +187,8 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Cached answers that every gateway erases: those that fit each field which is not empty. `key`: name of an API
-    key in metrics. `digest`: digest of an input.
+    """Selection of cached answers that every gateway erases: answers that match all fields that are not empty. `key`:
+    name of an API key in metrics. `digest`: digest of an input.
     """
 
     model: str = ""
@@ -199,8 +199,8 @@ class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
     """State of a gateway, which it sends to all gateways each second.
 
-    `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: inference requests
-    answered per second recently. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
+    `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: recent number of answered
+    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
     the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
     the receivers erase. `erasures`: number of erasures that the gateway has sent, this one included.
     """

@@ -46,7 +46,7 @@ def device_socket(path: str, number: int) -> str:
 
 
 class FrameError(Exception):
-    """Error for a peer that closed or stalled within a frame, or sent a message that is not of this protocol."""
+    """Error for a peer that closed the connection or stalled within a frame, or sent a message of another protocol."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -98,7 +98,7 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Form of the rows of token ids for a query or for a document.
+    """Form of the rows of token ids of queries, or of documents.
 
     `marker`: token id that is inserted after the first special token (-1: none). `limit`: largest number of tokens of a
     row, including the marker and all special tokens (0: the model's own limit). `expanded`: number of tokens to which
@@ -131,8 +131,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
     input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
     unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
-    texts have no chunks or the model has no dense vectors. `questions`: a model with layout raw reads each text once
-    for each question (`questions_of`), with this many tokens around it; 0: once.
+    texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads each
+    text once for each question (`questions_of`), with this number of additional tokens.
     """
 
     layout: Layout = "text"
@@ -167,7 +167,7 @@ class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows `start` to before `stop` of a batch. They belong to one work item, whose `options` determine the form of the
+    """Rows `start` to before `stop` of a batch. They belong to one work item. Its `options` determine the form of the
     answers.
 
     A batch may have work items with different outputs. `inputs`: number of results of the group; -1: one for each row.
@@ -245,7 +245,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Notice that no client waits any more for the batch on this connection. The notice itself has no reply. The batch
-    has its reply as always: Refused, if the notice arrived in time. Only a batch of a model that `writes` is
+    still gets its reply, which is Refused if the notice arrived in time. Only a batch of a model that `writes` is
     interrupted.
     """
 
@@ -337,7 +337,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter then dies, one of its inputs may be the cause."""
+    """Notice that the device starts this batch now. If the adapter then dies, an input of the batch may be why."""
 
     batch: str
 

@@ -64,7 +64,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A labelled range of a text: code points `start` to before `end`. The label is given by the client."""
+    """A labelled range of a text: code points `start` to before `end`. The label comes from the client."""
 
     label: str
     start: int
@@ -148,7 +148,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens that are read of a document to score; 0: as many as fit. `parameters`: options that only this family reads,
     with their JSON types. `variant`: digest of the options that differ from those of the profile, or empty; it is part
     of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at this second, at most
-    `MAX_SECONDS` long; None: read the whole sound, and refuse a longer one.
+    `MAX_SECONDS` long; None: read the whole sound, and refuse one that is longer than that.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -182,7 +182,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request. `revision`: of the weights. `config_revision`: of the model's entry (0: it is not checked).
+    context of the request. `revision`: that of the weights. `config_revision`: that of the model's entry (0: not
+    checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of
@@ -323,7 +324,7 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Notice that no client waits for these requests any more. If a worker misses it, the worker runs the work, and the
+    """Notice that no client waits for these requests any more. A worker that misses the notice runs the work, and the
     gateway drops the result.
     """
 
@@ -335,7 +336,7 @@ ResidencyAction = Literal["load", "unload"]
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
     """Request of an operator to the worker that receives it: load or unload a model. `model`: `model` or
-    `model:profile`, as in heartbeats. If the message is lost, nothing changes, which the operator sees in the
+    `model:profile`, as in heartbeats. If the message is lost, nothing changes, and the operator sees this in the
     heartbeats.
     """
 
@@ -371,7 +372,7 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload, like `encode`, but long texts in pieces, so that other threads can run in between."""
+    """Encode a payload, like `encode`. Long texts are encoded in pieces, so that other threads can run in between."""
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return why another user may have written files in `folder`; empty if only this user and root can write there.
-    Raises OSError for a folder that cannot be examined.
+    """Return the reason why another user may have written to `folder`; empty if only this user and root can write
+    there. Raises OSError for a folder that cannot be examined.
     """
     status = folder.stat()
     if is_open(folder):

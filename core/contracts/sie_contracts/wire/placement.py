@@ -1,5 +1,6 @@
-"""Computes the number of workers of a lane (pool, machine profile and bundle) that should load a model, from the tokens
-per second that arrive for it (demand), those that one worker computes (rate), and the age of its oldest waiting work.
+"""Number of workers of a lane (pool, machine profile and bundle) that should load a model. It is computed from the
+tokens per second that arrive for the model (demand), those that one worker computes (rate), and the age of the oldest
+waiting work.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 
@@ -45,10 +46,10 @@ def replicas(
     unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has loaded the model.
     `load_s`: duration of a load.
 
-    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A lower number is raised to this value
-    at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts have loaded
-    the model, and the last raise was more than `load_s` ago. It is lowered by one after each 60 s in which fewer hosts
-    would be enough.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. If it has fewer, the number is raised
+    to this value at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts
+    have loaded the model, and the last raise was more than `load_s` ago. It is lowered by one after each 60 s in which
+    fewer hosts would be enough.
     """
     planned = USED * rate
     needed = 1

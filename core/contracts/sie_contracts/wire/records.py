@@ -1,6 +1,6 @@
 """Values that gateways and workers store in key-value buckets of NATS, and the request for a new bucket or stream.
 
-The rules for changes in `messages` apply. `sie_broker.record` reads and changes these values.
+Changes to these structs follow the rules of `wire.messages`. `sie_broker.record` reads and changes the values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Worker ids that should load a model, by model id, for one lane. `at_s`: time of the last planning step.
+    """Ids of the workers that should load a model, by model id, for one lane. `at_s`: time of the last planning step.
     `raised_s`: for each model, the time when its number of workers was last raised. Times are the broker's.
 
     A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
@@ -59,8 +59,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Request of a reservation: number of GPUs by machine profile (`gpus`), and lowest number of workers in total
-    (`minimum_worker_count`). If `bundle` is set, only its workers count. The lease lasts `ttl_seconds`.
+    """Request for a reservation: number of GPUs by machine profile (`gpus`), and minimum number of workers in total
+    (`minimum_worker_count`). If `bundle` is set, only workers of this bundle count. The lease lasts `ttl_seconds`.
     """
 
     name: str
@@ -102,9 +102,9 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
-    """Vectors that a worker computed for the probe texts of a model, with which remote servers are compared. `source`:
-    digest of the model's entry and of the probe texts. `prompts`: prefix, suffix and side (true: query) of each prompt.
-    `vectors`: float32 [prompts x texts, width], and one row more for the long text if `has_long`.
+    """Vectors of a model's probe texts, computed by a worker. Vectors of remote servers are compared with them.
+    `source`: digest of the model's entry and of the probe texts. `prompts`: prefix, suffix and side (true: query) of
+    each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
     """
 
     source: str

@@ -80,8 +80,8 @@ _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
 OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
-# The same for a stream with replicas: there each consumer is a Raft group, which sends heartbeats and writes files even
-# when it is idle.
+# The same for a stream with replicas. It is lower, because there each consumer is a Raft group, which sends heartbeats
+# and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
 # assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
@@ -206,7 +206,7 @@ def pool_of(subject: str) -> str:
 def dead_letter_stream(
     pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
 ) -> StreamSpec:
-    """Return the settings of the stream for the dead letters (messages that failed finally) of a pool. It keeps them
+    """Return the settings of the stream for the dead letters of a pool: messages whose work was given up. It keeps them
     for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
@@ -284,7 +284,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether models share this consumer: its name has `_s` after the priority, unlike any model's token."""
+    """Return whether models share this consumer. Only then, its name has `_s` after the priority."""
     return "___s" in consumer
 
 
@@ -309,7 +309,7 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject for requests to the owner of streams. Workers may only request buckets."""
+    """Return the subject for requests to the owner of streams. Workers may use only the subject for buckets."""
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 

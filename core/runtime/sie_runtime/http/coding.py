@@ -1,7 +1,7 @@
 """Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): requests may have gzip bodies, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
+    reply   ──► compressed, if the client accepts gzip and the reply is above GZIP_OVER bytes ──► connection
 
 Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
 more than an uncompressed body of that size.
@@ -17,8 +17,7 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-# Replies of at most this number of bytes are not compressed: gzip would save fewer bytes than the headers
-# Content-Encoding and Vary add.
+# Replies of at most this number of bytes are not compressed, because gzip can save little of them.
 GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
@@ -120,8 +119,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """One reply, which is compressed by gzip if the client accepts it and it saves bytes. The head waits for the first
-    piece of the body, because only that piece shows how long the body is.
+    """One reply. It is compressed by gzip if the client accepts gzip and the reply is large enough (`_pays`). The head
+    waits for the first piece of the body, because only that piece shows how long the body is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

@@ -438,7 +438,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle that the client has closed its sending side: it may be gone, or still read the response."""
+        """Handle the end of the client's input. The client may be gone, or it may still read the response."""
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # uvloop closes the connection if None is returned

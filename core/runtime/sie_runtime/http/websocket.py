@@ -34,8 +34,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class _Handshake(ServerProtocol):
-    """Handshake of a websocket. Its replies have the headers of every reply; those of this library, its own envelope
-    of an error.
+    """Handshake of a websocket. All its replies have the headers that every reply of SIE has. If the websockets library
+    itself refuses the handshake, the reply also has SIE's error body.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -43,7 +43,7 @@ class _Handshake(ServerProtocol):
         self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
 
     def begin(self, scope: Scope) -> None:
-        """Compute the headers of replies from `scope`, which the application gets too. Store the request's id in it."""
+        """Use `scope`, which the application gets too, for the headers of replies, and store the request's id in it."""
         scope[REQUEST_ID] = self.scope[REQUEST_ID]
         self.scope = scope
 

@@ -11,7 +11,7 @@ _FIELD = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^"\r\n,]*))(,|$)')
 
 def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
     """Return the fields of a row; None if it is not UTF-8, or if a quote or a carriage return is misplaced. If there
-    are more than `most` fields, `most` + 1 are returned, of which the last may be the whole rest of the row.
+    are more than `most` fields, return `most` + 1; the last of these may be the whole rest of the row.
     """
     try:
         text = row.decode("utf-8")

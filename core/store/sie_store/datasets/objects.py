@@ -22,8 +22,8 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object: its name relative to its place, as spans store it, its size in bytes, and a tag that differs for each
-    version of the object.
+    """An object. `source`: its name relative to its place, as spans store it. `size`: in bytes. `tag`: a text that
+    differs for each version of the object.
     """
 
     source: str
@@ -33,8 +33,8 @@ class ObjectEntry:
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
     """Return a tag that only this version of the object has: its digest if known, otherwise the store's ETag. Size and
-    time replace the ETag on a disk, where obstore's ETag contains the inode, which changes if the folder is copied; and
-    in a store without ETags.
+    time are used instead in a store without ETags, and on a disk: there, obstore's ETag contains the inode, which
+    changes if the folder is copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -103,7 +103,7 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 
 
 async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | None = None) -> bytes:
-    """Return the bytes from `start` to before `end` (by default the whole object), with the exceptions of `pieces`."""
+    """Return the bytes from `start` to before `end` (by default all). Raises the errors that `pieces` raises."""
     return b"".join([piece async for piece in pieces(place, entry, start, entry.size if end is None else end)])
 
 

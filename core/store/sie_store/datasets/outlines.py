@@ -25,7 +25,7 @@ class Section(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Positions, in code points and ascending, at which pages and headings begin, with page numbers and texts."""
+    """Pages as (position, number) and headings as (position, text), in order. Positions count code points."""
 
     pages: tuple[tuple[int, int], ...]
     headings: tuple[tuple[int, str], ...]

@@ -1,6 +1,6 @@
 """Encoding of parts, and reading of their descriptions. A part is the output file that stores one shard.
 
-parquet  one row for each line; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
+parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
          A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all rows, and `NAME_rows`:
@@ -47,7 +47,7 @@ def encode(shard: Shard, format: OutputFormat) -> bytes:
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description in a part; in JSON Lines, without job, number and model. Raises PartFault."""
+    """Return the description in a part. In JSON Lines it lacks job, number and model. Raises PartFault."""
     if format == "parquet":
         try:
             return tables.inspect(data)

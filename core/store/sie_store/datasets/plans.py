@@ -4,8 +4,8 @@
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
                                          └─ images ────── consecutive names ────┘
 
-An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. Only a store that
-does not answer stops the planning.
+An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. The planning stops
+if a store does not answer, if there is no object, or if there are too many objects or spans.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def plan(
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
     """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span has
-    at most `shard_rows` rows and `text_bytes` bytes of text (by default SPAN_BYTES); a single longer row is a span.
+    at most `shard_rows` rows and `text_bytes` bytes of text (by default SPAN_BYTES); a longer row is a span of its own.
     Raises StoreError, and InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
     """
     count = 0
@@ -85,8 +85,8 @@ def _check_count(spans: int, shard_rows: int) -> None:
     if spans > MAX_SPANS:
         raise InvalidInput.at(
             "shard_rows",
-            f"the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
-            f"{MAX_SHARD_ROWS} rows in a shard, for fewer and larger objects, or for several jobs",
+            f"the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Use up to "
+            f"{MAX_SHARD_ROWS} rows in a shard, fewer and larger objects, or several jobs",
             reason=TOO_MANY,
         )
 
@@ -218,8 +218,8 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput, with the message of the plan, if a local file lacks a column that the job reads. Only the
-    beginning of the file is read. The plan finds all other faults.
+    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads. Only the
+    beginning of the file is read. `plan` finds all other faults.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)

@@ -27,7 +27,7 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """Memory that the rows of a span need, as far as they are counted."""
+    """Counter of the memory that the rows of a span need."""
 
     def __init__(self, span: RowSpan) -> None:
         self._span = span
@@ -78,8 +78,8 @@ def _count(text: bytes, marks: bytes, most: int) -> int:
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often `marks` occur in JSON outside of strings; counting stops above `most`. A loop over the strings,
-    not a single call, releases the interpreter lock in between.
+    """Return how often `marks` occur in JSON outside of strings; counting stops above `most`. The loop over the strings
+    lets other threads run in between; a single call would hold the interpreter lock.
     """
     total = at = 0
     for string in _STRING.finditer(text):

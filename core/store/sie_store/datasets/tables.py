@@ -103,7 +103,7 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map, which is stored as JSON: Parquet cannot store an empty map."""
+    """Return whether a type contains a map (an Arrow struct). Parquet cannot store an empty one, so it becomes JSON."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))

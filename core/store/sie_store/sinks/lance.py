@@ -3,8 +3,8 @@ with the columns `id`, `vector` and `payload` (JSON as text).
 
     rows ──merge_insert(id)──► a new version of the table, whole or not at all
 
-`id` is the primary key of the table, so that two writers that insert the same id conflict, and one of them repeats its
-write as an update.
+`id` is the primary key of the table. So if two writers insert the same id, their writes conflict, and one of them is
+repeated as an update.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LanceDatabase:
             raise StoreError("the storage of LanceDB did not answer in time") from None
         except ValueError:
             raise CollectionMismatch(
-                "LanceDB refuses the call: is its address right, and was the table not changed meanwhile?"
+                "LanceDB refuses the call: is its URL wrong, or was the table changed meanwhile?"
             ) from None
         except Exception as error:  # noqa: BLE001  a panic of the library is no RuntimeError; a message may quote rows
             raise StoreError(f"LanceDB reports an error ({type(error).__name__})") from None
@@ -80,8 +80,6 @@ class LanceDatabase:
 
 
 class LanceSink:
-    """Sink for LanceDB."""
-
     def __init__(self, database: LanceDatabase) -> None:
         self._database = database
         self._collection = ""
@@ -120,7 +118,7 @@ class LanceSink:
         await self._database.run(written, data.nbytes / BYTES_PER_S)
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return nothing: there are no multivectors, and no other row is too large."""
+        """Return no refusals: only multivectors can be too large, and this database stores none."""
         return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:

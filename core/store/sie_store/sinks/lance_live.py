@@ -4,9 +4,9 @@
     vector_next               new vectors before the switch     vector_before    old vectors after the switch
     vector_marker_1f0c9a2b    markers; 8 hexadecimal digits of the new model's fingerprint
 
-The marker of a row is a digest of its text and its vectors as they were when it was written. A row is pending for a
-side if it has no vector of this side, or another marker. So every change of a text or a vector is noticed. A write
-skips a row whose stored text has changed since the row was read.
+The marker of a row is a digest of the row's text and vectors when the marker was written. A row is pending for a side
+if it has no vector of this side, or another marker. So every change of a text or a vector is noticed. A write skips a
+row whose stored text has changed since the row was read.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_nam
 T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
-# Rows written between two optimizations of the table, which put written rows into its indexes: the larger of a number
-# and a share of its rows. An optimization may write the whole table again, and earlier versions stay on the disk.
+# An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
+# versions stay on the disk. So it runs only after OPTIMIZE_ROWS written rows, or after this share of all rows if that
+# is more.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
-NO_PRUNING = datetime.timedelta(days=36_500)  # younger versions of the table stay: they belong to the application
+NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
 
 
 @dataclass(frozen=True)
 class _LanceShape:
     """Columns of the table. `columns`: Arrow fields by name. `texts`: columns from which the text of a row is made.
-    `distance`: distance function of the index on `vector`, otherwise `cosine`.
+    `distance`: distance function of the index on `vector`; `cosine` if there is none.
     """
 
     vector: str
@@ -87,8 +88,6 @@ class _LanceRow:
 
 
 class LanceLive:
-    """Live table of LanceDB."""
-
     def __init__(self, database: LanceDatabase, source: LiveSource) -> None:
         self._database = database
         self._source = source
@@ -197,7 +196,7 @@ class LanceLive:
         await self._optimize(1)
 
     async def _rows(self, version: int, offset: int) -> list[_LanceRow]:
-        """Read up to SCAN_ROWS rows of one version of the table, in which the order of rows does not change."""
+        """Read up to SCAN_ROWS rows from one version of the table. Within a version, the order of the rows is fixed."""
         shape = self._opened()
         names = dict.fromkeys([shape.id_column, *shape.texts, *map(shape.column, SIDES), shape.marker])
 
@@ -228,7 +227,7 @@ class LanceLive:
         return values
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
-        """Return the values of a row's columns, and of the fields of its payload if the template names them."""
+        """Return the values of a row's columns. If the template names fields of the payload, return them too."""
         shape = self._opened()
         values = dict(zip(shape.texts, row.texts, strict=True))
         if all(name in values for name in self._source.text.columns):
@@ -244,8 +243,8 @@ class LanceLive:
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
-        """Return the marker of a row whose vectors of these sides are vectors of its text. With one side, the vector of
-        the other side may be a vector of another text.
+        """Return the marker of a row whose vectors of these sides were computed from its text. With one side, the
+        vector of the other side may belong to another text.
         """
         digest = hashlib.sha256(msgspec.json.encode(row.texts))
         for side in sides:
@@ -306,14 +305,14 @@ class LanceLive:
         if side == in_use:
             vectors[opposite(side)] = None
         elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
-            # a writer has written the vector in use, maybe by the old model, so the marker must not vouch for it
+            # a writer has written the vector in use, maybe with the old model: the marker must not show it as a new one
             sides = ("old",)
         changed = _LanceRow(row.id, row.texts, vectors, None)
         return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
 
     async def _optimize(self, rows: int) -> None:
-        """Put written rows into the indexes if at least `rows` were written since the last call did so. An error is
-        ignored, because searches find rows that are in no index too, only slower.
+        """Put written rows into the indexes if at least `rows` were written since this was last done. An error is
+        ignored, because searches also find rows that are in no index, only slower.
         """
         if self._unindexed >= rows:
             self._unindexed = 0
@@ -402,8 +401,8 @@ class LanceLive:
         return await self._database.run(checked, seconds, once=once)
 
     async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
-        """Change the columns of vectors, so that these are `after`. Raises CollectionMismatch if another command has
-        changed them.
+        """Change the columns of vectors and of the marker, so that the table has those named in `after`. Raises
+        CollectionMismatch if another command has changed them.
         """
         is_repeat = False
 
@@ -421,7 +420,7 @@ class LanceLive:
         await self._database.run(changed)
 
     async def _own_columns(self, table: Any) -> set[str]:
-        """Return the names of the columns of vectors and of the marker that a table has."""
+        """Return the names of the vector columns and of the marker column that a table has."""
         return {field.name for field in await table.schema()} & self._migrated()
 
     def _migrated(self) -> set[str]:

@@ -36,7 +36,7 @@ def opposite(side: Side) -> Side:
 @dataclass(frozen=True)
 class LiveSource:
     """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
-    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: of the model of each side.
+    column. `id_column`: column of ids. Both are empty for the store's default. `fingerprints`: of each side's model.
     """
 
     collection: str
@@ -66,9 +66,9 @@ class LiveState:
 
 @dataclass(frozen=True)
 class LiveRow:
-    """A row of a live collection. `columns`: those that the template names. `version`: digest of these columns as they
-    were read; a write skips the row if they have changed since (empty if the store compares `stored`). `stored`: the
-    row in the form of its store.
+    """A row of a live collection. `columns`: values of the columns that the template names. `version`: digest of these
+    columns as they were read; a write skips the row if they have changed since. It is empty if the store compares
+    `stored` instead. `stored`: the row in the form of its store.
     """
 
     id: str
@@ -97,13 +97,13 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers, or check the existing one."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows for those without a vector of their present text. Other rows are brought up to date without a
-        model, if that is possible.
+        """Scan all rows, and yield those without a vector of their present text. Rows that can be brought up to date
+        without the model are updated at once.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
-        """Write the vectors of rows. Rows that have changed since they were read stay pending. `vectors` None: these
-        rows have no text, so the side that is not in use must have no vector of them.
+        """Write the vectors of rows. Rows that have changed since they were read stay pending. With `vectors` None the
+        rows have no text; then their vectors of this side are removed, unless it is in use.
         """
 
     async def sample(self, count: int) -> Sequence[LiveRow]:

@@ -67,8 +67,8 @@ def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolic
 
 
 def _scheme(url: str, setting: str) -> str:
-    """Return the scheme of the URL of a database. Raises SettingError if the URL is not valid, or if its package is not
-    installed.
+    """Return the scheme of a database's URL. Raises SettingError if the URL is invalid or the needed package is
+    missing.
     """
     try:
         pieces = urlsplit(url)
@@ -77,20 +77,20 @@ def _scheme(url: str, setting: str) -> str:
         raise SettingError(setting, "the URL of a database has no valid host and port") from None
     if pieces.scheme in ("qdrant", "qdrants"):
         if not pieces.hostname or pieces.password is not None or pieces.path.strip("/") or pieces.query:
-            raise SettingError(setting, "Qdrant is qdrant://[api-key@]host:port, or qdrants:// for TLS")
+            raise SettingError(setting, "the URL of Qdrant is qdrant://[api-key@]host:port, or qdrants:// for TLS")
     elif pieces.scheme == "postgresql":
         if not pieces.hostname or not pieces.path.strip("/"):
-            raise SettingError(setting, "PostgreSQL is postgresql://user:password@host:port/database")
+            raise SettingError(setting, "the URL of PostgreSQL is postgresql://user:password@host:port/database")
         _need("asyncpg", "PostgreSQL", "pgvector", setting)
     elif pieces.scheme in LANCE_SCHEMES:
         is_folder = pieces.scheme == "lancedb"
         if is_folder == bool(pieces.netloc) or (is_folder and not pieces.path.strip("/")) or "@" in pieces.netloc:
-            raise SettingError(setting, "LanceDB is lancedb:///folder, or lancedb+s3://bucket/prefix (s3, gs, az)")
+            raise SettingError(setting, "a LanceDB URL is lancedb:///folder or lancedb+s3://bucket/prefix (or gs, az)")
         if pieces.query or pieces.fragment:
-            raise SettingError(setting, "the address of LanceDB has no ? and no #")
+            raise SettingError(setting, "the URL of LanceDB must not contain ? or #")
         _need("lancedb", "LanceDB", "lancedb", setting)
     else:
-        raise SettingError(setting, "a database is qdrant://, qdrants://, postgresql:// or lancedb://")
+        raise SettingError(setting, "the URL of a database begins with qdrant://, qdrants://, postgresql:// or lancedb")
     return pieces.scheme
 
 
@@ -106,7 +106,7 @@ def _lance_address(url: str) -> str:
 
 
 def _address(url: str) -> tuple[str, str]:
-    """Return the address of a Qdrant server as a URL of HTTP, and its API key."""
+    """Return the HTTP URL of a Qdrant server, and its API key."""
     pieces = urlsplit(url)
     host = f"[{pieces.hostname}]" if ":" in (pieces.hostname or "") else pieces.hostname
     scheme = "https" if pieces.scheme == "qdrants" else "http"

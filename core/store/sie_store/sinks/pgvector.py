@@ -3,8 +3,8 @@ sparse sparsevec(n), payload jsonb)`, which has the columns of the job's outputs
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: queries and indexes name the distance function (`<=>` is the cosine distance). The
-operator creates an index after a job: this is much faster than an update of the index for each row.
+The table has no distance function: each query and index names its own (`<=>` is the cosine distance). The operator
+creates an index after a job, because updating the index for each row would be much slower.
 """
 
 from __future__ import annotations
@@ -119,8 +119,6 @@ class PostgresDatabase:
 
 
 class PgvectorSink:
-    """Sink for PostgreSQL with pgvector."""
-
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._database = PostgresDatabase(url, patience)
         self._widths: Widths = {}
@@ -147,7 +145,7 @@ class PgvectorSink:
             await self._database.transaction(functools.partial(self._written, records=records), size)
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return nothing: there are no multivectors, and no other row is too large."""
+        """Return no refusals: only multivectors can be too large, and this database stores none."""
         return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
@@ -194,8 +192,8 @@ def _vector_columns(widths: Widths) -> dict[str, str]:
 
 
 async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]) -> tuple[str, str]:
-    """Create the extension and the table if they do not exist, and check the table. `columns`: types of the columns of
-    vectors. Returns (schema of the extension, schema of the table).
+    """Create the extension and the table if they do not exist, and check the table. `columns`: SQL types of the vector
+    columns by name. Returns (schema of the extension, schema of the table).
     """
     extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     if extension is None:
@@ -203,7 +201,7 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
             await connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
         except asyncpg.InsufficientPrivilegeError:
             raise SinkUnsuitable(
-                "the database has no extension vector, and this user may not create it: a superuser runs CREATE "
+                "the database has no extension vector, and this user may not create it: a superuser must run CREATE "
                 "EXTENSION vector"
             ) from None
         except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
@@ -278,8 +276,8 @@ def vector_binary(vector: NDArray[np.float32] | SparseRow, dims: int) -> bytes:
 
 
 def _records(rows: SinkRows, widths: Widths) -> list[tuple[Any, ...]]:
-    """Return rows as records for binary COPY: id, vectors, payload. PostgreSQL cannot store NUL: U+FFFD replaces it.
-    Raises RowsRefused.
+    """Return rows as records for binary COPY: id, vectors, payload. U+FFFD replaces the character NUL, which PostgreSQL
+    cannot store in a payload. Raises RowsRefused.
     """
     encoded_rows = []
     for number, (row_id, payload) in enumerate(zip(rows.ids, rows.payloads, strict=True)):

@@ -4,9 +4,9 @@
     embedding_next      new vectors before the switch        embedding_before    old vectors after the switch
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
-A row is pending if its marker differs from the digest of what it has now. So no clock, trigger or change log is needed,
-and no change of a writer is missed. A write compares the text of a row that it has locked. It skips rows that others
-lock.
+A row is pending if its marker differs from the digest of its present text, model and vector. So no clock, trigger or
+change log is needed, and no change by a writer is missed. A write locks a row, and then compares its text with the text
+that was read. Rows that other transactions have locked are skipped.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _TableShape:
     id_type: str
     columns: dict[str, str]
     in_use: Side
-    comment: str  # of the marker column
+    comment: str  # comment of the marker column, see `_MarkerRecord`
     is_not_null: bool  # whether the column `vector` is NOT NULL
     operator: str  # SQL operator that computes a distance
 
@@ -139,8 +139,6 @@ class _MarkerRecord(msgspec.Struct, frozen=True):
 
 
 class PgvectorLive:
-    """Live table of PostgreSQL."""
-
     def __init__(self, database: PostgresDatabase, source: LiveSource) -> None:
         self._database = database
         self._source = source
@@ -367,7 +365,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
         await connection.execute(
-            # by this marker, a later scan for the opposite side adopts the vector that the row has there
+            # with this marker, a later scan for the opposite side accepts the row's vector of that side
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -485,9 +483,9 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, shape: _TableShape, side: Side, vector: str) -> str:
-        """Return the SQL expression for the marker of a row whose vector of a side is written. If an old vector is
-        written while the new ones are in use, and the row's new vector has no valid marker, the digest is hashed twice:
-        so a later scan for the new side does not adopt that vector.
+        """Return the SQL expression for the marker of a row whose vector of a side is written. A scan for the new side
+        accepts the new vector of a row that has the marker of the old side. If the new vectors are in use and this
+        row's new vector has no valid marker, the digest is hashed twice, so that the scan does not accept it.
         """
         digest = self._digest(shape, side, vector)
         if side == shape.in_use or side == "new":

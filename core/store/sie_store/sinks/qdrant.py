@@ -53,8 +53,8 @@ MAX_DIMS = 65_536
 ANSWER_BYTES = 4 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.+-]{0,32}", re.ASCII)
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body with several points
-# largest number of bytes of a point, which is alone in its body: Qdrant's default limit of a body is 32 MiB, and 1 MiB
-# of it is for the condition of a write
+# largest number of bytes of a point, which is alone in its body: Qdrant's default limit for a body is 32 MiB, of which
+# 1 MiB is for the condition of a write
 POINT_BYTES = 31 << 20
 NUMBER_BYTES = 17  # largest number of bytes of a float32 in JSON, with its comma
 
@@ -93,7 +93,7 @@ class QdrantConnection:
         await self._client.aclose()
 
     async def check_version(self, needed: tuple[int, int], purpose: str) -> None:
-        """Raise SinkUnsuitable if the server is older than `needed`. The error names `purpose`, which needs it."""
+        """Raise SinkUnsuitable if the server is older than `needed`. `purpose`: what needs it, for the error text."""
         reply = await self._patience.repeated(functools.partial(self._once, "GET", "/", None, False))
         version = _VERSION.match(reply.version)
         if version is None:
@@ -282,7 +282,7 @@ def _reply(body: bytes) -> _QdrantReply:
 
 
 class AnswerTooLarge(SinkUnsuitable):
-    """Error for a reply of more bytes than Qdrant's replies have."""
+    """Error for a reply of more than `answer_bytes` bytes."""
 
 
 class _Exists(StoreError):
@@ -334,7 +334,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
     expected, expected_sparse = _vectors(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
         shown = ", ".join(name or "one without a name" for name in (*expected, *expected_sparse))
-        raise CollectionMismatch(f"the collection {collection} has not the vectors that are written: {shown}")
+        raise CollectionMismatch(f"the collection {collection} does not have the vectors that are written: {shown}")
     for name, params in expected.items():
         _check_vector(vectors[name], collection, name, params)
 
@@ -342,7 +342,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
 def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str, Any]) -> None:
     """Raise CollectionMismatch unless a vector of a collection has these parameters."""
     if actual is None:
-        raise CollectionMismatch(f"the collection {collection} has no dense vector of a job")
+        raise CollectionMismatch(f"the collection {collection} has no dense vector with the name that jobs use")
     try:
         size, distance = actual["size"], actual.get("distance")
         comparator = (actual.get("multivector_config") or {}).get("comparator")

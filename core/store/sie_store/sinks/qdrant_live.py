@@ -5,15 +5,15 @@ use. The name that searches and writers use is an alias of Qdrant, here `docs`:
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
     docs--before  ──► the old collection, after the switch
 
-The new collection has copies of the points of the old one, with the same ids, payloads and vectors of other names. The
-marker of a point is the field `_sie` of its payload. A point is pending if its copy is missing, has another payload, or
-has a marker of another text or model. A writer that replaces a point removes its marker, so the point is pending.
+The new collection has copies of the points of the old one, with the same ids and payloads, and the same vectors except
+the migrated one. The marker of a point is the field `_sie` of its payload. A point is pending if its copy is missing,
+has another payload, or has a marker of another text or model. A writer that replaces a point removes its marker.
 
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
-                          PAYLOAD  digest of the payload that the point had when both collections had it
+                          PAYLOAD  digest of the payload when both collections last had the same payload
 
-So a point with a valid PAYLOAD has not changed since it was copied. After the switch this says which of the two points
-is newer, and whether a point without a counterpart was written to its collection or deleted from the opposite one.
+So a point with a valid PAYLOAD has not changed since it was copied. After the switch, this shows which of the two
+points is newer. If a point has no counterpart, it shows whether the point is new or the counterpart was deleted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256
-COPIED_POINTS = 64  # points whose vectors of other names are read at a time; halved if the reply is too large
-ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points; the largest point is half of it
-# settings of a collection that the new one gets too, by their name in its description
+COPIED_POINTS = 64  # points whose other vectors (not migrated) are read at a time; halved if the reply is too large
+ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a single point has at most half of that
+# settings that the new collection gets too; _CONFIGS: name in a collection's description -> name in a request
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
 _CONFIGS = {
     "hnsw_config": "hnsw_config",
@@ -114,8 +114,6 @@ class _LateWrite:
 
 
 class QdrantLive:
-    """Live collection of Qdrant."""
-
     def __init__(self, server: QdrantConnection, source: LiveSource) -> None:
         self._server = server
         self._source = source
@@ -236,12 +234,13 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # the vectors of the application are old ones, except in points that it has written after the switch
+        # a vector without TEXT is from the application: an old one, unless the point was written after the switch
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
-        """Yield the points that were written to the collection not in use after they were copied, unless the copy is
-        newer. Delete the copies of points that were deleted there.
+        """Yield the points of `away` (the collection not in use) that were written after they were copied, unless the
+        copy in `source` (the one in use) is newer. Delete from `source` the copies of points that were deleted from
+        `away`.
         """
         async for points in self._scroll(away):
             changed = [point for point in points if not _is_agreed(point)]
@@ -267,7 +266,7 @@ class QdrantLive:
                 )
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Write into the markers of points the digest of their payload, which the opposite collection now has too."""
+        """Set PAYLOAD in the markers of points to the digest of their payload, now that both collections have it."""
         operations = [
             {
                 "set_payload": {
@@ -317,14 +316,14 @@ class QdrantLive:
         points: Sequence[tuple[_Point, Vector | None]],
         update_filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write copies of points to the collection of a side (the old or the new model). `update_filter`: existing
-        points that may be replaced.
+        """Write copies of points to the collection of a side (the old or the new model). `update_filter`: filter for
+        existing points that may be replaced; None: all.
         """
         await self._check_in_use()
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # vectors of other names are read now and not by the scan, because those of all pending points are too large
+            # read the other vectors here and not in the scan: those of all pending points would need too much memory
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
@@ -337,7 +336,9 @@ class QdrantLive:
             first += len(stored)
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
-        """Return the vectors of other names of the first points of `ids`, as many as a reply has room for."""
+        """Return the other named vectors (all but the migrated one) of the first points of `ids`, of as many points as
+        one reply can hold.
+        """
         layout = self._opened()
         if not layout.more_vectors:
             return [{}] * len(ids)
@@ -356,7 +357,7 @@ class QdrantLive:
             return [vector if isinstance(vector, dict) else {} for vector in vectors]
 
     def _copy(self, point: _Point, side: Side, vector: Vector | None, more_vectors: dict[str, Any]) -> dict[str, Any]:
-        """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
+        """Return a point's copy for a side's collection. `vector`: the migrated vector. `more_vectors`: the others."""
         name = self._opened().vector
         content: Any = more_vectors
         payload = _plain(point)
@@ -431,7 +432,8 @@ class QdrantLive:
         body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
         if layout.is_begun:
-            # last: until then, a repeated clean-up finds the collection by its name or its alias, which ends with it
+            # Deleted last. If the clean-up is interrupted before, the next one still finds this collection, by its name
+            # or its alias. The alias ends with the collection.
             await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
 
     async def close(self) -> None:
@@ -445,13 +447,13 @@ class QdrantLive:
         return _path(self._opened().names[side], f"/points{suffix}")
 
     def _text_digest(self, side: Side, point: _Point) -> str:
-        """Return the digest of a point's text and of the model."""
+        """Return the digest of the model, the template, and the fields of the point that the template names."""
         payload = point.payload or {}
         text = msgspec.json.encode([payload.get(name) for name in self._source.text.columns])
         return hashlib.sha256(self._source.salt(side).encode() + b"\0" + text).hexdigest()[:32]
 
     async def _aliases(self) -> dict[str, str]:
-        """Return the collection of each alias."""
+        """Return the names of collections by alias."""
         listed = await self._read("GET", "/aliases", _AliasListing)
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
@@ -532,7 +534,7 @@ def _is_agreed(point: _Point) -> bool:
 
 
 def _with_marker(*markers: str, ids: Sequence[int | str] = ()) -> dict[str, Any]:
-    """Return the filter for points with one of `markers` and one of `ids`. An empty list matches every point."""
+    """Return the filter for points with one of `markers` and one of `ids`. A condition without values is left out."""
     conditions: list[dict[str, Any]] = [{"has_id": list(ids)}] if ids else []
     if markers:
         conditions.append({"key": MARKER, "match": {"any": list(markers)}})

@@ -30,7 +30,7 @@ from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
 Output = Literal["dense", "sparse", "multivector"]
-Widths = Mapping[Output, int]  # dimensions of a collection's vectors; of sparse ones the largest index plus 1
+Widths = Mapping[Output, int]  # number of dimensions by output; for sparse vectors, the largest index plus 1
 # ten attempts, whose pauses together are about two minutes: time for a database to restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # field of a Qdrant payload with the id of the row
@@ -67,7 +67,7 @@ class SparseRow:
 
     @classmethod
     def from_arrays(cls, indices: NDArray[np.integer[Any]], values: NDArray[np.floating[Any]]) -> SparseRow:
-        """Return the vector that has these numbers, in any order, at these indices."""
+        """Return the sparse vector with `values[i]` at `indices[i]`, in any order of indices. Zeros are left out."""
         order = np.argsort(indices)
         order = order[values[order] != 0]
         return cls(indices[order], values[order].astype(np.float32, copy=False))
@@ -75,8 +75,8 @@ class SparseRow:
 
 @dataclass(frozen=True)
 class SinkRows:
-    """Rows to write. `vectors`: dense ones, float32 [rows, dimensions]. `payloads`: maps whose values can be encoded as
-    JSON. `multivectors`: float32 [tokens, dimensions] of each row.
+    """Rows to write. `vectors`: dense vectors, float32 [rows, dimensions]. `payloads`: maps whose values can be encoded
+    as JSON. `multivectors`: float32 [tokens, dimensions] of each row.
     """
 
     ids: Sequence[str]
@@ -86,8 +86,8 @@ class SinkRows:
     multivectors: Sequence[NDArray[np.float32]] = ()
 
     def latest(self, widths: Widths) -> SinkRows:
-        """Return the rows; of several rows with the same id, only the last one. Raises RowsRefused for rows no database
-        can store.
+        """Return the rows. If several rows have the same id, only the last one is returned. Raises RowsRefused for rows
+        that no database can store.
         """
         count, dims = len(self.ids), widths.get("dense", 0)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
@@ -148,8 +148,8 @@ class Sink(Protocol):
         """Write rows so that they survive a restart of the database. A stored row with the same id is replaced."""
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return the reasons for which the database can never store rows, by the number of the row. A job counts these
-        rows as failed; `upsert` would refuse all rows.
+        """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
+        and does not write them, because `upsert` would refuse all rows of the call.
         """
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:

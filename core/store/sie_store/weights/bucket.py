@@ -30,7 +30,7 @@ _FOLDER = re.compile(r"models--(.+)")
 
 
 def place(repository: str, revision: str) -> str:
-    """Return the common prefix of the keys of all objects of a snapshot."""
+    """Return the prefix that the keys of all objects of a snapshot have."""
     return f"models--{repository.replace('/', '--')}/{revision}"
 
 

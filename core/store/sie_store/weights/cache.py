@@ -111,10 +111,11 @@ class LocalCache:
         return self._folder_of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot if it has all files of the repository that `select` accepts; without
-        `select`, all files in its manifest, or all that `common` accepts. The manifest, or else the listing of the
-        hub's own client, names the files. Returns None if a file is missing, or if neither exists. Raises
-        ManifestError.
+        """Return the folder of a snapshot; None if it is missing or incomplete. Raises ManifestError.
+
+        The manifest, or else the listing of the hub's own client, names the files of the repository. The snapshot must
+        have those that `select` accepts. Without `select`, it must have all files in its manifest, or those in the
+        listing that `common` accepts.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)

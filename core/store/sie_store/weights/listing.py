@@ -83,7 +83,7 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; empty if the file ends where, by its header, the last tensor ends."""
+    """Return the fault of a safetensors file; empty if the file ends at the end of the last tensor in its header."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -92,9 +92,9 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket (None if there is none, or if `force` replaces it), and obstore's write
-        mode, which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files
-        differ from the files of this push.
+        """Return the manifest in the bucket, and obstore's mode for its write: the write fails if another writer has
+        changed the manifest. The manifest is None if there is none, or if `force` replaces it. Raises PushRefused if
+        its files differ from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -118,8 +118,8 @@ class Push:
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """Return the names of the files to write: files that are missing in the bucket or have another size there, and
-        files that are not in the bucket's manifest and whose object has no correct digest attribute.
+        """Return the names of the files to write. A file is written if the bucket lacks it or has another size of it,
+        or if the bucket's manifest does not name it and its object has no attribute with the right digest.
         """
         if everything:
             return list(self._manifest.files)

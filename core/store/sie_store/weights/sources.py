@@ -300,7 +300,7 @@ class WeightSources:
         if not self.may_download:
             if fits:
                 return Located(unverified, lease)
-            raise failed or FetchFailed("NOT_FOUND", f"{label} is nowhere")
+            raise failed or FetchFailed("NOT_FOUND", f"{label} was not found")
         try:
             fetched = self.cache.obtain(
                 repository, commit, hub_fetch(repository, commit, of_lora), label, select=of_lora
