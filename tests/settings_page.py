@@ -19,8 +19,7 @@ MODES = {"queue": " Not with `--standalone`.", "standalone": " With `--standalon
 def _row(row: SettingRow) -> str:
     default = "" if row.default is None else f"`{shown(row, row.default)}`"
     readers = "all" if set(row.components) == set(settings.COMPONENTS) else ", ".join(row.components)
-    waits = f" No process reads it yet: it waits for {row.waits_for}." if row.waits_for else ""
-    meaning = row.meaning + MODES.get(row.mode or "", "") + waits
+    meaning = row.meaning + MODES.get(row.mode or "", "")
     return f"| `{row.name}` | {default} | {row.expected} | {readers} | {meaning.replace('|', chr(92) + '|')} |"
 
 

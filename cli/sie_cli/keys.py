@@ -154,8 +154,8 @@ def create(
 @keys.command("admin")
 @data_dir_option
 def admin_command(data_dir: Path | None) -> None:
-    """Print the administrator's token of a `sie serve`. It is the `sie serve` of this user, whose console asks for the
-    token. The token is valid until that server ends; if SIE_ADMIN_TOKEN is set, that is the token.
+    """Print the administrator's token of this user's `sie serve`. Its console asks for this token. The token is valid
+    until that server ends. It is SIE_ADMIN_TOKEN, if that is set.
     """
     try:
         cluster = Cluster.locate(loaded({}), data_dir)
@@ -215,7 +215,11 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     async def body(broker: Broker) -> Key:
         buckets, now_s = await _opened(broker, cluster)
         for key, revision in await buckets.read():
-            if key.digest != digest if by_token else key.id != identifier and (key.name != identifier or key.revoked_s):
+            if (
+                key.digest != digest
+                if by_token
+                else key.id != identifier and (key.name != identifier or key.ended(now_s))
+            ):
                 continue
             ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
             try:
@@ -240,7 +244,7 @@ def _prompted_token() -> str:
 
 
 async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
-    """Open the buckets of the keys. Return them, and the broker's time, by which keys expire. Raises BrokerError."""
+    """Open the buckets of the keys. Return them and the broker's time, by which keys expire. Raises BrokerError."""
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
 

@@ -42,7 +42,7 @@ class _Program(AnyPosition):
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError, which suggests a group that has a command of this name."""
+        """Return the command. Raises UsageError, which suggests a group with such a command, or a similar name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -73,8 +73,8 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # os._exit, because the interpreter's own end takes a second with torch imported, and may abort: threads of
-            # the object store's runtime outlive the interpreter and call into it.
+            # os._exit, because the normal exit takes a second if torch is imported, and may abort the process: threads
+            # of the object store's library continue after the interpreter has ended, and call into it
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
@@ -268,7 +268,6 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
             "read_by": list(row.components),
             "expects": row.expected,
             "meaning": row.meaning,
-            "waits_for": row.waits_for,
         }
         for row in ROWS
     ]
@@ -277,10 +276,9 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
         return
     for row in rows:
         default = "" if row["source"] == "default" else f", default {row['default']}"
-        waits = f" (not read yet: waits for {row['waits_for']})" if row["waits_for"] else ""
         click.secho(f"{row['name']}={row['value']}", bold=True, nl=False)
         click.echo(f"  [{row['source']}{default}]")
-        click.echo(f"    {row['meaning']}{waits}")
+        click.echo(f"    {row['meaning']}")
 
 
 @main.command(hidden=True, context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -105,7 +105,7 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply, without replies older than REPLY_KEPT_S or above REPLIES_PER_SLOT."""
+        """Return the write that adds a reply. It drops replies above REPLIES_PER_SLOT or older than REPLY_KEPT_S."""
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]
@@ -169,7 +169,7 @@ class CatalogueStore:
         is checked only after a reconnect and after a failed read.
         """
         while not await stop.wait_woken(self._mirror.suspect):
-            action = "looking whether the broker still has the catalogue"
+            action = "checking whether the broker still has the catalogue"
             if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, task=action):
                 return True
         return False
@@ -205,9 +205,7 @@ class CatalogueStore:
         """Return one model at the newest write that the broker's leader has."""
         entry = await self._bucket.get(model_key(model))
         return (
-            HeldModel()
-            if entry is None or entry.value is None
-            else HeldModel(_stored.decode(entry.value), entry.revision)
+            HeldModel() if entry is None or entry.value is None else HeldModel(decoded(_stored, entry), entry.revision)
         )
 
     async def _entries(self, within: str) -> list[Entry]:
@@ -232,7 +230,7 @@ class CatalogueStore:
     async def history(self, model: str) -> list[StoredModel]:
         """Return the stored revisions of a model, newest first."""
         entries = await self._entries(f"history.{topology.token(model)}")
-        revisions = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
+        revisions = [decoded(_stored, entry) for entry in entries if entry.value is not None]
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
@@ -255,7 +253,7 @@ class CatalogueStore:
     async def revision(self, model: str, revision: int) -> StoredModel | None:
         """Return one revision of a model; None if it is no longer stored."""
         entry = await self._bucket.get(_history_key(model, revision))
-        stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
+        stored = None if entry is None or entry.value is None else decoded(_stored, entry)
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
@@ -352,9 +350,9 @@ class CatalogueStore:
             )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models that the bucket lacks into it from the copy or a backup, and models written over the API that
-        the copy lacks into the copy. Then correct the index of aliases. Return the models that the bucket had lost, or
-        had at an earlier revision.
+        """Write to the bucket the models that it lacks and that the copy or a backup has. Write to the copy the models
+        that it lacks and that were written over the API. Then correct the index of aliases. Return the models that the
+        bucket had lost, or had at an earlier revision.
 
         `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
         time.

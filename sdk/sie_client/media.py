@@ -50,7 +50,7 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Convert a file to the form of a request. Data URIs are not changed, and URLs are not if `urls` is true. Raises
+    """Convert a file to the form of a request. Data URIs are returned as they are, and with `urls` also URLs. Raises
     InvalidInputError.
     """
     if isinstance(value, Mapping):
@@ -89,11 +89,12 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
         )
     if not isinstance(rate, int | np.integer) or isinstance(rate, bool) or not 0 < rate < 1 << 24:
         raise _refused(f"{path}.sample_rate", "expected the number of samples a second, a whole number")
+    rate = int(rate)  # the product of a numpy integer of 16 bits overflows
     channels = samples.shape[1] if samples.ndim == 2 else 1
     width = samples.dtype.itemsize
     data = np.ascontiguousarray(samples, samples.dtype.newbyteorder("<")).tobytes()
     if len(data) >= (1 << 32) - 64:
-        raise _refused(f"{path}.data", "a WAV file holds 4 GB")
+        raise _refused(f"{path}.data", "expected less than 4 GiB of samples, the limit of a WAV file")
     head = struct.pack(
         "<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, rate * channels * width, channels * width, 8 * width
     )

@@ -336,7 +336,7 @@ def test_what_the_model_cannot_be_told_is_refused_by_name(options: dict[str, str
 
 
 def test_a_sound_of_one_frame_is_refused(served: Served) -> None:
-    with pytest.raises(InvalidInput, match="the sound has 319 samples, the model reads 320 at least"):
+    with pytest.raises(InvalidInput, match="the sound has 319 samples, the model needs 320 or more"):
         served.run("extract", [encoded(tone(319 / RATE, rate=RATE), rate=RATE)])
 
 

@@ -188,7 +188,7 @@ async def test_a_revision_that_cannot_be_loaded_leaves_the_former_one_serving(st
         assert not clients.refusals, clients.refusals[0]
         assert set(clients.vectors) == {former}
         assert (restored["operation"], restored["author"]) == ("restore", "sie-config")
-        assert restored["note"].startswith("revision 2 could not be loaded, so it is as revision 1 again: ")
+        assert restored["note"].startswith("revision 2 could not be loaded, so revision 1 was written again: ")
         listed = {row["model_id"]: row for row in (await config("GET", ""))["models"]}
         assert listed[MODEL]["note"] == restored["note"]
         assert (await config("GET", f"/{MODEL}"))["weights"]["path"] == str(weights)

@@ -163,7 +163,7 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
     found.named(
         "clock",
         f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
-        "of a pod its node: `timedatectl set-ntp true`",
+        "for a pod: its node) with `timedatectl set-ntp true`",
     )
     found.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
     found.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
@@ -339,7 +339,7 @@ def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
             other.shutdown()
             serving.join()
     found.named(
-        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT means, is held by a program", "--worker-metrics-port"
+        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is held by a program", "--worker-metrics-port"
     )
     found.named("gateway", "is no gateway of SIE", "--url")
 

@@ -88,7 +88,7 @@ NO_COMMAND_TO_RUN = (
     "`sie serve` wrote",
     "of `sie serve` give --data-dir",
     "a socket of `sie serve`",
-    "as the one of `sie serve`",
+    "as the user of `sie serve`",
 )
 
 

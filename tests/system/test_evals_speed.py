@@ -18,7 +18,7 @@ from stack import Device, Plan, Stack
 pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("evals-speed")]
 MODEL = "toy/one"
 BATCH_MS = 40.0
-STALL_S = 1.5
+STALL_S = 2.0
 WITHIN = 35  # requests after which the warm-up is over, of either load
 
 
@@ -69,10 +69,10 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
 def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
     stack: Stack, texts: str, tmp_path: Path
 ) -> None:
-    """One client asks nothing while it waits: one request of 200 is slow. At a rate, each that is due meanwhile is."""
+    """One client asks nothing while it waits: one request of 100 is slow. At a rate, 20 of 80 are due meanwhile."""
 
     def stalled(*load: str) -> float:
-        """The p99 with a sidecar that stands still for STALL_S within the window, ms."""
+        """The p90 with a sidecar that stands still for STALL_S within the window, ms."""
         process = subprocess.Popen(
             argv(stack, tmp_path, texts, "--seconds", "8", "--warm-up", "1", *load),
             stdout=subprocess.PIPE,
@@ -91,7 +91,7 @@ def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
         assert process.returncode == 0, out + err
         (row,) = json.loads(out)["rows"]
         assert row["errors"] == {}
-        return float(row["scores"]["p99_ms"])
+        return float(row["scores"]["p90_ms"])
 
     assert stalled("--rate", "10") > 1e3 * STALL_S / 2
     assert stalled("--clients", "1") < 1e3 * STALL_S / 2

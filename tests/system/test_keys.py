@@ -99,6 +99,9 @@ def test_a_key_ends_at_its_time(stack: Stack) -> None:
     assert isinstance(refused, httpx.Response)
     assert datetime.now(UTC) >= at
     assert refused.json()["error"]["message"] == "this key has expired"
+    identifier, token = made(stack, "short-lived")
+    assert sie(stack, "revoke", "short-lived").output == f"key {identifier} short-lived is revoked\n"
+    until(lambda: statuses(stack, token) == [401, 401], REVOKED_WITHIN_S, "both gateways refuse the new key")
 
 
 def test_limits_hold(stack: Stack) -> None:

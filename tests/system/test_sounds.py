@@ -61,7 +61,7 @@ def test_vectors_equal_the_library_and_a_file_that_is_no_sound_costs_its_own_slo
     assert np.abs(found - library[0]).max() <= 2e-6
     assert np.abs(np.asarray(said["dense"]["values"]) - library[1]).max() <= 2e-6
     assert wrong["error"]["reason"] == "invalid_media"
-    assert wrong["error"]["message"].startswith("audio: undecodable: the first bytes are of no sound format")
+    assert wrong["error"]["message"].startswith("audio: undecodable: the first bytes are of no supported sound format")
     other = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
     told = "test/clip takes text, image, not audio; models that take it: me/clap, test/clap"
     assert told in other.json()["error"]["message"]

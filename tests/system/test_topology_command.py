@@ -156,7 +156,7 @@ def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer)
         return next(line for line in done.stdout.splitlines() if line.startswith("refuse stream"))
 
     assert "the storage of a stream cannot be changed in place" in refusal("--stream-storage", "memory")
-    assert "has 3000 messages, too many for its new limit of 4096" in refusal("--queue-max-bytes", str(1 << 20))
+    assert "has 3000 messages, more than half of the new limit 4096" in refusal("--queue-max-bytes", str(1 << 20))
     assert "a shorter age would drop messages" in refusal("--gateway-request-timeout", "60")
     assert stored(server) == 3000
 

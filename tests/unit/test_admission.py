@@ -811,11 +811,11 @@ def tokens_of(batch: ipc.RunBatch) -> int:
 
 
 async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
-    """Key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when
-    the device is busy, requests of b; each runs after at most what two full batches hold, of the 150 that are to come.
-    3. The backlog ends as usual.
+    """Key a has 12,288 texts of 60 tokens before it, key b asks one at a time. Steps: 1. six requests of a; 2. when
+    the device is busy, requests of b; each runs after at most what two full batches hold, of the 180 that are to come.
+    A full batch takes 40 ms, longer than the process may pause.
     """
-    adapter = TimedAdapter(cluster.folder / "timed.sock", 2e-6)
+    adapter = TimedAdapter(cluster.folder / "timed.sock", 1e-5)
     await adapter.start()
     cluster.adapters.append(adapter)
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b", SIE_CHUNK_COST="1024")
@@ -828,7 +828,7 @@ async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next
         lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
     )
     assert (await gateway.encode("warm", **b)).status_code == 200
-    backlog = [asyncio.create_task(gateway.encode(*[f"{number:058d}"] * 2048, **a)) for number in range(10)]
+    backlog = [asyncio.create_task(gateway.encode(*[f"{number:058d}"] * 2048, **a)) for number in range(6)]
     await until(lambda: len(adapter.batches) > 5, "a busy device")
     ahead = []
     for number in range(25):

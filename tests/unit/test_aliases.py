@@ -102,7 +102,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": [{"model": "org/one", "weight": 2.5}]}, "$.alias[0].weight", "expected a whole number, got a number"),
     ({"alias": [{"model": "org/one", "wait": 1}]}, "$.alias[0]", "unknown field `wait`"),
     ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
-    ({"alias": "org/one", "weights": LOCAL}, "$.alias", "this has weights too: an alias is a document of its own"),
+    ({"alias": "org/one", "weights": LOCAL}, "$.alias", "this has weights too: give the alias its own document"),
     ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 1.5}}, "$.shadow.share", "at most 1, got 1.5"),
@@ -124,12 +124,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
     ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
     ({"alias": ["org/one", "org/pooled"]}, "$.alias[1].model", "must not mix vectors"),
-    ({"alias": ["org/local", "org/local2"]}, "$.alias[1].model", "are not known to be those of org/local"),
+    ({"alias": ["org/local", "org/local2"]}, "$.alias[1].model", "are not known to equal those of org/local"),
     ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
     ({"alias": ["org/folder-d", "org/folder-e"]}, "$.alias[1].model", "are not known"),  # a folder may hold anything
     ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
     ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some keys would get errors"),
-    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one encode"),
+    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one does encode"),
     ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
     ({"alias": "org/one", "shadow": "org/three"}, "$.shadow.model", "no model named"),
 ]
@@ -166,7 +166,7 @@ def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
         (
             {"id": "find", "alias": "search"},
             "$.alias[0].model",
-            "'search' is an alias, and an alias names models: name 'org/one'",
+            "'search' is an alias, but a target must be a model: name 'org/one'",
         ),
         ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
         ({"id": "Search", "alias": "org/one"}, "$.id", "differs in case alone"),

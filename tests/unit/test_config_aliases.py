@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
         "org/one is a model: take another id, or DELETE it first",
     ),
     ("PATCH", f"{MODELS}/taken", {"alias": "taken"}, "$.alias[0].model", "this alias itself"),
-    ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "a document of its own, under another id"),
+    ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "give the alias its own document"),
     ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this has family too"),
     ("PUT", f"{MODELS}/taken", entry("taken"), "$.id", "taken is an alias"),
     ("POST", MODELS, entry("Taken"), "$.id", "there is an alias 'taken'"),

@@ -140,6 +140,15 @@ async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica
     await bucket.write([Write(model_key("a/one"), b"{")])
     with pytest.raises(NotReady, match=model_key("a/one")):
         await (await open_store(replica.broker, settings_of())).snapshot()
+    with pytest.raises(NotReady, match=model_key("a/one")):
+        await replica.store.held("a/one")
+    (revision,) = await replica.store.history("a/one")
+    key = f"history.{topology.token('a/one')}.{revision.revision}"
+    await bucket.write([Write(key, b"{")])
+    with pytest.raises(NotReady, match=key):
+        await replica.store.history("a/one")
+    with pytest.raises(NotReady, match=key):
+        await replica.store.revision("a/one", revision.revision)
 
 
 async def test_the_status_says_which_gateways_and_workers_serve_which_revision(replica: Replica) -> None:

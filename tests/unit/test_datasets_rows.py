@@ -27,7 +27,7 @@ from sie_store.datasets import footers, plans, rows, sizes
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
 from sie_store.datasets.rows import InputRow, read
-from sie_store.object_stores import RetryPolicy
+from sie_store.object_stores import RetryPolicy, StoreError
 
 TEXT = JobInput(url="u", text="{t}")
 
@@ -186,6 +186,27 @@ async def test_the_files_of_a_span_have_a_limit(tmp_path: Path, place: Place, mo
         with pytest.raises(InvalidInput) as caught:
             await rows_of(place, JobInput(url="u", documents="f", chunks=JobChunkRule(9)))
         assert caught.value.reason == "too_large"
+
+
+async def test_rows_that_are_read_again_after_a_failure_of_the_store_count_once(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit has room for the rows of one attempt, and not for those of two."""
+    parquet.write_table(pa.table({"t": ["x" * 100] * 10}), tmp_path / "a.parquet")
+    (span,) = await spans_of(place, TEXT, 10)
+    read_parquet, attempts = footers.read, 0
+
+    def breaks_off(*arguments: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        yield from read_parquet(*arguments)
+        if attempts == 1:
+            raise StoreError("the connection was reset")
+
+    monkeypatch.setattr(footers, "read", breaks_off)
+    monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 3000)
+    found = await read(replace(place, patience=RetryPolicy(pause_s=0.001)), span, TEXT)
+    assert (attempts, [row.text for row in found]) == (2, ["x" * 100] * 10)
 
 
 async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place) -> None:
@@ -597,7 +618,7 @@ async def test_a_line_of_csv_with_many_fields_makes_no_more_than_the_header_has(
             tracemalloc.stop()
         assert (before.text, after.text) == ("a", "c")
         assert bad.fault is not None
-        assert bad.fault.message == "the row has more than the header, which has 2"
+        assert bad.fault.message == "the row has more fields than the header, which has 2"
         assert peak < 12 * len(line)
 
 

@@ -84,7 +84,7 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
             "auto",
             TorchBuild("2.13", "13.0", False, 0),
             DRIVER,
-            "built for CUDA 13.0, more than driver 570.1 (CUDA 12.8)",
+            "built for CUDA 13.0, newer than driver 570.1 (CUDA 12.8)",
             "a torch for CUDA 12",
         ),
         (
@@ -250,7 +250,7 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 with pytest.raises(NotApplicable):
                     await ports(probe)
                 with pytest.raises(
-                    CheckSkipped, match=f"what answers at {url}, where a gateway is by default, is not SIE's"
+                    CheckSkipped, match=f"the server at {url}, the default address, is not a gateway of SIE"
                 ):
                     await gateway(probe)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
@@ -262,7 +262,7 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                     )
             async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
                 _, (found,) = await ports(probe)
-                assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
+                assert "which SIE_WORKER_METRICS_PORT sets, is held by" in found.wrong
         finally:
             other.shutdown()
 
@@ -313,7 +313,7 @@ class ConfigService(Gateway):
     """A config service that made a former revision the newest again."""
 
     def do_GET(self) -> None:
-        note = "revision 2 could not be loaded, so it is as revision 1 again: bad weights"
+        note = "revision 2 could not be loaded, so revision 1 was written again: bad weights"
         rows = [{"model_id": "ok"}, {"model_id": "org/a", "note": note}]
         self.send_response(200)
         self.end_headers()
@@ -330,7 +330,7 @@ async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tm
         finally:
             server.shutdown()
             thread.join()
-    assert finding.wrong == "org/a: revision 2 could not be loaded, so it is as revision 1 again: bad weights"
+    assert finding.wrong == "org/a: revision 2 could not be loaded, so revision 1 was written again: bad weights"
 
 
 async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:

@@ -122,9 +122,14 @@ def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: Model
             Rows("raw"),
             Input(document=DocumentFile(FILE)),
             "unsupported_modality",
-            "document: the model takes none here",
+            "document: the model accepts no documents here",
         ),
-        (Rows(), Input(document=DocumentFile(FILE)), "unsupported_modality", "document: the model takes none here"),
+        (
+            Rows(),
+            Input(document=DocumentFile(FILE)),
+            "unsupported_modality",
+            "document: the model accepts no documents here",
+        ),
         (LAYOUT, Input(document=DocumentFile(FILE), images=(b"x",)), "unsupported_modality", "beside images"),
         (LAYOUT, Input(document=DocumentFile(FILE), audio=b"x"), "unsupported_modality", "beside audio"),
         (

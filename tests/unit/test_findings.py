@@ -113,7 +113,7 @@ def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
     ("reason", "remedy"),
     [
         ("preloading a/b (try 1 of 3 failed: no network)", "as soon as these models"),
-        ("draining", "it ends by request"),
+        ("draining", "it was told to shut down"),
         ("its heartbeats have stopped", "whether it runs"),
         ("no connection to the broker", "tests the broker"),
         ("no adapter is connected", "looks at its socket"),
@@ -162,7 +162,10 @@ def test_a_queue_is_found_if_its_work_is_old_or_its_length_grows() -> None:
     trend.sample(None)
     assert at(trend) == [], "the length was not known meanwhile"
     (found,) = at(trend, msgspec.structs.replace(QUEUE, oldest_s=61.0))
-    assert found.wrong == "the queue of _default.l4.default has 10 messages, the oldest of 61 s; its healthy workers: 0"
+    assert (
+        found.wrong
+        == "the queue of _default.l4.default has 10 messages, the oldest is 61 s old; its healthy workers: 0"
+    )
     assert found.fix.startswith("start one: `sie sidecar`")
 
 

@@ -116,7 +116,9 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, gateway, _):
         animated = several("GIF", "red", "blue")
         found = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
-        assert found["warnings"] == ["images: 2 of 4 inputs have a file of several images, of which the first was read"]
+        assert found["warnings"] == [
+            "images: 2 of 4 inputs have a file of several images, of which only the first was read"
+        ]
         assert "warnings" not in await encode(gateway, GOOD, "a text")
 
 

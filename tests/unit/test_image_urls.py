@@ -357,9 +357,9 @@ async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: py
             answer(b"x", content_encoding="gzip"),
             "the server of the URL sent a compressed answer, which was not asked for",
         ),
-        (answer(b"x", content_length="5"), "the server of the URL broke off its answer"),
-        (b"no HTTP at all\r\n\r\n", "the server of the URL broke off its answer"),
-        (b"", "the server of the URL broke off its answer"),
+        (answer(b"x", content_length="5"), "the server of the URL sent no complete answer"),
+        (b"no HTTP at all\r\n\r\n", "the server of the URL sent no complete answer"),
+        (b"", "the server of the URL sent no complete answer"),
     ],
 )
 async def test_a_server_that_fails_costs_its_own_image(server: ImageServer, sent: bytes, message: str) -> None:

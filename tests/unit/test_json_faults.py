@@ -18,8 +18,8 @@ CANARY = "canary-7f3a"
     [
         (b"", "the body is empty: expected a JSON object"),
         (b" \n ", "the body is empty: expected a JSON object"),
-        (b'{"a": NaN}', "NaN is no number in JSON, at byte 6 (line 1, column 7): send a number, or null"),
-        (b'{"a":\n  [1, -Infinity]}', "-Infinity is no number in JSON, at byte 12 (line 2, column 7)"),
+        (b'{"a": NaN}', "NaN is not a number in JSON, at byte 6 (line 1, column 7): send a number, or null"),
+        (b'{"a":\n  [1, -Infinity]}', "-Infinity is not a number in JSON, at byte 12 (line 2, column 7)"),
         (
             b'{"a": "x\\ud83d"}',
             "a string holds a lone surrogate, which is not valid Unicode, at byte 8 (line 1, column 9)",
@@ -36,7 +36,7 @@ CANARY = "canary-7f3a"
         (b'{"a": ["x", "y"', "it ends in the middle of a value, at byte 15 (line 1, column 16)"),
         (b'{"a": "\xff"}', "the text is not valid UTF-8, at byte 7 (line 1, column 8)"),
         (b'\xef\xbb\xbf{"a": 1}', "the body begins with a byte order mark of UTF-8"),
-        (b"{'a': 1}", "single quotes, at byte 1 (line 1, column 2): JSON has double quotes"),
+        (b"{'a': 1}", "single quotes, at byte 1 (line 1, column 2): strings in JSON have double quotes"),
         (b'{"a": 1,}', "trailing comma in object, at byte 8 (line 1, column 9)"),
         (
             b'{"a": "x\ny"}',

@@ -155,5 +155,5 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
         assert time.monotonic() - began_s < 8
         assert all(is_right(result, item, 0) for result, item in zip(results, items, strict=True))
         assert {result.batch.deliveries for result in results} == {2}
-        assert "this worker was killed before: 5 of its deliveries were returned to the queue" in caplog.text
+        assert "an earlier process of this worker was killed: 5 deliveries returned to the queue" in caplog.text
         await cluster.left(0)

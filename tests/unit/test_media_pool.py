@@ -89,7 +89,7 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
     assert heard == features
     assert isinstance(seen, PreparedImage)
     assert isinstance(wrong, InvalidInput)
-    assert wrong.message.startswith("undecodable: the first bytes are of no sound format")
+    assert wrong.message.startswith("undecodable: the first bytes are of no supported sound format")
     assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}
 
 

@@ -236,7 +236,10 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
             ("403 Forbidden", "AccessDenied") if asked.method == "GET" and asked.path.endswith(".yaml") else None
         )
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 11))
-        await until(lambda: "a change of the folder of models waits: SIE_MODELS_DIR" in caplog.text, "the log")
+        await until(
+            lambda: "a change of the folder of models could not be applied yet: SIE_MODELS_DIR" in caplog.text,
+            "the log",
+        )
         await has(10)
         faulty.server.faults.refuse = lambda _: None
         await has(11)

@@ -155,7 +155,7 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
         "    profiles.default.adapter_options.loadtime.compile: ignored, it has no counterpart",
         f"{tmp_path / 'other.yaml'}: rejected",
         "    profiles.default.adapter_path (line 8): no family here does what GLiFormerAdapter does; `sie models "
-        "inspect` says which one reads a folder",
+        "inspect` says which one fits a folder",
         "org/own: added",
         "dry run, nothing is stored: 2 rejected, 2 added",
     ]
@@ -449,7 +449,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a removal": (
         ("rollback", "org/gone", "{removal}"),
         1,
-        ("revision:", "is a removal", "an earlier revision brings the model back"),
+        ("revision:", "is a removal", "roll back to an earlier revision"),
     ),
     "broken YAML": (("add", "{broken}"), 1, ("$ (line 2)", "not YAML")),
     "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "only once", "'id' twice")),
@@ -503,7 +503,7 @@ ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
         ("list",),
         ("this token is not known", "set SIE_ADMIN_TOKEN here to what the config service"),
     ),
-    "the read token": ({"token": READER}, ("rm", "org/one"), ("the read token reads only", "SIE_ADMIN_TOKEN")),
+    "the read token": ({"token": READER}, ("rm", "org/one"), ("the read token permits only reads", "SIE_ADMIN_TOKEN")),
     "no address": (
         {"url": ""},
         ("list",),
@@ -678,7 +678,7 @@ def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -
         (lambda: preload("org/oen"), "SIE_PRELOAD_MODELS: no model named 'org/oen'; did you mean org/one?"),
         (
             lambda: preload("org/one", "eyes"),
-            "SIE_PRELOAD_MODELS: org/one is served by bundle default, and this worker is of eyes (SIE",
+            "SIE_PRELOAD_MODELS: org/one is served by bundle default, but this worker serves bundle eyes (SIE",
         ),
         (lambda: preload("eyes:/org/one"), "SIE_PRELOAD_MODELS: bundle 'eyes' does not serve org/one; default can"),
         (

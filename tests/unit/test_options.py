@@ -236,7 +236,7 @@ def test_several_alterations_are_one_variant_that_depends_on_all_of_them() -> No
 
 
 def test_a_width_that_no_entry_lists_is_refused_with_the_command_that_lists_it() -> None:
-    command = "; run.dimensions of its entry lists them: sie models set org/rich 'run.dimensions=[16, 128, 256]'"
+    command = "; if it was trained for this width: sie models set org/rich 'run.dimensions=[16, 128, 256]'"
     assert refused({"dimensions": 16}).message == f"dimensions: org/rich allows 128, 256, 384, got 16{command}"
     assert refused({"dimensions": 500}).message.endswith("got 500"), "more than the model has"
 

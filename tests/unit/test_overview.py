@@ -224,8 +224,17 @@ async def test_the_doctor_reports_as_the_command_does() -> None:
 async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = Doctor("::", 1, tmp_path)
     monkeypatch.setattr(doctor_module, "LIMIT_S", 0.01)
-    with pytest.raises(NotReady, match="without a readable report"):
-        await doctor.report()
+    starts, start = [], asyncio.create_subprocess_exec
+
+    async def counted(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        starts.append(argv)
+        return await start(*argv, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
+    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
+    assert ["without a readable report" in str(report) for report in reports] == [True] * 3
+    assert {type(report) for report in reports} == {NotReady}
+    assert len(starts) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound, match="extra `cli`"):
         await doctor.report()

@@ -171,7 +171,7 @@ async def test_model_with_its_own_kinds_redacts_all_of_them_with_a_warning(
     answer = (await reply).json()
     assert options.labels == ()
     assert answer["items"][0]["text"] == f"***** ***** {CARD}"
-    assert any(warning.startswith("kinds: chooses patterns only") for warning in answer["warnings"])
+    assert any(warning.startswith("kinds: selects only patterns;") for warning in answer["warnings"])
     reply = asyncio.create_task(post(gateway, FIXED, {"items": [text]}))
     await work_options(cluster, entities(PERSON), sequence=2)
     answer = (await reply).json()
@@ -200,7 +200,7 @@ async def test_what_any_of_several_models_finds_is_replaced(
     assert any(" tokens=6 " in record.getMessage() for record in caplog.records)
     assert told["model"] == LABELLED
     assert told["warnings"] == [
-        f"kinds: chooses patterns only, {FIXED} has kinds of its own and all of them are redacted"
+        f"kinds: selects only patterns; {FIXED} has kinds of its own, and all of them are redacted"
     ]
     assert restore(slot["text"], slot["map"]) == text
 

@@ -489,7 +489,7 @@ GOOD = {"name": "a", "model": "m", "kind": "tei", "url": "https://tei.example.co
     ("change", "words"),
     [
         ({"url": "ftp://host"}, "expected http"),
-        ({"url": "https://user:secret@host"}, "without credentials"),
+        ({"url": "https://user:secret@host"}, "no credentials"),
         ({"name": "local"}, "the cluster itself"),
         ({"name": "Upper"}, "name"),
         ({"monthly_tokens": 0}, "monthly_tokens"),

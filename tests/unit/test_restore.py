@@ -99,7 +99,7 @@ async def test_the_former_revision_is_written_again_with_its_source_and_the_reas
     assert (await following.history())[0] == (3, "restore", 8)
     stored = (await following.store.held(MODEL)).stored
     assert stored is not None
-    why = "revision 2 could not be loaded, so it is as revision 1 again: bad weights"
+    why = "revision 2 could not be loaded, so revision 1 was written again: bad weights"
     assert (stored.source, stored.author, stored.note) == ("overlay", "sie-config", why)
 
 

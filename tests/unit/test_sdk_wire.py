@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -291,8 +292,10 @@ def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
     shape = (101,) if channels is None else (101, channels)
     values = np.random.default_rng(0).uniform(0, 0.9, shape)
     samples = values.astype(kind) if kind.startswith("float") else (values * np.iinfo(kind).max).astype(kind)
-    sent = wire.item({"audio": {"data": samples, "sample_rate": 22_050}}, "items[0]")["audio"]
+    sent = wire.item({"audio": {"data": samples, "sample_rate": np.uint16(22_050)}}, "items[0]")["audio"]
     assert (sent.keys(), sent["format"]) == ({"data", "format"}, "wav")
+    bytes_a_second, bytes_a_frame = struct.unpack("<IH", sent["data"][28:34])
+    assert bytes_a_second == 22_050 * bytes_a_frame
     read, rate = soundfile.read(io.BytesIO(sent["data"]), dtype="float64")
     levels = {"int16": 1 << 15, "int32": 1 << 31, "uint8": 1 << 7}.get(kind, 1)
     offset = 128 if kind == "uint8" else 0

@@ -209,8 +209,6 @@ EFFECTS = {
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }
 
-WAITING = {row.name: row.waits_for for row in ROWS if row.waits_for}
-
 # (setting, component): its value is only checked there, against that of another setting, when the process starts
 CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 
@@ -383,12 +381,7 @@ def readers() -> dict[str, frozenset[str]]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_setting_is_read_where_its_row_says_and_nowhere_else(row: SettingRow) -> None:
-    """A setting that waits for its capability is read nowhere, and says so."""
-    expected = (
-        set()
-        if row.waits_for
-        else {component for component in row.components if (row.name, component) not in CHECKED_ONLY}
-    )
+    expected = {component for component in row.components if (row.name, component) not in CHECKED_ONLY}
     assert readers().get(row.field, frozenset()) == expected
 
 
@@ -398,9 +391,8 @@ def test_what_is_only_checked_is_checked() -> None:
     assert {BY_NAME[name].field for name, _ in CHECKED_ONLY} <= fields_read(check)
 
 
-def test_every_setting_has_a_test_of_its_effect_or_waits_for_something() -> None:
-    assert EFFECTS.keys() | WAITING.keys() == BY_NAME.keys()
-    assert not EFFECTS.keys() & WAITING.keys()
+def test_every_setting_has_a_test_of_its_effect() -> None:
+    assert EFFECTS.keys() == BY_NAME.keys()
 
 
 @pytest.mark.parametrize("name", EFFECTS)

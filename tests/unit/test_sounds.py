@@ -145,13 +145,13 @@ FLAC = encoded(tone(0.2), "FLAC")
     ("data", "message"),
     [
         (b"", "undecodable: the sound file is empty"),
-        (b"hello world, this is no sound", "of no sound format that is read: WAV, FLAC, OGG, MP3"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(50), "of no sound format"),
+        (b"hello world, this is no sound", "of no supported sound format: WAV, FLAC, OGG, MP3"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(50), "of no supported sound format"),
         (GOOD[:30], "undecodable: the sound file is damaged or incomplete"),
         (FLAC[: len(FLAC) // 2], "undecodable: the sound file is damaged or incomplete"),
         (encoded(np.zeros(0, np.float32)), "undecodable: the sound file holds no samples"),
         (encoded(np.full(99, np.nan, np.float32), subtype="FLOAT"), "no finite numbers"),
-        (encoded(tone(0.1, rate=900), rate=900), "900 samples a second, 1000 to 384000 are read"),
+        (encoded(tone(0.1, rate=900), rate=900), "900 samples a second, expected 1000 to 384000 Hz"),
         (claiming(RATE * 601), "too_large: the sound lasts 601.0 s, at most 600 s are read"),
         (claiming(RATE * 500, channels=3), "too_large: the sound has 72000000 samples in 3 channels, at most 64000000"),
         (claiming(0), "does not say how long the sound is"),
@@ -215,7 +215,7 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
     [
         ({}, "the feature extractor is not named"),
         ({"feature_extractor_type": "ASTFeatureExtractor"}, "is ASTFeatureExtractor, known are Clap"),
-        ({**WHISPER, "dither": 0.1}, "dither is 0.1, known is 0"),
+        ({**WHISPER, "dither": 0.1}, "dither is 0.1, supported is 0"),
         ({**WHISPER, "feature_size": 8000}, "the features would have"),
         ({**CLAP, "truncation": "cut"}, "truncation is cut"),
         ({**CLAP, "padding": "mirror"}, "padding mirror"),
@@ -280,7 +280,7 @@ def test_a_sound_that_is_read_in_parts_may_be_longer_but_has_limits_too() -> Non
         check(long)
     with pytest.raises(InvalidInput, match=r"too_large: the sound lasts 14401\.0 s, at most 14400 s are read"):
         check(SoundHeader(14_401 * 8000, 8000, 1), 0.0)
-    with pytest.raises(InvalidInput, match="its part begins after"):
+    with pytest.raises(InvalidInput, match="the part to read begins at"):
         check(long, 10_800.0)
     with pytest.raises(InvalidInput, match="too_large: the sound has 115200000 samples in 2 channels"):
         check(SoundHeader(700 * 96_000, 96_000, 2), 0.0)

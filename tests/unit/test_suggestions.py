@@ -44,7 +44,7 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
             like = told["suggestions"]
             assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
             meant = f"; did you mean {' or '.join(like)}?" if like else ";"
-            lists = "" if like else " GET /v1/models lists those that there are"
+            lists = "" if like else " GET /v1/models lists the available ones"
             adds = f" `sie pull {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
             assert told["message"].endswith(meant + adds)
         assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
@@ -68,7 +68,7 @@ async def test_a_model_of_a_company_is_no_misspelling_of_one_that_is_here(tmp_pa
         cold = await told("/v1/embeddings", "text-embedding-3-small")
         assert cold["suggestions"] == []
         assert cold["message"].endswith(
-            f"; that is a model of OpenAI: GET /v1/models lists those that there are, and {alias}"
+            f"; that is a model of OpenAI: GET /v1/models lists the available ones, and {alias}"
         )
         await cluster.sidecar(await cluster.adapter())
         assert (await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]})).status_code == 200

@@ -521,7 +521,7 @@ def test_a_lora_that_the_bucket_has_only_a_part_of_comes_from_the_hub(
     folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
     assert (folder / "adapter_model.safetensors").read_bytes() == LORA["adapter_model.safetensors"]
     assert hub.sent.keys() == {"adapter_model.safetensors"}
-    with pytest.raises(LoraLoadFailed, match="is nowhere"):
+    with pytest.raises(LoraLoadFailed, match="was not found"):
         WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
 
 

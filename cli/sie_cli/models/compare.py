@@ -28,12 +28,12 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # maximum number of texts in a sample: each text is compared with every other
+MAX_TEXTS = 2000  # limit for a sample, because each text is compared with every other
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-# From plain texts, a reranker gets the first 20 as queries, each with at most 50 others as documents, because it runs
-# once for each pair.
+# From a sample of plain texts, a reranker gets the first 20 as queries, each with at most 50 others as documents. The
+# numbers are small, because a reranker runs once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
 Matrix = NDArray[np.float32]  # shape [texts, width]; each row is a unit vector (L2 norm 1)
@@ -41,7 +41,7 @@ Matrix = NDArray[np.float32]  # shape [texts, width]; each row is a unit vector 
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison: either plain `texts`, or `rankings`, which are queries with their documents."""
+    """Sample for a comparison. `texts`: its texts and documents. `rankings`: queries with their documents."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -51,7 +51,7 @@ class ComparisonSample:
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
     `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
-    query or text, the correlation of the ranks of all documents or neighbours.
+    query or text, the correlation of the two orders of all documents or neighbours.
     """
 
     names: tuple[str, str]
@@ -134,7 +134,7 @@ def compare(
     except SIEConnectionError as error:
         raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
-        where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
+        where = f"asked the gateway at {public_url(url)}: `sie models list` shows its models, --url names another"
         raise CommandRefused(f"{error}\n{where}") from error
     if plot is not None:
         try:
@@ -145,7 +145,7 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample. Repeated texts are dropped: copies would be nearest neighbours. Raises CommandRefused."""
+    """Read a sample. Repeated texts are dropped, because copies would be nearest neighbours. Raises CommandRefused."""
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
@@ -166,7 +166,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
         return
     try:
         value = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
@@ -250,8 +250,8 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Return the similarity of each query with each row, of shape [queries, rows]. With `own`, the queries are the
-    rows: then the diagonal is -inf, because no text is its own neighbour.
+    """Return the similarity of each query with each row, [queries, rows]. `own`: the queries are the rows themselves.
+    Then the diagonal is -inf, because no text is its own neighbour.
     """
     similar: Matrix = asking @ rows.T
     if own:
@@ -270,7 +270,7 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
+    """Return, for k = 1, 2, 3, ..., the share of common rows among the first k, averaged over the queries."""
     most = first.shape[1]
     # shares[k] first counts the rows that are among the first k + 1 of both lists, but not among the first k of both.
     # The cumulative sum below turns it into the number of common rows among the first k + 1.

@@ -7,7 +7,7 @@
 The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
 shard. It writes the output of a shard to the store first, and the record of the shard after that. If it dies between
 the two writes, the next leader finds the output without a record. A part that cannot be read has a record and no
-output. Records change by the rules of `messages`: a new field has a default, and no field changes its type or meaning.
+output. Changes to the structs follow the rules of `wire.messages`: new fields have defaults; types and meanings stay.
 
 Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
 MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
@@ -32,7 +32,7 @@ MAX_RECORD_BYTES = 64 << 10
 # maximum number of bytes of an error message, and of the name of an unreadable part with its error
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
-# maximum number of bytes of an object's name with its rows; a name in S3 has at most 1024 bytes
+# maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes
 MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
@@ -60,11 +60,11 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the input: rows `first` to before `first + rows` of the object `source`. `start` and `end` are byte
-    offsets in a text format, or numbers of row groups in Parquet. For images, `source` is the folder, and the rows are
-    the images after the name `after`.
+    offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are the
+    next images of the folder whose names sort after `after`.
 
-    `tag`: entity tag of the object when the job was planned; if the object has another tag later, reading the rows
-    fails. `header`: first row of a CSV object, with the names of its columns.
+    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags; if it has
+    changed later, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str
@@ -97,9 +97,9 @@ class Again(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
-    """Plan of a job, one object in the payload store: its input as numbered parts, and the objects that cannot be read.
-    `again`: for a retry, the rows of each part that run again. `repeated`: lines of a batch whose id was used by an
-    earlier line.
+    """Plan of a job, stored as one object in the payload store: the numbered parts of the input (`spans`), and the
+    objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a
+    batch whose id was used by an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -135,15 +135,15 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job, and alone
-    writes its progress and end; empty if no gateway runs the job, or if it has ended.
+    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job. Only the
+    leader writes its progress and end. Empty if no gateway runs the job, or if it has ended.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
     have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
     are known.
 
-    `lost`: gateways that led the job and ended without passing it on, in order; the list starts again when `done` has
-    risen above `peak_done`. `peak_done`: the highest value of `done` when such a gateway ended.
+    `lost`: gateways that died as leader of the job, in order; the list starts again when `done` has risen above
+    `peak_done`. `peak_done`: the highest value of `done` at such a death.
     """
 
     id: str
@@ -192,14 +192,13 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the URL of the output folder, empty if SIE stores the output. That of a retry is a subfolder of the
-        first job's.
+        """Return the URL of the output folder; empty if SIE stores the output. A retry has a subfolder of the first
+        job's folder.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
 
 
-decode_file = msgspec.msgpack.Decoder(FileRecord).decode
 decode_job = msgspec.msgpack.Decoder(JobRecord).decode
 decode_shard = msgspec.msgpack.Decoder(ShardRecord).decode
 decode_plan = msgspec.msgpack.Decoder(Plan).decode
@@ -207,8 +206,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record; the texts that were added while the job runs are shortened to their limits. Raises ValueError
-    if it is still larger than MAX_RECORD_BYTES.
+    """Return the record with all texts that the job adds while it runs cut to their limits. Raises ValueError if the
+    record is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -241,7 +240,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with shortened texts and without extras, which replies about jobs do not have."""
+    """Return the error with shortened texts. Its extras are dropped, because replies about jobs do not show them."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))
@@ -260,5 +259,5 @@ def check_request(request: JobRequest | BatchRequest) -> None:
         return
     sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
     param = max(sizes, key=sizes.__getitem__)
-    message = f"it has {sizes[param]} bytes of {size} in all; a job or batch has at most {MAX_REQUEST_BYTES}"
+    message = f"has {sizes[param]} of the request's {size} bytes; the limit for a job or batch is {MAX_REQUEST_BYTES}"
     raise InvalidInput.at(param, message, reason="too_large")

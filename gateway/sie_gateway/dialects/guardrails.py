@@ -1,7 +1,7 @@
-"""`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails asks: entities of one text.
+"""`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails calls: entities of one text.
 
-Its client masks each entity at its offsets, and does not check for overlaps. With a nested pair, it would replace the
-wrong characters. So entities that overlap are joined, as in a redaction.
+NeMo Guardrails masks each entity at its offsets, and does not check for overlaps. With a nested pair, it would replace
+the wrong characters. So entities that overlap are joined, as in a redaction.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     body = await decode_body(call, raw)
     resolved = able(inference, call, "redact", body.get("model"))
     text = fields.text(body, "text")
-    for name in ("chunk_length", "overlap"):  # a model reads a long text in windows of its own
+    for name in ("chunk_length", "overlap"):  # only checked: the model chooses its windows of a long text
         fields.whole(body, name, 0)
     names = _READ & families.row(resolved.entry.family).parameters
     parameters = {**fields.parameters(body, "labels", *names), "truncate": "NONE"}
     finished = await inference.run(call, InferRequest("extract", resolved, (RequestItem(text),), parameters))
-    ((_, outcome),) = finished.succeeded("text")
+    ((_, outcome),) = finished.succeeded("text", labels="labels")
     began_s = time.perf_counter()
     content = await beside(raw, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))
     content |= finished.shared(explain=call.explains)

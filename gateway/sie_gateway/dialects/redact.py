@@ -1,5 +1,6 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those that an extract
-request to the model returns. `redaction/` has the patterns, the rule for overlaps and the replacements.
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. It replaces the entities that an
+extract request returns, and matches of patterns. `redaction/` has the patterns, the rule for overlaps and the
+replacements.
 
 A text that the model cannot read to its end is refused: the part that it did not read would pass unredacted.
 """
@@ -42,7 +43,7 @@ KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be 
 _ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
 _CODE_POINTS_PER_VALUE = 20  # for the estimated time to write a reply: this many code points take as long as one number
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
-_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only: other names may have a profile
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only; `models` may name profiles
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
@@ -65,8 +66,8 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return a map from each pattern to look for to the kind that the reply shows: the first kind of the client
-        with this pattern.
+        """Return the patterns to search for, each with the kind that the reply shows: the first of the client's kinds
+        that means this pattern. If the client names no kinds, these are all patterns.
         """
         if not self.kinds:
             return {name: name for name in KINDS}
@@ -88,7 +89,7 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     results = []
     for own, planned in plans:
         results.append(await inference.execute(own, planned))
-        results[-1].check()
+        results[-1].check(labels="kinds")
     call.finished = finished = results[0]
     tokens = sum(result.usage["prompt_tokens"] for result in results)
     finished.usage = {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens}
@@ -131,7 +132,7 @@ def _plan(
         planned = inference.understand(call, InferRequest("extract", resolved, items, {**parameters, "params": params}))
     if rules.kinds and not takes_labels:
         message = (
-            f"kinds: chooses patterns only, {resolved.requested} has kinds of its own and all of them are redacted"
+            f"kinds: selects only patterns; {resolved.requested} has kinds of its own, and all of them are redacted"
         )
         planned = planned.with_warnings(message)
     return call, planned
@@ -150,7 +151,7 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
 
 
 def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
-    """Return the fields of this route, and the parameters of the extract. Like the parameters of an extract, fields may
+    """Return the fields of this route, and the parameters of the extract request. Like these parameters, the fields may
     be at the top of the body, in `params` or in `options`. Raises InvalidInput.
     """
     params = {} if body.get("params") is None else body["params"]
@@ -160,7 +161,7 @@ def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
     own = {name: level[name] for level in reversed(levels) for name in _OWN if level.get(name) is not None}
     for level in levels:
         if level.get("labels") is not None:
-            raise fields.refused("labels", level["labels"], "kinds in their place")
+            raise fields.refused("labels", level["labels"], "kinds in place of labels")
         truncate = level.get("truncate")
         if truncate is not None and truncate is not False and not (isinstance(truncate, str) and truncate == "NONE"):
             raise fields.refused("truncate", truncate, "NONE: a text is redacted whole or refused")
@@ -168,7 +169,7 @@ def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
 
 
 def _without(level: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return a level of parameters, and the levels in it, without the fields `names`."""
+    """Return a map of parameters without the fields `names`, in it and in its maps `params` and `options`."""
     rest = {name: value for name, value in level.items() if name not in names}
     for inner in ("params", "options"):
         if isinstance(rest.get(inner), dict):
@@ -209,7 +210,7 @@ def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
         return secrets.token_bytes(32) if style == "hash" else b""
     low, high = KEY_CHARACTERS
     if style != "hash":
-        raise fields.refused("key", own["key"], "none: only the style hash reads it")
+        raise fields.refused("key", own["key"], "none: only the style hash uses a key")
     if not isinstance(own["key"], str) or not low <= len(own["key"]) <= high:
         raise fields.refused("key", own["key"], f"a string of {low} to {high} characters")
     return bodies.utf8(own["key"], "key").encode()
@@ -297,8 +298,8 @@ def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
 def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
 
-    Raises InvalidInput if the model did not read the whole text, and InferenceFailed if it returned no list of
-    entities, or an entity without a place in the text, which could not be replaced.
+    Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if it returned no list of
+    entities, or an entity without valid offsets, which could not be replaced.
     """
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
@@ -317,5 +318,5 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
 
 
 def joined_spans(text: str, spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
-    """Return spans that do not overlap, each with the combining marks behind it, in the order of the text."""
+    """Join overlapping spans, in the order of the text. Each span includes the combining marks behind it."""
     return disjoint(with_marks(text, span) for span in spans)

@@ -25,22 +25,10 @@ from sie_runtime.process import Tasks
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
-# headers that distinguish requests, in addition to path and body
-HEADERS = (
-    "authorization",
-    "content-type",
-    "accept",
-    "x-sie-machine-profile",
-    "x-sie-pool",
-    "x-sie-timeout-ms",
-    "x-sie-priority",
-    "x-sie-on-item-error",
-    "x-sie-strict",
-    "x-sie-explain",
-    "x-sie-sdk-version",
-    "x-sie-route-key",
-)
-Identity = tuple[str, ...]
+# headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
+_HEADERS = ("authorization", "content-type", "accept")
+_ID_HEADER = "x-sie-request-id"  # another one in each attempt
+Identity = tuple[str, int, tuple[tuple[str, str], ...]]
 A = TypeVar("A")
 _logger = logging.getLogger("sie.gateway.attach")
 
@@ -125,7 +113,12 @@ class Attachments(Generic[A]):
 
 
 def _identity(caller: Caller, body: bytes) -> Identity:
-    return (caller.path, str(len(body)), *(caller.headers.get(name, "") for name in HEADERS))
+    headers = sorted(
+        (name, value)
+        for name, value in caller.headers.items()
+        if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
+    )
+    return caller.path, len(body), tuple(headers)
 
 
 class Run(Generic[A]):

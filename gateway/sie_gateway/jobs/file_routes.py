@@ -16,7 +16,7 @@ from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import family
 from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription
-from sie_gateway.operations.handlers import call_of, json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, whole
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
         call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
-        limit=int(number(query, "limit", 10_000, 1, 10_000)),
+        limit=whole(query, "limit", 10_000, 1, 10_000),
         newest_first=order == "desc",
     )
     files = [_shown(record) for record in listed.files]
@@ -130,7 +130,7 @@ def _shown(record: FileRecord) -> api.FileObject:
     )
 
 
-# rows
+# table of the routes
 
 _ONE = Parameter("file", "path", str, "The id of the file.", api.FileObject.EXAMPLE["id"])
 

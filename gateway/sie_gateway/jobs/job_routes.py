@@ -23,7 +23,7 @@ from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import family
-from sie_gateway.operations.handlers import call_of, json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _STATES = {
     "completed": "succeeded",
     "expired": "failed",
 }
-"""Names of job states in the SDKs of the open-source SIE project, where they differ. These SDKs poll until a state that
-they know as final."""
+"""State of a job -> its name in the SDKs of the open-source SIE project, if it differs. These SDKs poll until a state
+that they know as final."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,10 +189,6 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
         raise _schema_fault(error) from error
 
 
-def _limit(request: Request, default: int, most: int) -> int:
-    return int(number(request.query_params, "limit", default, 1, most))
-
-
 def _form(body: Any) -> Any:
     return requested(body) if is_public(body) else body
 
@@ -209,7 +205,9 @@ async def submit(gateway: Gateway, request: Request) -> Response:
 
 async def page(gateway: Gateway, request: Request) -> Response:
     query, call = request.query_params, call_of(request)
-    jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
+    jobs_page = gateway.jobs.page(
+        call, whole(request.query_params, "limit", 50, 1, 1000), query.get("after", ""), query.get("state", "")
+    )
     if call.dialect is sdk_versions.NATIVE:
         return json_response(jobs_page)
     return json_response({"object": "list", "data": [as_public(info) for info in jobs_page.data]})
@@ -247,8 +245,10 @@ async def delete(gateway: Gateway, request: Request) -> Response:
 
 async def manifest(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
-    after = int(number(request.query_params, "after", 0, 0, 1 << 31))
-    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
+    after = whole(request.query_params, "after", 0, 0, 1 << 31)
+    return json_response(
+        await gateway.results.manifest(job, after, whole(request.query_params, "limit", 1000, 1, 10_000))
+    )
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
@@ -261,7 +261,9 @@ async def part(gateway: Gateway, request: Request) -> Response:
 async def rows(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
     only_failed = request.query_params.get("failed", "false") == "true"
-    return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
+    return json_response(
+        await gateway.results.rows(job, whole(request.query_params, "limit", 20, 1, 1000), only_failed=only_failed)
+    )
 
 
 # batches
@@ -273,7 +275,11 @@ async def submit_batch(gateway: Gateway, request: Request) -> Response:
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
     query = request.query_params
-    return json_response(gateway.jobs.batch_page(call_of(request), _limit(request, 20, 100), query.get("after", "")))
+    return json_response(
+        gateway.jobs.batch_page(
+            call_of(request), whole(request.query_params, "limit", 20, 1, 100), query.get("after", "")
+        )
+    )
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Routes of `/v1/cache` and their handlers, for administrators: what the cache of answers has, and its erasure.
+"""Routes of `/v1/cache` and their handlers, for administrators: number and size of cached answers, and their erasure.
 
 POST /v1/cache/erase ──► AnswerErasure ──► memory of this gateway
                              └──► announcement ──► memory of each other gateway
@@ -32,7 +32,7 @@ _decode = msgspec.json.Decoder(api.CacheErasure).decode
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the size of the cache of this gateway, and its answers by model and key."""
+    """Return the size of this gateway's cache, and the number of answers in it by model and key."""
     memory = gateway.memory
     models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]
     return json_response(
@@ -69,7 +69,7 @@ def _erasure(body: bytes) -> AnswerErasure:
         raise InvalidInput.at("body", "expected a map with model, key, text, query or all") from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
-        raise InvalidInput.at("text", "missing, it is the document of the query")
+        raise InvalidInput.at("text", "expected the document that was scored for the query")
     digest = b""
     if selection.text is not None:
         query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))

@@ -4,7 +4,8 @@ config service directly.
 
  /console/configs/ID ──► the gateway checks the scope ──► /v1/configs/models/ID at the config service ──► its answer
 
-A write is forwarded with the caller's own token, a read with the gateway's token if it has one.
+A write is forwarded with the caller's own token, a read with the gateway's token if it has one. The functions in
+`HANDLERS` answer reads of `/v1/configs` from the catalogue of this gateway.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.dead_letters import EXAMINED, FILTERS, LETTER_S, REPLAY_S, Filter
-from sie_gateway.operations.handlers import call_of, json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, number, whole
 from sie_runtime.http.routes import Parameter
 
 if TYPE_CHECKING:
@@ -39,13 +39,12 @@ def _filter(gateway: Gateway, request: Request) -> Filter:
     return Filter(_pool(gateway, request), **named)
 
 
-def _whole(request: Request, name: str, default: int, least: int, most: int) -> int:
-    return int(number(request.query_params, name, default, least, most))
-
-
 async def page(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "before", "limit")
-    before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
+    before, limit = (
+        whole(request.query_params, "before", 0, 0, 1 << 53),
+        whole(request.query_params, "limit", 50, 1, 200),
+    )
     return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
@@ -66,7 +65,7 @@ async def replay(gateway: Gateway, request: Request) -> Response:
 async def replay_all(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "after", "limit", "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
-    after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
+    after, limit = whole(request.query_params, "after", 0, 0, 1 << 53), whole(request.query_params, "limit", 20, 1, 100)
     letters = _filter(gateway, request)
     done = await gateway.dead_letters.replay_all(letters, after, limit, timeout_s)
     answered = sum(entry.removed for entry in done.replayed)

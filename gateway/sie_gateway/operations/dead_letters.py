@@ -45,7 +45,7 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if it equals all fields that are not empty."""
+    """Filter for dead letters of a pool. A letter fits if it has the values of all fields that are not empty."""
 
     pool: str
     lane: str = ""
@@ -68,9 +68,9 @@ class Filter:
 
 
 class DeadLetterOperations:
-    """Operations on the dead letters of an installation's own pools. Workers write the letters of reservations there
-    too. Every answer is read from the broker; only sequence numbers are in memory. The methods raise QueueUnavailable
-    if the broker does not answer, NotFound, PoolNotFound.
+    """Operations on the dead letters of an installation's own pools, to which workers also write the dead letters of
+    reservations. Every answer is read from the broker; only sequence numbers are in memory. The methods raise NotFound,
+    PoolNotFound, and QueueUnavailable if the broker does not answer.
     """
 
     def __init__(

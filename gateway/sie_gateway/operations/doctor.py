@@ -25,7 +25,7 @@ _logger = logging.getLogger("sie.gateway.doctor")
 
 
 class Doctor:
-    """Runs `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
+    """Runner of `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
         """`data_dir`: data folder of the `sie serve` whose cluster is checked. If it is None, the cluster behind the
@@ -36,7 +36,7 @@ class Doctor:
         netloc = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
         self._environ = {} if data_dir is not None else {"SIE_GATEWAY_URL": f"http://{netloc}"}
         self._running = asyncio.Lock()
-        self._last: dict[str, Any] = {}
+        self._last: dict[str, Any] | NotReady = {}
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
@@ -48,9 +48,15 @@ class Doctor:
             )
         async with self._running:
             if time.monotonic() - self._at_s >= FRESH_S:
-                self._last = await self._examined()
+                try:
+                    self._last = await self._examined()
+                except NotReady as error:  # also for the requests that waited, each of which would run it again
+                    self._last = error
                 self._at_s = time.monotonic()
-        return self._last
+            last = self._last
+        if isinstance(last, NotReady):
+            raise NotReady(last.message) from last
+        return last
 
     async def _examined(self) -> dict[str, Any]:
         argv = (sys.executable, "-m", "sie_cli", "doctor", "--json", *self._options)

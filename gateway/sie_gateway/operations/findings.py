@@ -41,8 +41,8 @@ _START = (
     "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
 )
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
-# by error code: what an operator can do. Other codes are not reported, because the request is wrong, or its model is
-# still being loaded
+# error code -> what an operator can do. Other codes are not reported, because they mean that the request is wrong, or
+# that its model is still being loaded
 _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
@@ -58,21 +58,21 @@ _REFUSALS = {
 
 
 _ENTRY = (
-    "change its entry (`sie models set {name}`), or make the revision before it the newest again "
+    "change its entry (`sie models set {name}`), or roll it back to an earlier revision "
     "(`sie models history {name}`, `sie models rollback {name} REVISION`)"
 )
-# by error class: what an operator can do about a failed load; {name} is replaced by the name of the model
+# error class -> what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
     "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
-    "put the model into SIE_LOCAL_CACHE; the worker tries again by itself, `sie models load {name}` at once",
+    "put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models load {name}`",
     "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of that account, start them again",
     "NOT_FOUND": "put its weights where the reason says that they were looked for, then `sie models load {name}`; if "
     "they are elsewhere, name that place in its entry (`sie models set {name}`)",
     "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
     "INCOMPATIBLE": "the reason names the file or the field that does not fit: mend that file, then `sie models load "
     f"{{name}}`; or {_ENTRY}",
-    "CERTIFICATE": "its files or numbers are not those that its entry promises: fetch the weights anew; or " + _ENTRY,
+    "CERTIFICATE": "its files or vectors are not those that its entry names: fetch the weights anew; or " + _ENTRY,
     "UNKNOWN": "the log of the adapter has the traceback; `sie models load {name}` tries again",
 }
 
@@ -83,10 +83,10 @@ def _of_load(error_class: str, model: str) -> str:
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
 
-# by the first words of the reason why a worker is not healthy: what an operator can do
+# first words of the reason why a worker is not healthy -> what an operator can do
 _UNHEALTHY = {
     "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
-    "draining": "it ends by request, and gets no more work: start it again, or another worker",
+    "draining": "it was told to shut down, and gets no more work: start it again, or another worker",
     "its heartbeats have stopped": "see whether it runs: the log of `sie sidecar` says why it ended; `sie doctor` on "
     "its machine looks at its socket",
     "no connection to the broker": _BROKER,
@@ -94,7 +94,7 @@ _UNHEALTHY = {
 _SOCKET = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
 
 
-_ADAPTER = "its other devices do the work meanwhile; the log of its adapter says why the process of this device ends"
+_ADAPTER = "its other devices do the work meanwhile; the log of its adapter says why the process of this device ended"
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
@@ -104,8 +104,8 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     on_cpu = (
-        "`nvidia-smi` has to work where it runs, and `sie doctor` there compares driver and torch; SIE_DEVICE=cuda "
-        "makes a missing GPU an error of its start"
+        "`nvidia-smi` has to work where it runs, and `sie doctor` there compares driver and torch; with "
+        "SIE_DEVICE=cuda it refuses to start without a GPU"
     )
     named = [(f"worker {info.name} ({info.pool}.{info.gpu}.{info.bundle})", info) for info in workers]
     return [
@@ -156,7 +156,7 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
             check="clock",
             wrong=f"the clock of worker {worker} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} the "
             "broker's",
-            fix="synchronise its machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`",
+            fix="synchronise the clock of its machine or node: `timedatectl set-ntp true`, then `chronyc makestep`",
         )
         for worker, seconds in ahead_s.items()
         if abs(seconds) > CLOCK_S
@@ -165,8 +165,7 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
     """List each code of _REFUSALS with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
-    requests by code. `has_loads`: true if `of_loads` is also called, which lists the failed loads, so that
-    MODEL_LOAD_FAILED is left out here.
+    requests by code. `has_loads`: true if `of_loads` lists failed loads; MODEL_LOAD_FAILED is then left out here.
     """
     return [
         ClusterFinding(
@@ -220,7 +219,7 @@ def of_queues(
     for lane, messages in _lengths(queues).items():
         grown = trend.grown(lane)
         if oldest_s[lane] > STUCK_S:
-            state = f"has {messages} messages, the oldest of {oldest_s[lane]:.0f} s"
+            state = f"has {messages} messages, the oldest is {oldest_s[lane]:.0f} s old"
         elif grown is not None:
             state = f"grew from {grown[0]} to {grown[1]} messages in {GROWTH_S:.0f} s"
         else:

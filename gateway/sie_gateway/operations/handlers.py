@@ -50,6 +50,17 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
     return value
 
 
+def whole(query: QueryParams, name: str, default: int, least: int, most: int) -> int:
+    """Return the whole number in a query parameter, or `default`. Raises InvalidInput if it is out of bounds."""
+    try:
+        value = int(query.get(name, default))
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise InvalidInput.at(name, f"expected a whole number from {least} to {most}")
+    return value
+
+
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
     """Return the `models` that the query selects and, if it has a limit, `total`: their number without the limit."""
     listed = await model_list(
@@ -60,7 +71,7 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         loaded=query.get("loaded", "") == "true",
         variants=query.get("variants", "") != "false",
         text=query.get("filter", ""),
-        limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
+        limit=whole(query, "limit", 1, 1, 1000) if "limit" in query else None,
         figures=gateway.inference.shadows.figures,
     )
     return {"models": listed.infos, **({"total": listed.total} if "limit" in query else {})}
@@ -91,7 +102,9 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """Return a lane's load (pool, machine profile, bundle). Raises NotFound, also for another key's reservation."""
+    """Return the load of a lane (pool, machine profile and bundle). Raises NotFound, also if the pool is a reservation
+    of another key.
+    """
     call = request.scope.get("sie.call")  # None on the metrics port, where an autoscaler sends no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 

@@ -65,7 +65,7 @@ class Note(NamedTuple):
     """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # sorts notes with equal times; without it `fields` would be compared, which is impossible
+    number: int  # orders notes with equal times; without it the heap would compare `fields`, and dicts have no order
     fields: dict[str, Any]
     owner: str  # id of the API key that sent the request
 

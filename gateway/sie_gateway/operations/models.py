@@ -20,7 +20,8 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.shadow import ShadowStatistics
 
 Measured = Callable[[str, str], ShadowStatistics]
-"""Function that returns this gateway's measurements of a shadow, by the names of the alias and of the shadow model."""
+"""Function that returns what this gateway measured about a shadow model, which gets copies of an alias's requests. Its
+arguments are the names of the alias and of the shadow model."""
 _SLICE = 50  # models that are described in one go, which takes one or two milliseconds; then other tasks may run
 
 
@@ -151,8 +152,8 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Return the scale of the model's scores. None if it returns no scores, or if only the files of the model contain
-    the scale, which a gateway does not read.
+    """Return the scale of the model's scores. None if it returns no scores, or if the scale is only in the model's
+    files, because a gateway does not read these.
     """
     if "score" not in entry.tasks:
         return None

@@ -14,7 +14,7 @@ from msgspec import Meta
 from sie_contracts.api import views as api
 from sie_contracts.errors import InvalidInput, NotFound
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.operations.handlers import call_of, json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, number, whole
 from sie_gateway.operations.history import STEP_S
 from sie_runtime.http.routes import HTML, OPEN, Content, Parameter
 
@@ -65,14 +65,14 @@ async def doctor(gateway: Gateway, _request: Request) -> Response:
 async def history(gateway: Gateway, request: Request) -> Response:
     query = request.query_params
     since_s = number(query, "since", 0.0, 0.0, math.inf)
-    step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
+    step_s = whole(query, "step_s", STEP_S, STEP_S, 600)
     if step_s % STEP_S:
         raise InvalidInput.at("step_s", f"expected a multiple of {STEP_S}")
     return json_response(gateway.status.history.since(since_s, step_s))
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
-    most = int(number(request.query_params, "limit", 50, 1, 1000))
+    most = whole(request.query_params, "limit", 50, 1, 1000)
     return json_response({"requests": gateway.status.history.requests(most, call_of(request).grant)})
 
 

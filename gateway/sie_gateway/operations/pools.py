@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-# bytes of one reservation as JSON: all reservations together are one value, which must fit into one NATS message
+# bytes of one stored reservation: all reservations together are one value, which must fit into one NATS message
 MAX_SPEC_BYTES = 8 << 10
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)

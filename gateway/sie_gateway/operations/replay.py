@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """Raised if a letter cannot be published again: its message is not decodable, or its subject is not one of work."""
+    """Raised if a letter cannot be published again: its message is not decodable, or its subject is not for work."""
 
 
 class Replays:

@@ -55,8 +55,8 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN workers, and of the models with `text` in the name the first MAX_SHOWN. `visible`
-        may hide names of pools.
+        """Return the first MAX_SHOWN workers, and the first MAX_SHOWN models with `text` in their name. `visible`
+        returns False for a pool whose name is hidden.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -129,7 +129,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN models with `text` in their name. `visible` may hide the name of the pool."""
+        """Return the first MAX_SHOWN models with `text` in their name. The pool's name may be hidden (`visible`)."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

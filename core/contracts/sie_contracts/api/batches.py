@@ -12,7 +12,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from sie_contracts.api.jobs import Metadata
 
 ENDPOINTS = ("/v1/embeddings", "/v1/encode", "/v1/score", "/v1/extract", "/v1/redact", "/v1/rerank")
-Purpose = Literal["batch", "batch_output", "jobs", "user_data"]
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]

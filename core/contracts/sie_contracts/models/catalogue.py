@@ -20,7 +20,7 @@ import msgspec
 
 from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.models import bundles as bundling
-from sie_contracts.models.aliases import Alias, choose
+from sie_contracts.models.aliases import Alias, choose, model_of
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
 from sie_contracts.names import NameIndex
@@ -59,7 +59,7 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """Return a digest of everything that determines the numbers that the model computes from a text, except its id.
+        """Return a digest of everything in the entry, except its id, that affects the numbers that the model computes.
         Two entries with the same digest compute the same numbers on the same device. The digest is empty if the entry
         does not identify its weights.
         """
@@ -84,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that created the present revision; the number in an epoch counts the same writes
+    # id -> number of the write that created the present revision, counted like the number in an epoch
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -137,12 +137,12 @@ class Catalogue:
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """Return the ids of models and aliases that are most similar to `name`, which may lack the organisation; best
-        first. Models for which `able` returns False are left out, and so are their aliases.
+        """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
+        organisation. Models for which `able` returns False are left out, and so are their aliases.
         """
 
         def keep(name: str) -> bool:
-            entry = self.entries.get(name) or self.entries.get(self.aliases[name].heaviest.model.partition(":")[0])
+            entry = self.entries.get(name) or self.find(model_of(self.aliases[name].heaviest.model))
             return entry is not None and able(entry)
 
         return self._names.near(name, keep=keep)
@@ -193,8 +193,8 @@ class Catalogue:
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound.
 
-        A revision must be that of the alias's target. A profile must be the profile of the target; if the target names
-        none, it may be any profile of the target.
+        A revision must be that of the target's model. If the target names a profile, no other is allowed; otherwise any
+        profile of the model is.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")
@@ -212,8 +212,8 @@ class Catalogue:
         if profile not in ("", "default", resolved.profile):
             if resolved.profile != "default":
                 message = (
-                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: name the model for "
-                    "another one"
+                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: to use another one, "
+                    "name the model"
                 )
                 raise ModelNotFound(
                     message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}
@@ -289,7 +289,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag, because false means unset (for `causal`: None)."""
+    """Override load options. A profile cannot clear a flag, because false means unset (in `causal`, only None does)."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -299,7 +299,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: that of the loaded model, with the run options that it changes."""
+    """Return the fingerprint of a profile's answers: that of the loaded model, with the profile's run options added."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -347,6 +347,6 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:
-        # without commit, digests and path, only the repository's name identifies the weights
+        # without a commit, digests and a path, only the repository's name identifies the weights
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

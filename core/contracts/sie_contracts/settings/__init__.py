@@ -169,13 +169,13 @@ def load(
             except SettingError as error:
                 if not row.is_standard:
                     raise
-                ignored.append(f"{error}; it is ignored, {shown(row, row.default)} holds")
+                ignored.append(f"{error}; it is ignored, and the default {shown(row, row.default)} is used")
                 continue
             values[row.field], sources[row.name] = value, "default" if value is None else "environment"
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
-        profile = "cpu"  # no GPUs, so the defaults of `cpu` apply whatever name the operator gave the profile
+        profile = "cpu"  # a worker without GPUs gets the defaults of `cpu`, whatever its profile is called
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
@@ -187,7 +187,7 @@ def load(
 
 
 def secret_variable(name: str) -> Secret | None:
-    """Return the secret in an environment variable that a file of an operator names; None if it is unset or empty."""
+    """Return the secret in the variable `name`, which a file of the operator names; None if it is unset or empty."""
     return Secret(os.environ[name]) if os.environ.get(name) else None
 
 
@@ -229,8 +229,6 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
             warnings.append(
                 f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}"
             )
-        if row.waits_for:
-            warnings.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
     return warnings
 
 

@@ -23,9 +23,7 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `expected`: end of the error message "expected ...". `waits_for`: a future feature
-    without which the setting has no effect.
-    """
+    """Definition of one setting. `expected`: the words after "expected" in an error message."""
 
     name: str
     field: str
@@ -36,7 +34,6 @@ class SettingRow:
     meaning: str
     mode: Mode | None = None
     secret: bool = False
-    waits_for: str = ""
     heading: str = ""  # heading of the setting in documents and in --help
 
     @property
@@ -77,11 +74,10 @@ def row(
     meaning: str,
     *,
     mode: Mode | None = None,
-    waits_for: str = "",
 ) -> Any:
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = SettingRow(name, "", default, readers, expected, parse, meaning, mode, parse in SECRETIVE, waits_for)
+    meta = SettingRow(name, "", default, readers, expected, parse, meaning, mode, parse in SECRETIVE)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 

@@ -1,4 +1,4 @@
-"""Types of setting values: each has a function that parses a text, and the words for its error message."""
+"""Types of setting values. Each has a function that parses a text, and words for the message "expected ..."."""
 
 from __future__ import annotations
 

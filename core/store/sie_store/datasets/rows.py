@@ -35,9 +35,9 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: unchecked values of the columns
-    of chunks and of documents. `page_starts`: if the text is the Markdown of a document, the first code point and the
-    number of each page; else None.
+    """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns for chunks
+    and documents, not checked yet. `page_starts`: if the text is the Markdown of a document, the first code point and
+    the number of each page; else None.
     """
 
     id: str
@@ -62,16 +62,19 @@ async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
     if entry.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
-    make, size = _RowMaker(span, source), SpanSize(span)
+    make = _RowMaker(span, source)
     if span.format == "parquet":
         cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
-        return await place.patience.repeated(
-            lambda: asyncio.to_thread(lambda: make.all(footers.read(place, entry, cut, names, SpanSize(span)), size))
-        )
+
+        def rows() -> list[InputRow]:
+            return make.all(footers.read(place, entry, cut, names, SpanSize(span)), SpanSize(span))
+
+        return await place.patience.repeated(lambda: asyncio.to_thread(rows))
     if span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
         return [make(0, _fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes"))]
     data = await whole(place, entry, span.start, span.end)
+    size = SpanSize(span)
     return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
 
 
@@ -114,7 +117,7 @@ def _csv(line: bytes, places: Mapping[str, int], width: int) -> _Columns:
     if values is None:
         return _fault("malformed", "the row is no valid CSV in UTF-8")
     if len(values) != width:
-        more = "more than the header, which" if len(values) > width else f"{len(values)} fields, the header"
+        more = "more fields than the header, which" if len(values) > width else f"{len(values)} fields, the header"
         return _fault("malformed", f"the row has {more} has {width}")
     return {name: values[place] for name, place in places.items()}
 
