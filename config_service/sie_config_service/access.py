@@ -53,10 +53,10 @@ class ConfigGate:
                 )
             needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
             if self._by_key:
-                needed += f", or that of a key with scope {'read' if row is None else row.scope},"
+                needed += f", or a key with the scope {'read' if row is None else row.scope}"
             reason = "this token is not known" if token else "a token is missing"
             raise Unauthenticated(
-                f"{reason}: send `Authorization: Bearer` and the value that {needed} has at the config service"
+                f"{reason}: send `Authorization: Bearer TOKEN`, where TOKEN is the config service's {needed}"
             )
         if not match.methods:
             raise NotFound("no such path; /docs lists all")

@@ -24,6 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from sie_adapter.loading.inspection import inspect
 from sie_adapter.loading.loading import Loader
+from sie_adapter.loading.weight_files import holds_nan
 from sie_cli.main import main
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
@@ -277,6 +278,30 @@ def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     spoil(folder)
     for said in refusals(folder, entry, tmp_path / "models"):
         assert all(text in said for text in texts), said
+
+
+def test_weights_that_change_after_a_load_are_checked_again(
+    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    source, entry = good("dense")
+    folder = shutil.copytree(source, tmp_path / "model")
+    loader = Loader(
+        torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
+    )
+    parsed = parse_entry({**entry, "weights": {"path": str(folder)}})
+    resolved = Catalogue.resolve_profile(parsed, "default", parsed.id)
+    loader.load(resolved)
+    torch.save({"weight": torch.tensor([[1.0, float("nan")]])}, folder / "sparse_linear.pt")
+    with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt holds NaN"):
+        loader.load(resolved)
+
+
+@pytest.mark.parametrize("name", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_nan_is_seen_in_every_float(name: str) -> None:
+    values = torch.tensor([[1.0, 2.0]]).to(getattr(torch, name))
+    assert not holds_nan(values)
+    assert holds_nan(torch.tensor([[1.0, float("nan")]]).to(getattr(torch, name)))
+    assert not holds_nan(torch.tensor([1, 2]))
 
 
 def added(file: Path, models: Path) -> str:

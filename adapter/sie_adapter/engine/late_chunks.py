@@ -22,9 +22,6 @@ from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Positions, 
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.wire.ipc import ChunkedRows, Group
 
-# names of arrays in a result that have an entry for each chunk
-_LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
-
 
 class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments

@@ -29,7 +29,7 @@ from sie_adapter.engine.engines import TORCH, Choice, EngineFacts, Unserved
 from sie_adapter.loading import certificate
 from sie_adapter.loading.certificate import LoadCertificate
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.loading.weight_files import check_weights, safetensors_of
+from sie_adapter.loading.weight_files import check_weights
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.footprint import weight_bytes
 from sie_adapter.packed import attention_backend
@@ -52,6 +52,10 @@ MAX_CERTIFICATES = 1000
 def _facts(files: Iterable[Path]) -> list[str]:
     """Return path, size and time of change of each file. If they are equal later, the files were not changed."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def family_of(name: str) -> Any:
@@ -209,7 +213,7 @@ class Loader:
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
         """Check weight files, unless they were checked before and are unchanged, or another package has the family."""
-        facts = (str(folder), *_facts(safetensors_of(folder)))
+        facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
             if len(self._checked) >= MAX_CERTIFICATES:
@@ -236,9 +240,8 @@ class Loader:
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
         """Return the results of a model's checks. They are cached for reloads with the same files, entry and device."""
         entry = resolved.entry
-        golden = [certificate.golden_file(entry)] if entry.golden else []
-        read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
-        files = _facts(read)
+        golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
+        files = _facts([*_files_of(folder), *golden])
         facts = (
             fingerprint(entry, resolved.load, compute.precision, model.engine_choice.engine),
             str(entry.weights.digests),

@@ -121,7 +121,7 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def holds_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor contains NaN; infinities are allowed. Floats of 8 bits are not checked."""
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
+    """Return whether a tensor contains NaN; infinities are allowed."""
+    if not tensor.is_floating_point():
         return False
     return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(_CHUNK))

@@ -378,7 +378,9 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the features of images for the `tokens` of a pass; None if no feature replaces one of these tokens."""
+    """Return the image features that replace placeholder tokens within the slice `tokens` of a batch; None if it has
+    no placeholder.
+    """
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))

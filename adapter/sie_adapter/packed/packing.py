@@ -99,9 +99,9 @@ class Items:
         """Return the index of the first token of each item, [items]."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def extremes(self, default: int = 0) -> tuple[Int64, Int64]:
-        """Return the smallest and the largest id of each item, [items]; `default` for an item without tokens."""
-        low, high = np.full(len(self.lengths), default, np.int64), np.full(len(self.lengths), default, np.int64)
+    def extremes(self) -> tuple[Int64, Int64]:
+        """Return the smallest and the largest id of each item, [items]; 0 for an item without tokens."""
+        low, high = np.zeros(len(self.lengths), np.int64), np.zeros(len(self.lengths), np.int64)
         filled = self.lengths > 0
         if filled.any():
             starts = self.starts[filled]

@@ -1,7 +1,7 @@
-"""Pruning of a passage: the parts that are relevant for a query, by the logits of the tokens.
+"""Pruning of a passage to the parts that are relevant for a query.
 
-logits of tokens ──► probabilities ──► runs of tokens above, or below, a threshold ──► spans: highlight, kept, pruned
-logit of the pair of query and passage ──► the score of the summary, which is the kept spans in one text
+logit of each token ──► probability ──► pruned | kept | highlighted, by two thresholds ──► spans of equal tokens
+kept spans ──► summary, whose score is the logit of the pair of query and passage
 """
 
 from __future__ import annotations

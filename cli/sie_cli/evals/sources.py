@@ -210,7 +210,9 @@ class Patterns:
         from sie_gateway.redaction.patterns import KINDS, pattern_of, ranges_of
 
         if task.kind != "redaction":
-            raise CommandRefused(f"-s {self.name}: patterns find no {task.kind}: name a task of redaction")
+            raise CommandRefused(
+                f"-s {self.name}: patterns cannot answer a task of {task.kind}; choose a task of redaction"
+            )
         patterns = [pattern for pattern in map(pattern_of, task.labels) if pattern in KINDS]
         return [
             [(*span, pattern) for pattern in patterns for span in ranges_of(text.text, pattern, "")] for text in texts

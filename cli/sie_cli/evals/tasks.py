@@ -70,7 +70,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts without judgements, for speed only."""
+    """Texts without relevance judgements, which measure speed and not quality."""
 
     name: str
     texts: Sequence[str]

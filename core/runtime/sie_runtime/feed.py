@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from sie_broker import BrokerError, Bus, CoreMessage, Subscription
+from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
@@ -187,7 +187,6 @@ class CatalogueFeed:
         self._soon: asyncio.TimerHandle | None = None
         # set when the present snapshot is replaced; each snapshot has its own event
         self._replaced = asyncio.Event()
-        self._subscription: Subscription | None = None
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
     @property
@@ -209,7 +208,7 @@ class CatalogueFeed:
 
     async def run(self, stop: Stop) -> None:
         """Request the first snapshot until it arrives, then follow the catalogue until `stop`."""
-        self._subscription = await retry(
+        await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
             errors=(BrokerError,),
             stop=stop,
@@ -268,7 +267,7 @@ class CatalogueFeed:
             return False
         return True
 
-    async def _reload(self, source: ConfigSource) -> bool:
+    async def _reload(self, source: ConfigSource) -> None:
         before = self.catalogue.epoch
         new = await snapshot(await source.export())
         self._refuse_older(new.epoch, before)
@@ -281,7 +280,6 @@ class CatalogueFeed:
             self._replace(new)
         self._is_rewound = False
         self.first.set()
-        return True
 
     def _refuse_older(self, epoch: str, before: str) -> None:
         """Raise ConfigUnavailable if the config service has an older catalogue than this reader: its store has lost

@@ -764,8 +764,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that run now only if the running batch is larger than earlier ones, each with the tokens in the queue
-        # up to its last chunk
+        # Requests that the running batch may or may not contain: it does if it is larger than earlier batches. With
+        # each, the tokens of the queue up to the end of the request.
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

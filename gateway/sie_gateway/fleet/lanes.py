@@ -430,7 +430,7 @@ class Fleet:
         self._expire()
         reports = [
             (self._seen[name][1], report)
-            for name, report in sorted(self._reports(model))
+            for name, report in sorted(self._statuses.get(model, {}).items())
             if name in self._healthy or (report.state in LOADS and self.is_starting(name))
         ]
         present = {status.state for _, status in reports}
@@ -453,14 +453,11 @@ class Fleet:
         """Return the ids of the models that workers report, without their profiles."""
         return frozenset(model.partition(":")[0] for model in self._statuses)
 
-    def _reports(self, model: str) -> Iterable[tuple[str, ModelStatus]]:
-        return self._statuses.get(model, {}).items()
-
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
         """Return the workers, ready or not, that download the weights of a model, with their progress."""
         return [
             (name, status.fetched)
-            for name, status in sorted(self._reports(model))
+            for name, status in sorted(self._statuses.get(model, {}).items())
             if status.fetched is not None and self.is_heard(name)
         ]
 

@@ -103,8 +103,8 @@ class Planner:
         self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
-        self._spare_s: float | None = None  # time since which at least one worker is not busy with the load of a model
-        # models that are on every worker that is not busy with a load, so no further worker could take them
+        self._spare_s: float | None = None  # time since which at least one worker loads no model
+        # models that every worker without a load in progress already has, so no further worker could take them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
         # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens

@@ -125,7 +125,7 @@ DIALECTS = (
         "/v1/contextualizedembeddings",
         "embed",
         contextual.embeddings,
-        ("Voyage", "Vectors of chunks, pooled from their whole documents"),
+        ("Voyage", "Vectors of chunks, encoded within their whole documents"),
         api.ContextualizedRequest,
         api.ContextualizedReply,
         family("voyage"),

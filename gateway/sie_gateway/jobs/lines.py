@@ -219,7 +219,8 @@ class BatchJob:
 
 
 def _part(number: int) -> str:
-    return JobStorage.part(number, "jsonl")
+    """Return the name of a shard's object. Sorted names are in the order of the shards."""
+    return f"part-{number:06}.jsonl"
 
 
 def _source(span: RowSpan) -> str:

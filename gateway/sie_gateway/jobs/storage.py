@@ -24,11 +24,6 @@ class JobStorage:
         self.store = store
         self._prefix = f"jobs/{job_id}"
 
-    @staticmethod
-    def part(number: int, suffix: str) -> str:
-        """Return the name of a shard's object. Sorted names are in the order of the shards."""
-        return f"part-{number:06}.{suffix}"
-
     async def plan(self) -> Plan | None:
         """Read the plan; None if no plan is stored. Raises StoreError."""
         data = await self.existing("plan")

@@ -35,7 +35,9 @@ _HOSTS = 254
 
 
 class ReplacedValue(NamedTuple):
-    """Replacement of a span: its place in the redacted text, in code points, and the value."""
+    """Replacement of a span. `start` and `end`: where the replacement is in the redacted text, in code points. `value`:
+    the original text.
+    """
 
     start: int
     end: int

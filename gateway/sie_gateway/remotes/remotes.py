@@ -320,7 +320,9 @@ class Remotes:
         self._metrics.remote_difference.labels(remote.server.name).set(difference)
 
     async def _proven(self, remote: Remote) -> Proof:
-        """Return a new proof. Raises NoReference, Deviates, BudgetUsed, and other errors."""
+        """Compare the remote server with the reference vectors of its model, and return the agreement. Raises
+        NoReference, Deviates, BudgetUsed, and the errors of the request.
+        """
         model = remote.server.model
         catalogue = self._feed.catalogue
         if model not in catalogue.entries:

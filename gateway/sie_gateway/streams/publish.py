@@ -522,13 +522,12 @@ class WorkQueue:
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
         )
 
-    async def reverify(self) -> bool:
+    async def reverify(self) -> None:
         """After a reconnect, check every stream, and the consumers of open requests. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         pools = list(self._created)
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
-        return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish all chunks of a request and return their positions. If one cannot be stored, the stored ones are

@@ -88,8 +88,9 @@ class DeviceQueue:
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # number of batches at the adapter, not counting those that generate text
-        # by id() of a work item that generates text: event that is set when no request waits for its answer any more
-        self._written: dict[int, asyncio.Event] = {}
+        # by id() of a work item that generates text: event that is set when no request waits for its answer any more,
+        # and the timer that sets it
+        self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of batches sent since the start, from which the next batch gets its name
         self.rate = Rate()
@@ -186,7 +187,7 @@ class DeviceQueue:
         """Let the adapter stop a work item that generates text. Return False if it does not generate at the adapter."""
         if id(flight) not in self._written:
             return False
-        self._written[id(flight)].set()
+        self._written[id(flight)][0].set()
         return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
@@ -214,11 +215,12 @@ class DeviceQueue:
         """Count a sealed batch as being at the adapter, also while it waits for a connection, until `end` is called."""
         if batch.writes:
             flight = batch.entries[0].work
-            abandoned = self._written[id(flight)] = asyncio.Event()
+            abandoned = asyncio.Event()
             # after the deadline no request waits for the text: the adapter then stops and frees the memory
-            asyncio.get_running_loop().call_later(
+            timer = asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
             )
+            self._written[id(flight)] = abandoned, timer
             return
         self.sent += 1
         self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
@@ -226,7 +228,7 @@ class DeviceQueue:
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
             flight = batch.entries[0].work
-            del self._written[id(flight)]
+            self._written.pop(id(flight))[1].cancel()
             self._inventory.written_ended(flight)
         else:
             self.sent -= 1
@@ -244,7 +246,7 @@ class DeviceQueue:
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
             # set when no request waits for generated text any more; None for other batches
-            abandoned = self._written.get(id(flights[0]))
+            abandoned, _ = self._written.get(id(flights[0]), (None, None))
             done = await self.link.run_batch(frame, on_started, abandoned)
         if len(done.outcomes) != note.items:
             raise RuntimeError(f"the adapter got {note.items} inputs and returned {len(done.outcomes)} outcomes")

@@ -125,7 +125,8 @@ class HostAssignment:
             self._await_table()
             return
         _logger.warning(
-            "there was no placement table for %g s, so no gateway seems to run: work of all models is pulled", FIRST_S
+            "no placement table arrived within %g s, so no gateway seems to run: this worker takes work of all models",
+            FIRST_S,
         )
         self._first = None
         self._on_change()

@@ -113,7 +113,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
         ),
     ] = UNSET
     late_chunking: Annotated[
-        Flag, Meta(description="The texts are chunks of one document; each vector is pooled from the whole document.")
+        Flag, Meta(description="The texts are chunks of one document; each is encoded within the whole document.")
     ] = UNSET
     return_multivector: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 

@@ -48,7 +48,7 @@ class Item(Struct, kw_only=True):
     ] = UNSET
     context: Annotated[
         Flag,
-        Meta(description="True, the default: chunks are pooled from the whole text. False: each is encoded alone."),
+        Meta(description="True, the default: chunks are encoded within the whole text. False: each is encoded alone."),
     ] = UNSET
 
 

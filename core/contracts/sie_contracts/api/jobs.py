@@ -53,7 +53,7 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     are copied to the output, at most 100.
 
     `chunks`: each text is encoded in chunks, by this rule, or by the spans or the rule in the column of this name. The
-    output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
+    output has a line for each chunk. `context`: chunks are encoded within the whole text, not alone.
 
     `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`, a model of
     the family docling, writes each one as Markdown, which has `chunks`. By default it is `docling`.

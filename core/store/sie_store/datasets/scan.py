@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-# bytes that are scanned at a time; for short lines, the array of their positions has eight times this size
+# Bytes that are scanned at a time. The positions of line feeds are int64, so of one-byte lines they take eight times
+# as much.
 STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
