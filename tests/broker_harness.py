@@ -18,7 +18,7 @@ from sie_contracts.wire.topology import ConsumerSpec, Lane, work_consumer, work_
 T = TypeVar("T")
 LANE = Lane("_default", "cpu", "default")
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
-WAIT_S = 8.0  # far above what is expected, so that a busy machine does not fail a test
+WAIT_S = 30.0  # far above what is expected, so that a busy machine does not fail a test
 
 
 class Box(Generic[T]):
@@ -178,4 +178,4 @@ async def messages_left(broker: Broker, count: int) -> None:
     """Acks are one way: wait until the stream shows their effect."""
     async with asyncio.timeout(WAIT_S):
         while (await broker.stream_state(STREAM.name)).messages != count:
-            await broker.flush()
+            await broker.flush(WAIT_S)

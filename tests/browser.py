@@ -138,10 +138,10 @@ def browsing(profile: Path) -> Iterator[str]:
     ]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
-            yield f"127.0.0.1:{until(lambda: _port(profile / 'DevToolsActivePort'), 30, 'a browser')}"
+            yield f"127.0.0.1:{until(lambda: _port(profile / 'DevToolsActivePort'), 60, 'a browser')}"
         finally:
             browser.terminate()
-            browser.wait(20)
+            browser.wait(60)
 
 
 def _port(path: Path) -> str:
@@ -151,7 +151,7 @@ def _port(path: Path) -> str:
 @contextlib.contextmanager
 def tab(devtools: str) -> Iterator[Page]:
     """A new tab, which is closed at the end."""
-    made = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
+    made = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
     with connect(made["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
         yield Page(socket)
-        httpx.get(f"http://{devtools}/json/close/{made['id']}", timeout=20)
+        httpx.get(f"http://{devtools}/json/close/{made['id']}", timeout=60)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 0.1
-END_S = 10.0
+END_S = 60.0
 
 
 def cgroup() -> Path | None:

@@ -140,7 +140,7 @@ class Cluster:
     def signal(self, pid: int, number: int) -> None:
         os.kill(pid, number)
 
-    def stop(self, timeout_s: float = 20.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, wait, status. The processes that were there are checked to be gone."""
         assert self.process is not None
         if self.process.poll() is not None:
@@ -155,13 +155,13 @@ class Cluster:
                     child.kill()
             self.process.kill()
             raise
-        self._reader.join(5)
-        _, alive = psutil.wait_procs(children, timeout=2)
+        self._reader.join(30)
+        _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive, f"still alive: {alive}\n{self.log()}"
         return status
 
     def health(self) -> dict[str, object]:
-        return httpx.get(f"{self.url}/health", timeout=5).json()
+        return httpx.get(f"{self.url}/health", timeout=30).json()
 
     def access(self) -> Access:
         """What it tells the commands of its user."""
@@ -196,7 +196,7 @@ class Cluster:
 def scraped(url: str, name: str, **labels: str) -> float:
     from prometheus_client.parser import text_string_to_metric_families
 
-    text = httpx.get(url, timeout=5).text
+    text = httpx.get(url, timeout=30).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

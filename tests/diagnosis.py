@@ -125,6 +125,8 @@ def environ_of(stack: Stack) -> dict[str, str]:
 
 def health(stack: Stack) -> dict[str, Any]:
     """What the gateway tells of itself."""
-    answer = httpx.get(f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
+    answer = httpx.get(
+        f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60
+    )
     found: dict[str, Any] = answer.json()
     return found

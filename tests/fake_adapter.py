@@ -158,7 +158,7 @@ class FakeAdapter:
         for _ in range(len(self._held) if count is None else count):
             self._held.popleft().set_result(None)
 
-    async def until(self, condition: Callable[[FakeAdapter], object], what: str, timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[FakeAdapter], object], what: str, timeout_s: float = 30.0) -> None:
         """Wait for a state of this adapter. Raises AssertionError, naming it, at the time-out."""
         try:
             async with asyncio.timeout(timeout_s):

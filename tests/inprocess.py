@@ -40,7 +40,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
 
-WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
+WAIT_S = 30.0  # far above what is expected, so that a busy machine does not fail a test
 POLL_S = 0.002
 WINDOW_S = 0.4  # of clients that come back, see `inference_of`
 HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it waits for
@@ -147,7 +147,7 @@ class Process:
     async def end(self) -> int:
         self.stop.request()
         try:
-            return await asyncio.wait_for(self.task, 20)
+            return await asyncio.wait_for(self.task, 60)
         finally:
             await self.broker.close()
 
@@ -355,5 +355,5 @@ async def placing(cluster: InProcess) -> None:
         written.set()
 
     watch = await bucket.watch(on_entry)
-    await asyncio.wait_for(written.wait(), 10)
+    await asyncio.wait_for(written.wait(), WAIT_S)
     await watch.stop()

@@ -58,7 +58,7 @@ class JobClient:
     def steer(self, job: str, action: str, status: int = 200) -> Job:
         return cast(Job, self.ask("POST", f"/v1/jobs/{job}/{action}", status))
 
-    def reaches(self, job: str, *states: str, timeout_s: float = 60.0) -> Job:
+    def reaches(self, job: str, *states: str, timeout_s: float = 120.0) -> Job:
         """The job once it is in one of the states. Fails at once where it stopped in another one."""
 
         def looked() -> Job | None:
@@ -70,13 +70,13 @@ class JobClient:
 
         return cast(Job, until(looked, timeout_s, f"{job} to be {states}", lambda: self.show(job)))
 
-    def done(self, job: str, timeout_s: float = 60.0) -> Job:
+    def done(self, job: str, timeout_s: float = 120.0) -> Job:
         """The job once it has completed."""
         found = self.reaches(job, *STOPPED, timeout_s=timeout_s)
         assert found["state"] == "completed", found
         return found
 
-    def trouble(self, job: str, code: str, timeout_s: float = 30.0) -> Job:
+    def trouble(self, job: str, code: str, timeout_s: float = 60.0) -> Job:
         """The job once it says that it waits for this."""
         return cast(
             Job,

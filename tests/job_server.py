@@ -30,6 +30,7 @@ JOB = "job-" + "0" * 31
 class JobServer(ThreadingHTTPServer):
     """`script`: what each look at a job tells beside what is known of it; the last stays. `parts`: the output of each
     job. `cuts`: parts whose bytes end early, and how often. `refuses`: the error of each request whose line begins so.
+    `losses`: how many requests whose line begins so are done without an answer.
     """
 
     daemon_threads = True
@@ -48,6 +49,7 @@ class JobServer(ThreadingHTTPServer):
         self.announced: dict[str, str] = {}  # digests that are told in place of the true ones
         self.cuts: Counter[str] = Counter()
         self.refuses: dict[str, tuple[int, str, str]] = {}
+        self.losses: Counter[str] = Counter()
         self.page = 2
         self.is_late = False  # a pause or a cancel has not taken effect yet when it is answered
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
@@ -206,6 +208,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(JobDeleted(id=job["id"]))
             case "POST", ["retry"]:
                 self.reply(server.add(state="queued", request=job["request"]), 201)
+            case "POST", [_] if job["state"] in ENDED:
+                self.fail(409, "CONTENT_CONFLICT", f"the job is {job['state']}")
             case "POST", [action]:
                 if not server.is_late:
                     job["state"] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}[action]
@@ -257,7 +261,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
-        # a connection that is reset, as by a process that is killed
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the connection, as a process that is killed does."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
@@ -268,6 +275,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send(status, msgspec.json.encode({"error": {"code": code, "message": message, "request_id": "r"}}))
 
     def send(self, status: int, data: bytes) -> None:
+        losses = self.server.losses
+        for start in losses:
+            if f"{self.command} {self.path}".startswith(start) and losses[start] > 0:
+                losses[start] -= 1
+                self.reset()
+                return
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()

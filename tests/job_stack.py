@@ -83,7 +83,7 @@ def serving(stack: Stack, jobs: JobClient, model: str, **more: Any) -> Iterator[
     """A model that only this test has. Gives its fingerprint."""
     config(stack, "POST", body=entry(model, **more))
     try:
-        yield str(until(lambda: fingerprint(jobs, model), 30, f"{model} to answer"))
+        yield str(until(lambda: fingerprint(jobs, model), 60, f"{model} to answer"))
     finally:
         config(stack, "DELETE", model)
 
@@ -96,7 +96,7 @@ def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
         assert found["state"] in ("queued", "planning", "running"), found
         return found if found["counts"]["shards_done"] >= shards else None
 
-    found = until(looked, 30, f"{shards} shards of {job['id']}")
+    found = until(looked, 60, f"{shards} shards of {job['id']}")
     assert isinstance(found, dict)
     return found
 

@@ -122,7 +122,7 @@ async def door(
     config: McpConfig | None = None,
     stores: dict[str, str] | None = None,
     *,
-    timeout_s: float = 10.0,
+    timeout_s: float = 30.0,
 ) -> AsyncIterator[Door]:
     """Run `sie mcp --http` and a worker."""
     stop, port, worker = Stop(), free_port(), Worker(cluster)

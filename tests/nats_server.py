@@ -15,8 +15,8 @@ from zygote import end_with_parent
 
 from sie_cli.serve.ports import free_port
 
-START_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
 
 
 def binary() -> str:

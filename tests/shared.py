@@ -29,7 +29,7 @@ ADMIN, USER, GUARDED_ADMIN = (f"canary-token-{secrets.token_urlsafe(16)}" for _ 
 # in the environment of the guarded one, for nobody to see
 CANARIES: Final = {"HF_TOKEN": "hf-canary-token", "AWS_SECRET_ACCESS_KEY": "aws-canary-key"}
 PLACES: Final = 48  # requests at once that the guarded one takes
-SERVED_S: Final = 30.0  # until every gateway knows a model that was added
+SERVED_S: Final = 90.0  # until every gateway knows a model that was added
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def wait_until_served(cluster: Cluster, *models: str) -> None:
 
     def known() -> bool:
         return all(
-            httpx.get(f"{url}/v1/models/{model}", timeout=10).status_code == 200
+            httpx.get(f"{url}/v1/models/{model}", timeout=30).status_code == 200
             for url in cluster.urls
             for model in models
         )

@@ -36,8 +36,8 @@ from sie_cli.serve.ports import free_port
 from sie_contracts.wire.ipc import device_socket
 
 Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
-START_S = 30.0
-STOP_S = 15.0
+START_S = 120.0
+STOP_S = 60.0
 _KINDS: Mapping[str, Kind] = {"config": "sie", "gateway": "sie", "sidecar": "sie", "adapter": "engine"}
 ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
 
@@ -292,7 +292,7 @@ class Stack:
 
     def consumers(self) -> list[dict[str, Any]]:
         """Durable consumers of all work streams, as the first broker's monitor tells."""
-        answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=5).json()
+        answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=30).json()
         streams = [each for account in answer.get("account_details", []) for each in account.get("stream_detail", [])]
         work = (stream for stream in streams if stream["name"].startswith("WORK_"))
         return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]

@@ -37,6 +37,8 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
+# pause after a failed accept: without free file descriptors the listener stays readable, and the loop would use a core
+_FAILED_ACCEPT_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the process at the other end
 
 
@@ -81,6 +83,7 @@ class AdapterServer:
             connection, _ = self._listener.accept()
         except OSError as error:
             _logger.warning("accepting a connection failed: %s", error)
+            time.sleep(_FAILED_ACCEPT_S)
             return
         with self._lock:
             is_full = len(self._connections) >= MAX_CONNECTIONS
@@ -92,7 +95,13 @@ class AdapterServer:
             return
         with self._lock:
             self._connections.add(connection)
-        threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
+        try:
+            threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
+        except RuntimeError as error:  # no memory for the stack of a new thread
+            _logger.warning("refused a connection: %s", error)
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
         torch.set_num_threads(1)  # else it would have the number of threads that a device thread set last
@@ -134,8 +143,9 @@ class AdapterServer:
             except FrameError as error:
                 # the reply is too large, and no byte of it was sent, so a smaller reply can follow
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
-            except (TypeError, ValueError, OverflowError):
-                # MessagePack cannot carry a value of the reply, such as half of a surrogate pair in a text
+            except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
+                # MessagePack cannot carry a value of the reply, such as half of a surrogate pair in a text, or there is
+                # no memory for its frame; no byte of it was sent
                 _logger.exception("the reply to batch %s cannot be encoded", request.batch)
                 failure = InternalFailure("the reply of the model cannot be encoded, see the log of the adapter")
                 _send(connection, Refused(failure.info(), request.batch))

@@ -37,6 +37,8 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
     """Return the dead letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
+    if not name:  # "$ID" with an empty variable must not select letters: every id begins with the empty text
+        raise CommandRefused("the ID is empty: `sie dlq list` shows the ids")
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(
@@ -194,7 +196,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
     async def chosen(broker: Broker) -> list[DeadLetterEntry]:
         letters = _letters(broker, pool)
-        return [await _letter(letters, name)] if name else [letter async for letter in letters.all()]
+        return [letter async for letter in letters.all()] if name is None else [await _letter(letters, name)]
 
     letters = _on(cluster, chosen)
     if letters and not yes:

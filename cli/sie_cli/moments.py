@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import click
 
+FAR = "after the year 9999"
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
@@ -50,13 +51,21 @@ class Deadline(NamedTuple):
 
 
 def moment(at_s: float) -> str:
-    """Format a time as date, hour and minute in UTC."""
-    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
+    """Format a time as date, hour and minute in UTC. Return FAR for a time without a date, such as milliseconds."""
+    try:
+        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return FAR
 
 
 def local(at_s: float, now_s: float) -> str:
-    """Format a time in the time zone of this machine. The date is left out if it is today."""
-    at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
+    """Format a time in the time zone of this machine. The date is left out if it is today. Return FAR for a time
+    without a date.
+    """
+    try:
+        at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
+    except (ValueError, OverflowError, OSError):
+        return FAR
     return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
 
 

@@ -149,14 +149,19 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the one that permits less
-    (revoked, or earlier expiry). Return the number of keys written to the main bucket.
+    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the stricter one. A key that was
+    removed from one of the two buckets is not written. Return the number of keys written to the main bucket.
     """
     written = 0
+    removed = {
+        entry.key for bucket in (buckets.copy, buckets.bucket) for entry in await bucket.since(0) if entry.value is None
+    }
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
         written = 0
         for key in keys:
+            if key.id in removed:
+                continue
             before, revision = present.get(key.id, (None, 0))
             counts = key_records.stricter(before, key)
             if counts is not None and counts != before:

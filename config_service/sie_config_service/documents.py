@@ -14,19 +14,16 @@ from typing import Any, TypeVar
 import yaml
 
 from sie_config_service.fields import described
-from sie_contracts import plain
+from sie_contracts import plain, yaml_text
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
-from sie_contracts.models.entries import ModelEntry, parse_document
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import parse_written
 
 T = TypeVar("T")
-MAX_DEPTH = 64
-# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
-MAX_EVENTS = 50_000
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, which is ten times as fast, if it is installed
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
 MAX_SHOWN = 60  # maximum number of characters of an invalid value in an error text
 _ANY_KEY = "[...]"  # placeholder for a map's key in msgspec's path of a fault
@@ -55,62 +52,12 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
         except plain.Malformed as error:
             raise invalid("$", str(error)) from None
     try:
-        _check_events(body)
-        loader = _LOADER(body)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                raise invalid("$", "expected a document, got nothing")
-            _check_nodes(node)
-            return ParsedDocument(loader.construct_document(node), node)
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise invalid("$", f"not YAML: {error.problem}", mark.line + 1 if mark else None) from None
-    except (yaml.YAMLError, ValueError, UnicodeDecodeError) as error:
-        raise invalid("$", f"not YAML: {type(error).__name__}") from None
-    except RecursionError:
-        raise _too_deep() from None
-
-
-def _check_events(body: bytes) -> None:
-    """Refuse YAML with too many levels or values, before its tree is built by a C recursion that has no limit."""
-    depth = 0
-    for number, event in enumerate(yaml.parse(body, _LOADER)):
-        if number > MAX_EVENTS:
-            raise invalid("$", f"holds more than {MAX_EVENTS:,} values; JSON may have more", _line_of(event))
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise _too_deep(_line_of(event))
-
-
-def _line_of(event: yaml.Event) -> int | None:
-    return event.start_mark.line + 1 if event.start_mark else None
-
-
-def _check_nodes(root: yaml.Node) -> None:
-    visited: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in visited:
-            raise invalid("$", "a YAML alias: expected the value itself", node.start_mark.line + 1)
-        visited.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            names: set[str] = set()
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode) or key.value in names:
-                    got = f"{key.value[:60]!r} twice" if isinstance(key, yaml.ScalarNode) else "a list or a map"
-                    raise invalid("$", f"keys: expected texts, each only once, got {got}", key.start_mark.line + 1)
-                names.add(key.value)
-                waiting.append(value)
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-
-
-def _too_deep(line: int | None = None) -> ValidationFailed:
-    return invalid("$", f"nested more than {MAX_DEPTH} deep", line)
+        value, node = yaml_text.load_with_node(body)
+    except yaml_text.NotYAML as error:
+        raise invalid("$", error.message, error.line) from None
+    if node is None:
+        raise invalid("$", "expected a document, got nothing")
+    return ParsedDocument(value, node)
 
 
 def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
@@ -126,7 +73,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     """Parse and return the entry `raw`. `document`, from which `raw` was made, is read only for the line numbers of
     errors. Raises ValidationFailed.
     """
-    entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
+    entry = _parsed(raw, document, parse_written, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
     if revision and not _COMMIT.fullmatch(revision):
         loc = "$.weights.revision"

@@ -236,6 +236,8 @@ class Mirror:
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
+            if not self._now.epoch:  # a reconnect discarded the snapshot; the next read of the bucket has this batch
+                return None, last
             first = last - len(writes) + 1
             try:
                 entries = await self._since(last)
@@ -244,7 +246,7 @@ class Mirror:
                 self._apply(entry for entry in entries if entry.revision >= first)
             except (BrokerUnavailable, NotReady):
                 return None, last
-            return before if before.epoch else None, last
+            return before, last
 
     async def _begin(self, created: str, last: int) -> None:
         """Read all models and bundles, up to write number `last`. Which bundles these writes changed is unknown."""

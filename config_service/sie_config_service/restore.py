@@ -17,14 +17,13 @@ from typing import Any
 
 from sie_broker import BrokerError
 from sie_config_service.mirror import HeldModel
-from sie_config_service.store import CatalogueStore
+from sie_config_service.store import RESTORE, CatalogueStore
 from sie_config_service.workers import CatalogueReaders
 from sie_config_service.writes import CatalogueWriter, WriteRequest
 from sie_contracts.errors import ContentConflict, SIEError
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_runtime.process import Stop, Trouble
 
-OPERATION = "restore"
 AUTHOR = "sie-config"
 _logger = logging.getLogger("sie.config")
 
@@ -79,7 +78,7 @@ class Restore:
     async def _restore(self, failed: Unloadable) -> None:
         held = await self._store.held(failed.model)
         before = await self._store.revision(failed.model, failed.loaded)
-        is_done = held.stored is None or held.revision != failed.revision or held.stored.operation == OPERATION
+        is_done = held.stored is None or held.revision != failed.revision or held.stored.operation == RESTORE
         if is_done or before is None or before.entry is None:
             return
         assert held.stored is not None
@@ -94,7 +93,7 @@ class Restore:
         )
         source = held.stored.source
         restore = WriteRequest(
-            OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
+            RESTORE, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
         with contextlib.suppress(ContentConflict):  # another writer changed the model first: its newer revision stays
             await self._writer.write(restore)

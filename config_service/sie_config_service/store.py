@@ -64,6 +64,8 @@ REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
 REPLY_KEPT_S = 86400.0
+# operation that writes an earlier revision of a model again, because its newest one could not be loaded
+RESTORE = "restore"
 _logger = logging.getLogger("sie.config")
 
 
@@ -101,8 +103,9 @@ class ReplySlot:
     replies: tuple[RecordedReply, ...]
     sequence: int
 
-    def find(self, key: str) -> RecordedReply | None:
-        return next((reply for reply in self.replies if reply.key == key), None)
+    def find(self, key: str, now_s: float) -> RecordedReply | None:
+        """Return the reply for a key; None if there is none, or if it is older than REPLY_KEPT_S."""
+        return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
         """Return the write that adds a reply. It drops replies above REPLIES_PER_SLOT or older than REPLY_KEPT_S."""
@@ -456,19 +459,27 @@ class CatalogueStore:
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Return the changes that make the bucket equal to the folders (`packaged`), except models written over the
-        API.
+        API, and restored models whose file still has the revision that could not be loaded.
         """
         present = (await self.snapshot()).held
         changes: list[CatalogueChange] = []
         for model, (entry, source) in packaged.items():
             held, document = present.get(model, HeldModel()), normalised(entry)
-            if held.stored is None or (held.stored.source != "api" and held.entry != document):
+            is_changed = held.stored is None or (held.stored.source != "api" and held.entry != document)
+            if is_changed and not await self._is_refused(model, held, document):
                 changes.append(CatalogueChange(model, held, document, source, "seed"))
         for model, held in present.items():
             stored = held.stored
             if model not in packaged and stored is not None and stored.source != "api" and held.entry is not None:
                 changes.append(CatalogueChange(model, held, None, stored.source, "seed"))
         return changes
+
+    async def _is_refused(self, model: str, held: HeldModel, document: dict[str, Any]) -> bool:
+        """Return whether the model was restored because the revision with this document could not be loaded."""
+        if held.stored is None or held.stored.operation != RESTORE:
+            return False
+        refused = await self.revision(model, held.revision - 1)
+        return refused is not None and refused.entry == document
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Write the models of the folders to the bucket, except models that were written over the API. Return the

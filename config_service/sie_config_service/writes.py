@@ -25,7 +25,7 @@ from sie_broker.record import retry_conflicts
 from sie_config_service.aliases import GuardedWrite, guard
 from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged
 from sie_config_service.mirror import HeldModel, bundles_of
-from sie_config_service.store import CatalogueChange, CatalogueStore, RecordedReply, digest_of, normalised
+from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore, RecordedReply, digest_of, normalised
 from sie_contracts.errors import (
     ContentConflict,
     IdempotencyMismatch,
@@ -44,8 +44,8 @@ from sie_contracts.models.trust import Trust
 MAX_IDS = 50_000  # maximum number of models and aliases in the bucket, including removed ones, whose history is kept
 MAX_ENTRY_BYTES = 256 << 10  # maximum size of an entry in bytes; the bucket keeps up to 100 revisions of each
 WRITE_S = 10.0  # maximum duration of a write in seconds, including the wait for earlier writes of this replica
-# operations that can create a model; their If-Match is checked even if the model does not exist
-_FROM_NOTHING = ("create", "rollback")
+# operations that can create a model or write a removed one; their If-Match is checked even if the model does not exist
+_FROM_NOTHING = ("create", "rollback", RESTORE)
 _logger = logging.getLogger("sie.config")
 
 Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
@@ -112,7 +112,7 @@ class CatalogueWriter:
         store = self._store
         key = digest_of(request.key.encode()) if request.key else ""
         slot = await store.slot(key) if key else None
-        if slot is not None and (recorded := slot.find(key)) is not None:
+        if slot is not None and (recorded := slot.find(key, time.time())) is not None:
             if recorded.request != request.request:
                 message = "this Idempotency-Key was used for another request; a new write needs a new key"
                 raise IdempotencyMismatch(message, param="Idempotency-Key")

@@ -26,6 +26,8 @@ export function DeadLetters() {
     const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
     return new URLSearchParams(named.filter(([, value]) => value));
   };
+  const isShown = `${query({}, chosen)}` === `${query()}`; // else what is typed is not what "all that fit" means
+  const filter = [...query()].filter(([name]) => name !== "pool").map(([name, value]) => `, ${name} ${value}`).join("");
   const one = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
   const read = async (more: Record<string, string> = {}, filter = asked) => setPage(await get<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
   const older = (before: number) => attempt(async () => (await read({ before: `${before}` }), ""));
@@ -74,7 +76,7 @@ export function DeadLetters() {
           key={purging}
           id="purge"
           name="Confirm the purge"
-          question={purging === "all" ? "Forget all dead letters that fit the filter, with their inputs, for ever?" : `Forget dead letter ${purging}, with its inputs, for ever?`}
+          question={purging === "all" ? `Forget all dead letters of pool ${page?.pool ?? ""}${filter}, with their inputs, for ever?` : `Forget dead letter ${purging}, with its inputs, for ever?`}
           yes="Purge"
           onYes={() => void purge()}
           onNo={() => setPurging("")}
@@ -87,8 +89,9 @@ export function DeadLetters() {
           {page.letters.length > 0 && (
             <>
               <p class="row">
-                <button type="button" disabled={isBusy} onClick={() => replay(`${PATH}/replay?${query(after ? { after } : {})}`)}>{after ? "Replay the next 20" : "Replay 20 that fit"}</button>
-                <button type="button" disabled={isBusy} onClick={() => setPurging("all")}>Purge all that fit</button>
+                <button type="button" disabled={isBusy || !isShown} onClick={() => replay(`${PATH}/replay?${query(after ? { after } : {})}`)}>{after ? "Replay the next 20" : "Replay 20 that fit"}</button>
+                <button type="button" disabled={isBusy || !isShown} onClick={() => setPurging("all")}>Purge all that fit</button>
+                {!isShown && <span class="dim">Show what is typed first</span>}
                 {page.next !== null && <button type="button" disabled={isBusy} onClick={() => older(page.next ?? 0)}>Older</button>}
               </p>
               <Table label="Dead letters" rows={{ id: "dead-letters" }} columns={["time", "id", "model", "lane", "error", { number: "inputs" }, { number: "deliveries" }, { number: "deaths" }, "actions"]}>

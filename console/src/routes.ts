@@ -12,9 +12,18 @@ export interface Route {
   query: URLSearchParams;
 }
 
+/** A part of an address; as it stands where its percent signs are no escapes. */
+function decoded(part: string): string {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 export function routeOf(hash: string): Route {
   const [path = "", query = ""] = hash.slice(1).split("?");
-  const [name = "", ...parts] = path.split("/").map(decodeURIComponent);
+  const [name = "", ...parts] = path.split("/").map(decoded);
   return { view: name in VIEWS ? (name as View) : "playground", parts, query: new URLSearchParams(query) };
 }
 

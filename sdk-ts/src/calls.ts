@@ -1,6 +1,6 @@
 // One request: sent until it succeeds, fails for good, or patience ends.
 
-import { type ErrorFacts, errorClass, invalid, SIEAbortError, SIEConnectionError, SIEError, unreadable } from "./errors.js";
+import { type ErrorFacts, errorClass, invalid, NotFoundError, SIEAbortError, SIEConnectionError, SIEError, unreadable } from "./errors.js";
 import { isRoute, type Session } from "./options.js";
 
 const CONNECTION_BUDGET_MS = 120_000;
@@ -12,6 +12,7 @@ const MAX_COSTLY_PAUSE_MS = 30_000;
 const USUAL_PAUSE_MS = 5_000;
 const LEAST_PAUSE_MS = 100;
 export const CONTROL_MS = 30_000; // for what is not inference
+const MAX_TIMER_MS = 2 ** 31 - 1; // a longer timer ends at once
 
 export interface Send {
   method: string;
@@ -19,6 +20,8 @@ export interface Send {
   headers?: Record<string, string>;
   body?: Uint8Array<ArrayBuffer> | FormData;
   withinMs: number;
+  /** An attempt without an answer is repeated only if it had no connection: a second run is another object. */
+  once?: true;
 }
 
 export interface Received {
@@ -73,6 +76,7 @@ export async function call(
     const nextMs = Math.min(maxPauseMs, pauseMs * 2 ** Math.min(tries[kind], 10)) * spread;
     tries[kind] += 1;
     const remainingMs = budgetMs - waitedMs[kind];
+    error.mayHaveRun = tries.away > 0;
     if (!error.retryable || session.options.waitForCapacity === false || nextMs > remainingMs) {
       throw previous === undefined ? error : chained(error, previous, tries.away + tries.busy);
     }
@@ -97,7 +101,7 @@ export function sleep(ms: number, signal: AbortSignal | undefined): Promise<void
       signal?.removeEventListener("abort", end);
       resolve();
     };
-    const timer = setTimeout(done, ms);
+    const timer = setTimeout(done, Math.min(ms, MAX_TIMER_MS));
     const end = () => {
       clearTimeout(timer);
       reject(aborted(signal!));
@@ -118,7 +122,7 @@ async function attempt(request: Send, session: Session): Promise<Received | Fail
   const ends = new AbortController();
   const end = () => ends.abort();
   signal?.addEventListener("abort", end, { once: true });
-  const timer = setTimeout(end, request.withinMs);
+  const timer = setTimeout(end, Math.min(request.withinMs, MAX_TIMER_MS));
   try {
     const headers = { ...session.headers(), ...request.headers };
     const init: RequestInit = { method: request.method, headers, signal: ends.signal, redirect: "manual" };
@@ -141,6 +145,8 @@ async function attempt(request: Send, session: Session): Promise<Received | Fail
 
 // what no waiting mends: a name that nobody has, an address that cannot be asked
 const PERMANENT = new Set(["ENOTFOUND", "ERR_INVALID_URL", "ERR_INVALID_ARG_TYPE", "UND_ERR_INVALID_ARG"]);
+// without a connection; a page does not learn such a code
+const UNCONNECTED = new Set(["ECONNREFUSED", "EAI_AGAIN", "EHOSTUNREACH", "ENETUNREACH", "UND_ERR_CONNECT_TIMEOUT"]);
 
 function unanswered(error: unknown, request: Send, session: Session, isLate: boolean): Failed {
   const cause = (error as { cause?: { code?: unknown; message?: unknown } } | null)?.cause;
@@ -151,7 +157,7 @@ function unanswered(error: unknown, request: Send, session: Session, isLate: boo
   const hint = isNobody ? "; is a server running there, and is a page of this origin allowed to ask it (SIE_CORS_ORIGINS)?" : "";
   return {
     error: new SIEConnectionError(`no answer from ${session.baseUrl}: ${why}${hint}`, {
-      retryable: !PERMANENT.has(code),
+      retryable: request.once ? UNCONNECTED.has(code) : !PERMANENT.has(code),
       cause: error,
     }),
     ...whenAway(session, isNobody),
@@ -266,4 +272,13 @@ export async function jsonCall<T extends object>(
     if (absent.length) throw new TypeError(`expected ${absent.join(", ")}`);
   });
   return found as T;
+}
+
+/** Deletes an object. One that is not there is no error after an attempt without an answer, which may have deleted it. */
+export async function deleteCall(path: string, session: Session): Promise<void> {
+  try {
+    await jsonCall("DELETE", path, session, []);
+  } catch (error) {
+    if (!(error instanceof NotFoundError && error.mayHaveRun)) throw error;
+  }
 }

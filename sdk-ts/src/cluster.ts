@@ -1,6 +1,6 @@
 // Everything but the three verbs and `watch`: models, health, pools.
 
-import { jsonCall } from "./calls.js";
+import { deleteCall, jsonCall } from "./calls.js";
 import { quoted, type Session } from "./options.js";
 import type { CallOptions } from "./options.js";
 import type { Health, Model, ModelFilters, Pool, PoolOptions } from "./types.js";
@@ -57,6 +57,6 @@ export class Pools {
 
   /** Gives the workers of a reservation back. */
   async delete(name: string, options?: CallOptions): Promise<void> {
-    await jsonCall("DELETE", `/v1/pools/${quoted(name, "pool")}`, this.session.forCall(options), []);
+    await deleteCall(`/v1/pools/${quoted(name, "pool")}`, this.session.forCall(options));
   }
 }

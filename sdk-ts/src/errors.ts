@@ -22,6 +22,8 @@ export class SIEError extends Error {
   readonly retryable: boolean;
   readonly retryAfterMs: number | undefined;
   readonly details: Record<string, unknown>;
+  /** An attempt got no answer, so the server may have run the request. */
+  mayHaveRun = false;
 
   constructor(message: string, facts: ErrorFacts = {}) {
     super(message, facts.cause === undefined ? undefined : { cause: facts.cause });

@@ -1,6 +1,6 @@
 // Files at the server: what jobs and batches read, and what batches write.
 
-import { call, CONTROL_MS, isMap, jsonCall, reading } from "./calls.js";
+import { call, CONTROL_MS, deleteCall, isMap, jsonCall, reading, type Send } from "./calls.js";
 import { invalid, unreadable } from "./errors.js";
 import type { CallOptions, Session } from "./options.js";
 import type { FileObject, FilePage, FilePurpose } from "./types.js";
@@ -28,7 +28,8 @@ export class Files {
       form.set("expires_after[seconds]", String(expiresAfterS));
     }
     form.set("file", data, name);
-    const request = { method: "POST", path: "/v1/files", headers: { accept: "application/json" }, body: form, withinMs: UPLOAD_MS };
+    const headers = { accept: "application/json" };
+    const request: Send = { method: "POST", path: "/v1/files", headers, body: form, withinMs: UPLOAD_MS, once: true };
     return reading(await call(request, this.session.forCall(options)), (bytes) => {
       const found: unknown = JSON.parse(new TextDecoder().decode(bytes));
       if (!isMap(found) || FILE.some((field) => !(field in found))) throw new TypeError(`expected a map with ${FILE.join(", ")}`);
@@ -61,7 +62,7 @@ export class Files {
   }
 
   async delete(id: string, options?: CallOptions): Promise<void> {
-    await jsonCall("DELETE", path(id), this.session.forCall(options), []);
+    await deleteCall(path(id), this.session.forCall(options));
   }
 }
 

@@ -1,7 +1,7 @@
 // Work on whole files: jobs, which run at the server, and the files that they write.
 
-import { call, isMap, jsonCall, reading, sleep } from "./calls.js";
-import { invalid, unreadable } from "./errors.js";
+import { call, deleteCall, isMap, jsonCall, reading, sleep } from "./calls.js";
+import { ContentConflictError, invalid, unreadable } from "./errors.js";
 import type { CallOptions, Session } from "./options.js";
 import type { Job, JobManifest, JobPage, JobPart, JobRequest, JobRow, JobState } from "./types.js";
 
@@ -67,7 +67,14 @@ export class Jobs {
 
   /** Ends a job for ever. What it has written stays. */
   async cancel(id: string, options?: CallOptions): Promise<Job> {
-    return jsonCall<Job>("POST", `${path(id)}/cancel`, this.session.forCall(options), JOB);
+    try {
+      return await jsonCall<Job>("POST", `${path(id)}/cancel`, this.session.forCall(options), JOB);
+    } catch (error) {
+      if (!(error instanceof ContentConflictError && error.mayHaveRun)) throw error;
+      const job = await this.get(id, options); // an attempt without an answer may have cancelled it
+      if (job.state !== "cancelled") throw error;
+      return job;
+    }
   }
 
   /** Begins another job, over the rows that failed. */
@@ -77,7 +84,7 @@ export class Jobs {
 
   /** Forgets a job that has ended, with its output. */
   async delete(id: string, options?: CallOptions): Promise<void> {
-    await jsonCall("DELETE", path(id), this.session.forCall(options), []);
+    await deleteCall(path(id), this.session.forCall(options));
   }
 
   /** The job once it has ended, however that is. */

@@ -81,15 +81,18 @@ export class Request {
     this.path = `/v1/${verb}/${quoted(model, "model")}`;
   }
 
-  /** `byPlace`: items are known by their places, as results of several parts are put together. */
-  async ask(part: Part, byPlace = false): Promise<Reply> {
+  /**
+   * `byPlace`: items are known by their places, as results of several parts are put together. `session`: that of the call,
+   * with another signal.
+   */
+  async ask(part: Part, byPlace = false, session = this.session): Promise<Reply> {
     const { start } = part;
     const count = part.items.length;
     const items = byPlace ? part.items.map((each, index) => named(each, String(start + index))) : part.items;
     const { onProgress } = this.session.options;
     const answer = await call(
       this.send({ items, ...this.fixed }, start, count),
-      this.session,
+      session,
       this.patience,
       (cause, remainingMs) => onProgress?.({ done: this.done, total: this.total, cause, remainingMs }),
     ).catch((error: unknown) => {
@@ -126,7 +129,6 @@ export async function askAll(
   session: Session,
   { byPlace = false, eachTokens = 0 } = {},
 ): Promise<Reply[]> {
-  const ends = new AbortController();
   const filling = new Filling(session, eachTokens);
   const parts: Part[] = [];
   for (const [index, input] of inputs.entries()) {
@@ -135,22 +137,28 @@ export async function askAll(
   }
   parts.push(filling.take());
   if (parts.length === 1) return [await request.ask(parts[0]!)];
+  const ends = new AbortController();
+  const outer = session.signal;
+  const end = () => ends.abort(outer?.reason);
+  outer?.addEventListener("abort", end, { once: true });
+  if (outer?.aborted) end();
+  const own = session.forCall({ signal: ends.signal });
   const replies: Reply[] = [];
   let next = 0;
   const lane = async () => {
-    while (next < parts.length && !ends.signal.aborted) {
+    while (next < parts.length) {
       const place = next++;
       const part = parts[place]!;
-      replies[place] = await request.ask(part, byPlace);
+      replies[place] = await request.ask(part, byPlace, own);
       part.items = []; // the body is gone: its files need not be held longer
     }
   };
   const lanes = Array.from({ length: Math.min(session.options.concurrency ?? CONCURRENCY, parts.length) }, lane);
   try {
     await Promise.all(lanes);
-  } catch (error) {
-    ends.abort();
-    throw error;
+  } finally {
+    outer?.removeEventListener("abort", end);
+    ends.abort(); // after an error, the other parts end too
   }
   return replies;
 }

@@ -87,7 +87,7 @@ async function first(
   signal?.addEventListener("abort", end, { once: true });
   const events: Promise<IteratorResult<Input> | "answer" | "linger">[] = [coming];
   if (oldest) events.push(oldest.then(() => "answer" as const));
-  const linger = sleep(lingerMs ?? 2 ** 31 - 1, stop.signal).then(() => "linger" as const);
+  const linger = sleep(lingerMs ?? Infinity, stop.signal).then(() => "linger" as const);
   events.push(linger);
   linger.catch(() => undefined);
   try {

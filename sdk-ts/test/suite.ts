@@ -1,8 +1,8 @@
 // The suite against a real server, in Node and in a browser: each case throws where something is not as it should be.
 
 import {
-  type ClientOptions, InvalidInputError, ModelNotFoundError, ServerError, SIEAbortError, SIEClient, SIEConnectionError,
-  restore, SIEError, type StandardSchema,
+  type ClientOptions, ContentConflictError, InvalidInputError, ModelNotFoundError, NotFoundError, ServerError,
+  SIEAbortError, SIEClient, SIEConnectionError, restore, SIEError, type StandardSchema,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -280,6 +280,59 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const patient = new SIEClient({ ...options, fetch: refusing });
       equal((await patient.encode(MINI, "a")).model, MINI);
       equal(calls, 3);
+    },
+
+    async "a part that fails ends the requests of the other parts"() {
+      const ended: string[] = [];
+      let sent = 0;
+      const answering = (_: string, init: RequestInit): Promise<Response> => {
+        sent += 1;
+        if (sent === 3) {
+          return Promise.resolve(Response.json({ error: { code: "INVALID_INPUT", message: "items[0]: no" } }, { status: 400 }));
+        }
+        return new Promise((_resolve, reject) => {
+          init.signal!.addEventListener("abort", () => {
+            ended.push("request");
+            reject(new TypeError("aborted"));
+          });
+        });
+      };
+      const other = new SIEClient({ ...options, fetch: answering, partTokens: 1, concurrency: 3 });
+      const error = await thrown(other.encode(MINI, ["a", "b", "c", "d", "e"]));
+      check(error instanceof InvalidInputError && error.message.includes("items[2]"), String(error));
+      equal(ended, ["request", "request"]);
+      await new Promise((resolve) => setTimeout(resolve));
+      equal(sent, 3, "requests");
+    },
+
+    async "what an attempt without an answer did is a success, and an upload is not repeated"() {
+      const asked: string[] = [];
+      const answering = async (input: string, init: RequestInit): Promise<Response> => {
+        const line = `${init.method} ${new URL(input).pathname}`;
+        asked.push(line);
+        const isFirst = asked.filter((each) => each === line).length === 1;
+        if (isFirst && init.method !== "GET") throw new TypeError("the connection broke");
+        if (init.method === "GET") return Response.json({ id: "job-1", state: "cancelled", counts: {}, request: {} });
+        const [code, status] = init.method === "DELETE" ? ["NOT_FOUND", 404] : ["CONTENT_CONFLICT", 409];
+        return Response.json({ error: { code, message: "no" } }, { status: status as number });
+      };
+      const other = new SIEClient({ ...options, fetch: answering, connectionTimeoutMs: 10_000 });
+      await other.jobs.delete("job-1");
+      check((await thrown(other.jobs.delete("job-1"))) instanceof NotFoundError, "a job that is gone");
+      equal((await other.jobs.cancel("job-1")).state, "cancelled");
+      check((await thrown(other.jobs.cancel("job-1"))) instanceof ContentConflictError, "a job that is cancelled");
+      check((await thrown(other.files.upload(new Blob(["{}"]), "rows.jsonl"))) instanceof SIEConnectionError, "an upload");
+      equal(asked.filter((each) => each === "POST /v1/files").length, 1);
+    },
+
+    async "a deadline may be longer than the longest timer"() {
+      const answering = (_: string, init: RequestInit): Promise<Response> =>
+        new Promise((resolve, reject) => {
+          init.signal!.addEventListener("abort", () => reject(new TypeError("aborted")));
+          setTimeout(() => resolve(Response.json({ status: "healthy", workers: [], models: [], cluster: {} })), 50);
+        });
+      const other = new SIEClient({ ...options, fetch: answering, timeoutMs: 2 ** 31, waitForCapacity: false });
+      equal(await other.json("GET", "/v1/models"), { status: "healthy", workers: [], models: [], cluster: {} });
     },
 
     async "models, pools and health are told"() {

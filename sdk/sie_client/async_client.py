@@ -263,7 +263,7 @@ class SIEAsyncClient:
     ) -> Any:
         """Asynchronous version of SIEClient.extract."""
         if transport.is_single(items) and schema is not None:
-            params = {"on_item_error": "fail", **params}
+            params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
         listed = transport.as_list(items)
         results = await self._driver.run(
             verbs.extract(model, listed, params, self._session, schema), params, len(listed)

@@ -285,7 +285,7 @@ class SIEClient:
         class, and `data` of each result is an instance of the class. An item fails if a required value was not found.
         """
         if transport.is_single(items) and schema is not None:
-            params = {"on_item_error": "fail", **params}
+            params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session, schema), params, len(listed))
         return results[0] if transport.is_single(items) else results

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import numpy as np
 
 from sie_client import verbs
-from sie_client.core import CONTROL_S, Pause, Plan, Session, json_call, quoted
+from sie_client.core import CONTROL_S, Pause, Plan, Session, delete_call, json_call, quoted
 from sie_client.errors import InvalidInputError, PoolNotFoundError, ServerError, SIEError
 from sie_client.types import Capacity, Item, Pool
 
@@ -145,7 +145,7 @@ def renew_pool(name: str, session: Session) -> Plan[float]:
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
-    yield from json_call("DELETE", f"/v1/pools/{quoted(name, 'name')}", session, within_s=within_s)
+    yield from delete_call(f"/v1/pools/{quoted(name, 'name')}", session, within_s)
 
 
 def released(name: str, session: Session) -> Plan[None]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from sie_client.errors import InvalidInputError, ServerError, SIEConnectionError, SIEError, error_class
+from sie_client.errors import InvalidInputError, NotFoundError, ServerError, SIEConnectionError, SIEError, error_class
 from sie_client.types import Progress
 from sie_contracts import __version__, url_names
 
@@ -69,7 +69,8 @@ class BodySink(Protocol):
 class Send:
     """HTTP request; `path` is relative to the base URL. It fails if there is no answer after `within_s` seconds. After
     `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If `sink` is set, it
-    receives the body of a successful response, and the body of `Received` is empty.
+    receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is called after an
+    attempt without a response; if it returns False, the request is not sent again.
     """
 
     method: str
@@ -79,6 +80,7 @@ class Send:
     within_s: float = SERVER_DEADLINE_S + GRACE_S
     hedge_after_s: float | None = None
     sink: BodySink | None = None
+    may_repeat: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class LoggedWarnings:
         for warning in warnings if isinstance(warnings, list) else ():
             with self._lock:
                 is_new = str(warning) not in self._logged and len(self._logged) < MAX_TOLD
-                self._logged.add(str(warning))
+                if is_new:
+                    self._logged.add(str(warning))
             if is_new:
                 _logger.warning("the server warns: %s", warning)
 
@@ -321,7 +324,9 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
         pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads attempts
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
-        if not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
+        is_final = isinstance(answer, TransportFailed) and not request.may_repeat()
+        failure.may_have_run = tries[True] > 0
+        if is_final or not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
             if previous is not None:
                 failure.args = (f"{failure} (attempt {sum(tries.values())}, after {sum(waited_s.values()):.0f} s)",)
             raise failure from failure.__cause__ or previous
@@ -448,3 +453,14 @@ def json_call(
     answer = yield from call(Send(method, path, headers, sent, within_s), session.policy)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=type)
+
+
+def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
+    """Send a DELETE. Raises NotFoundError if the object does not exist, unless an attempt before got no answer, because
+    that attempt may have deleted the object.
+    """
+    try:
+        yield from json_call("DELETE", path, session, within_s=within_s, type=type)
+    except NotFoundError as error:
+        if not error.may_have_run:
+            raise

@@ -53,8 +53,10 @@ class SIEError(Exception):
     status, 0 if there was no response. `details`: all fields of the error in the response's body.
 
     `retryable`: True if the same request may succeed later. `request_id`: id of the request, which the server's logs
-    have too.
+    have too. `may_have_run`: True if an attempt got no answer, so that the server may have run the request.
     """
+
+    may_have_run = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import BinaryIO, NoReturn, cast
 
 import msgspec
 
-from sie_client.core import BlockingWork, Plan, Send, Session, UploadStream, call, json_call, reading
+from sie_client.core import BlockingWork, Plan, Send, Session, UploadStream, call, delete_call, json_call, reading
 from sie_client.errors import InvalidInputError, ServerError
 from sie_client.types import Progress
 from sie_contracts.api.batches import FileDeleted, FileObject
@@ -50,7 +50,9 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """Upload a file and return its description. Raises InvalidInputError if the file changes during the upload."""
+    """Upload a file and return its description. Raises InvalidInputError if the file changes during the upload. A
+    connection that breaks after the last byte is an error, because the server may have stored the file.
+    """
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
@@ -70,7 +72,11 @@ def uploaded(
     ).encode("utf-8", "surrogateescape")
     tail = f"\r\n--{boundary}--\r\n".encode()
 
+    is_whole = False
+
     def pieces() -> Generator[bytes]:
+        nonlocal is_whole
+        is_whole = False
         yield head
         sent = 0
         with on_disk(location), location.open("rb") as file:
@@ -83,6 +89,7 @@ def uploaded(
                     on_progress(Progress(sent, size_bytes))
         if sent != size_bytes:
             invalid(f"{location}: was changed while it was sent")
+        is_whole = True
         yield tail
 
     headers = {
@@ -91,7 +98,8 @@ def uploaded(
         "content-type": f"multipart/form-data; boundary={boundary}",
     }
     body = UploadStream(pieces, len(head) + size_bytes + len(tail))
-    answer = yield from call(Send("POST", "/v1/files", headers, body), session.policy)
+    request = Send("POST", "/v1/files", headers, body, may_repeat=lambda: not is_whole)
+    answer = yield from call(request, session.policy)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=FileObject)
 
@@ -111,7 +119,7 @@ def get(file: str, session: Session) -> Plan[FileObject]:
 
 
 def deleted(file: str, session: Session) -> Plan[None]:
-    yield from json_call("DELETE", f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
+    yield from delete_call(f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
 
 
 def content(file: str, session: Session) -> Plan[bytes]:

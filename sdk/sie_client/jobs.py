@@ -22,8 +22,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from sie_client import files
-from sie_client.core import BlockingWork, Pause, Plan, Session, Together, json_call
-from sie_client.errors import JobFailedError, JobTimeoutError, RequestError, ServerError, SIEError
+from sie_client.core import BlockingWork, Pause, Plan, Session, Together, delete_call, json_call
+from sie_client.errors import ContentConflictError, JobFailedError, JobTimeoutError, RequestError, ServerError, SIEError
 from sie_client.files import Arriving, identifier, invalid
 from sie_client.types import JobOptions, Progress
 from sie_contracts.api import jobs as api
@@ -195,8 +195,17 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Sending it twice has the same effect as once."""
-    return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended, unless an
+    attempt before got no answer and may have cancelled it.
+    """
+    try:
+        return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
+    except ContentConflictError as error:
+        if action == "cancel" and error.may_have_run:
+            info = yield from get(job, session)
+            if info.state == "cancelled":
+                return info
+        raise
 
 
 def retried(job: str, session: Session) -> Plan[JobInfo]:
@@ -205,7 +214,7 @@ def retried(job: str, session: Session) -> Plan[JobInfo]:
 
 
 def deleted(job: str, session: Session) -> Plan[None]:
-    yield from json_call("DELETE", _path(job), session, type=JobDeleted)
+    yield from delete_call(_path(job), session, type=JobDeleted)
 
 
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:

@@ -2,16 +2,15 @@
 str}`. The URL of an image is sent unchanged: the gateway downloads it, or refuses it.
 
 The format is taken from the content, or else from the file name. If neither shows it, `format` is left out, and the
-server detects it.
+server detects it. A document has `format` only if the suffix of its name is that of a text, because the server detects
+all other formats, and a text may begin with any letters.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import struct
-import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,25 +35,22 @@ _MAGIC = (
     (b"BM", "bmp"),
     (b"II*\x00", "tiff"),
     (b"MM\x00*", "tiff"),
-    (b"%PDF-", "pdf"),
-    (b"{\\rtf", "rtf"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "doc"),
     (b"fLaC", "flac"),
     (b"OggS", "ogg"),
     (b"ID3", "mp3"),
     (b"\x1aE\xdf\xa3", "webm"),
 )
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
-_OFFICE = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
-_SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "text": "txt"}
+_SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "xhtml": "html", "markdown": "md", "text": "txt"}
+_TEXTS = frozenset({"html", "md", "txt", "csv"})
 
 
-def media(value: Any, path: str, *, urls: bool = False) -> Any:
+def media(value: Any, path: str, *, urls: bool = False, is_document: bool = False) -> Any:
     """Convert a file to the form of a request. Data URIs are returned as they are, and with `urls` also URLs. Raises
     InvalidInputError.
     """
     if isinstance(value, Mapping):
-        item = media(value.get("data"), f"{path}.data", urls=urls)
+        item = media(value.get("data"), f"{path}.data", urls=urls, is_document=is_document)
         fields = {name: field for name, field in value.items() if name != "data" and field is not None}
         return {**(item if isinstance(item, dict) else {"data": item}), **fields}
     if isinstance(value, str) and value[:5].lower() == "data:":
@@ -64,8 +60,14 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
             return value
         raise _refused(path, "URLs are not fetched: give the bytes or a path")
     data, name = _read(value, path)
-    kind = _format_of(data) or _suffix(name)
+    suffix = _suffix(name)
+    kind = (suffix if suffix in _TEXTS else "") if is_document else _format_of(data) or suffix
     return {"data": data, "format": kind} if kind else {"data": data}
+
+
+def document(value: Any, path: str) -> Any:
+    """Convert a document to the form of a request, see `media`."""
+    return media(value, path, is_document=True)
 
 
 def sound(value: Any, path: str) -> Any:
@@ -155,25 +157,12 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Return the format that the first bytes show. Empty if they show none, as for plain text."""
+    """Return the format of images, sounds and videos that the first bytes show. Empty if they show none."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
-    if data[:4] == b"PK\x03\x04":
-        return _format_of_archive(data)
     if data[4:8] == b"ftyp":
         return "mp4"
-    if data[:256].lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return "html"
     return next((kind for magic, kind in _MAGIC if data.startswith(magic)), "")
-
-
-def _format_of_archive(data: bytes) -> str:
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = archive.namelist()
-        if "META-INF/manifest.xml" in names and "content.xml" in names:
-            return "odt"
-        return next((kind for folder, kind in _OFFICE.items() if any(name.startswith(folder) for name in names)), "")
-    return ""
 
 
 def _suffix(name: str) -> str:

@@ -76,23 +76,27 @@ class TaskDriver:
         return end
 
     async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
+        """Execute the steps of a plan and return its result. A plan whose step fails is closed, so that it removes what
+        is incomplete.
+        """
         reply: Any = None
-        while True:
-            try:
-                step = plan.send(reply)
-            except StopIteration as end:
-                return cast(T, end.value)
-            reply = None
-            if isinstance(step, Send):
-                reply = await send(step)
-            elif isinstance(step, BlockingWork):
-                reply = await asyncio.to_thread(step.function)
-            elif isinstance(step, Together):
-                reply = await self._together(step, meter, send)
-            else:
-                meter.update(step)
-                if isinstance(step, Pause):
-                    await asyncio.sleep(step.seconds)
+        with contextlib.closing(plan):
+            while True:
+                try:
+                    step = plan.send(reply)
+                except StopIteration as end:
+                    return cast(T, end.value)
+                reply = None
+                if isinstance(step, Send):
+                    reply = await send(step)
+                elif isinstance(step, BlockingWork):
+                    reply = await asyncio.to_thread(step.function)
+                elif isinstance(step, Together):
+                    reply = await self._together(step, meter, send)
+                else:
+                    meter.update(step)
+                    if isinstance(step, Pause):
+                        await asyncio.sleep(step.seconds)
 
     async def _together(self, step: Together, meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> list[Any]:
         numbered, lock = enumerate(step.plans), asyncio.Lock()

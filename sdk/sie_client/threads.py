@@ -112,24 +112,29 @@ class ThreadDriver:
         return end
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
-        """Execute the steps of a plan and return its result. Raises Ended at a pause if `stop` is set."""
+        """Execute the steps of a plan and return its result. Raises Ended before a request or at a pause if `stop` is
+        set. A plan whose step fails is closed, so that it removes what is incomplete.
+        """
         reply: Any = None
-        while True:
-            try:
-                step = plan.send(reply)
-            except StopIteration as end:
-                return cast(T, end.value)
-            reply = None
-            if isinstance(step, Send):
-                reply = send(step)
-            elif isinstance(step, BlockingWork):
-                reply = step.function()
-            elif isinstance(step, Together):
-                reply = self._together(step, meter, send)
-            else:
-                meter.update(step)
-                if isinstance(step, Pause) and stop.wait(step.seconds):
-                    raise transport.Ended
+        with contextlib.closing(plan):
+            while True:
+                try:
+                    step = plan.send(reply)
+                except StopIteration as end:
+                    return cast(T, end.value)
+                reply = None
+                if isinstance(step, Send):
+                    if stop.is_set():
+                        raise transport.Ended
+                    reply = send(step)
+                elif isinstance(step, BlockingWork):
+                    reply = step.function()
+                elif isinstance(step, Together):
+                    reply = self._together(step, meter, send)
+                else:
+                    meter.update(step)
+                    if isinstance(step, Pause) and stop.wait(step.seconds):
+                        raise transport.Ended
 
     def _together(self, step: Together, meter: Meter, send: Callable[[Send], Answer]) -> list[Any]:
         numbered, lock, stop = enumerate(step.plans), threading.Lock(), threading.Event()

@@ -252,9 +252,10 @@ def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
     """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts, None for an
-    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails.
+    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError if
+    a vector has a scale or an offset, which the array cannot have.
     """
-    session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
+    session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
     if params.get("chunks") is not None:
         raise InvalidInputError(
@@ -282,6 +283,8 @@ class _VectorRows:
     def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
+            if any({"scale", "offset"} & slot["outputs"]["dense"].keys() for slot in reply.body["items"]):
+                raise InvalidInputError("output_dtype: embed returns no scale; call encode", code="INVALID_INPUT")
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
             end, shape = reply.start + len(vectors), vectors.shape[1:]
             if self._whole is None:
@@ -334,7 +337,7 @@ def rerank(
     by_place = [
         {**wire.mapped(document, f"documents[{place}]"), "id": str(place)} for place, document in enumerate(documents)
     ]
-    options = {"on_item_error": "fail", **params}
+    options = {**params, "on_item_error": "fail"}
     result = yield from score(model, query, cast("list[Item]", by_place), options, session)
     with reading(result["headers"]):
         best = [(int(entry["item_id"]), entry["score"]) for entry in result["scores"] if entry["score"] is not None][

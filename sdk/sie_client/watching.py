@@ -100,10 +100,11 @@ class StatusSocket(_Url):
             return _refusal(error, started_s)
 
     def next(self) -> bytes | None:
-        """Return the next frame, or None if the connection is broken."""
+        """Return the next frame. If the connection is broken, close it and return None."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
+            self.close()
             _refusal(error, 0.0)
             return None
 
@@ -145,6 +146,7 @@ class AsyncStatusSocket(_Url):
         try:
             return await self._recv()
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
+            await self.aclose()
             _refusal(error, 0.0)
             return None
 

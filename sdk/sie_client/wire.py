@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
-from sie_client.media import media, sound
+from sie_client.media import document, media, sound
 from sie_client.types import Item, ItemUsage, Usage
 from sie_contracts import arrays
 from sie_contracts.models.costs import IMAGE_TOKENS
 
-FILES = ("document", "audio", "video")
+FILES = {"document": document, "audio": sound, "video": media}
 _OUTPUTS = ("dense", "sparse", "multivector")
 # bytes of UTF-8 per token of English text. The estimate only decides where lists are split; the server counts exactly
 _BYTES_PER_TOKEN = 4
@@ -42,9 +42,8 @@ def item(value: Any, path: str) -> Any:
             else [images]
         )
         sent["images"] = [media(image, f"{path}.images[{number}]", urls=True) for number, image in enumerate(several)]
-    for name in FILES:
+    for name, read in FILES.items():
         if sent.get(name) is not None:
-            read = sound if name == "audio" else media
             sent[name] = read(sent[name], f"{path}.{name}")
     if sent.get("multivector") is not None:
         sent["multivector"] = _matrix(sent["multivector"], f"{path}.multivector")

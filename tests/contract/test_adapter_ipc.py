@@ -418,8 +418,8 @@ def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, cl
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the adapter ends the connection within a second."""
-    connection.settimeout(1.0)
+    """Whether the adapter ends the connection. Raises TimeoutError if it does not."""
+    connection.settimeout(30.0)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -476,7 +476,7 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
         assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
         return
     code = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5); "
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(30); "
         "print(s.recv(1))"
     )
     adapter.path.parent.chmod(0o755)
@@ -502,9 +502,11 @@ def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
     serves; within a second another one answers at the same path and computes the same; SIGTERM ends both with status 0,
     without a socket.
     """
+    began = time.perf_counter()
     adapter = start(tmp_path / "a.sock", spare=True, before=WITHOUT_CUDA)
     try:
         adapter.wait_for("adapter ready")
+        start_s = time.perf_counter() - began
         with adapter.connect() as client:
             victim = client.ask(ipc.Describe()).pid
             ready = client.load()
@@ -516,7 +518,7 @@ def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
                 client.receive()
         with adapter.connect() as client:
             assert client.ask(ipc.Describe()).pid not in (victim, adapter.process.pid)
-            assert time.perf_counter() - killed < 3 * BACK_S
+            assert time.perf_counter() - killed < max(3 * BACK_S, start_s / 2), "it is no start"
             client.load()
             np.testing.assert_allclose(
                 encode(client, Tokenizer.from_buffer(ready.tokenizer), ["test"]), before, atol=1e-6

@@ -41,7 +41,7 @@ async def linked(part: Part, path: Path) -> AsyncIterator[AdapterLink]:
     """The sidecar's link to the process, with the toy model loaded."""
     stop = Stop()
     part.start()
-    link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=2.0, clock=time.monotonic)
+    link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=20.0, clock=time.monotonic)
     running = asyncio.create_task(link.run(stop))
     try:
         async with asyncio.timeout(30):
@@ -121,7 +121,7 @@ async def test_the_deadly_text_ends_the_process_after_the_device_took_the_batch(
             await link.run_batch(batch("fine", "this is the end"), lambda: started.append(True))
         assert gone.value.died
         assert started == [True]
-        await asyncio.to_thread(until, lambda: not part.alive, 5, "the process is gone")
+        await asyncio.to_thread(until, lambda: not part.alive, 30, "the process is gone")
         assert part.status == POISONED
 
 

@@ -28,7 +28,6 @@ from sie_runtime import failpoints
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
-began_s = time.monotonic()
 {before}
 number, status = forkserver.keep_serving({count})
 if number is None:
@@ -40,6 +39,7 @@ print("serving", os.getpid(), number, flush=True)
 """
 # in short turns: a handler of Python runs after the sleep that its signal came just before
 WAITS = "while True: time.sleep(0.05)"
+WRITTEN = "written = os.memfd_create('written')"  # a file of all children
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -77,26 +77,33 @@ def rest(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_child_that_dies_is_replaced_with_longer_and_longer_pauses(start: Start) -> None:
-    parent = start("os.kill(os.getpid(), signal.SIGKILL) if time.monotonic() - began_s < 0.25 else os._exit(0)")
-    assert parent.wait(20) == 0
+    child = """
+    os.write(written, b".")
+    os.kill(os.getpid(), signal.SIGKILL) if os.fstat(written).st_size < 3 else os._exit(0)
+    """
+    parent = start(child, WRITTEN)
+    assert parent.wait(60) == 0
     lines = rest(parent).splitlines()
     served = [line.split()[1] for line in lines if line.startswith("serving")]
     pauses = [line.split()[-2] for line in lines if "was killed by signal 9" in line]
     assert len(set(served)) == len(served) == len(pauses) + 1
     assert str(parent.pid) not in served
-    assert pauses
-    assert pauses == ["0.1", "0.2", "0.4"][: len(pauses)]
+    assert pauses == ["0.1", "0.2"]
 
 
 def test_one_that_lived_longer_is_replaced_at_once(start: Start) -> None:
-    parent = start("os._exit(3 if time.monotonic() - began_s < 0.3 else 0)", "forkserver.STEADY_S = -1.0")
+    child = """
+    os.write(written, b".")
+    os._exit(3 if os.fstat(written).st_size < 2 else 0)
+    """
+    parent = start(child, WRITTEN + "; forkserver.STEADY_S = -1.0")
     assert "ended with status 3; a new one starts in 0 s" in line_with("ended", parent)
 
 
 @pytest.mark.parametrize("status", [0, EXIT_BAD_SETTING])
 def test_a_child_that_drained_or_refuses_its_settings_ends_the_parent(start: Start, status: int) -> None:
     parent = start(f"os._exit({status})")
-    assert parent.wait(20) == status
+    assert parent.wait(60) == status
     assert rest(parent).count("serving") == 1
 
 
@@ -105,7 +112,7 @@ def test_a_signal_is_passed_on_and_the_childs_status_is_the_parents(start: Start
     parent = start(WAITS)
     serving(parent)
     parent.send_signal(number)
-    assert parent.wait(20) == 7
+    assert parent.wait(60) == 7
     assert rest(parent) == ""
 
 
@@ -113,27 +120,27 @@ def test_a_signal_ends_the_parent_between_two_children(start: Start) -> None:
     parent = start("os._exit(1)", "forkserver.FIRST_PAUSE_S = 60.0; forkserver.LONGEST_PAUSE_S = 60.0")
     line_with("a new one starts in 60 s", parent)
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(20) == 0
+    assert parent.wait(60) == 0
 
 
 def test_the_child_of_a_killed_parent_ends(start: Start) -> None:
     parent = start(WAITS)
     child = psutil.Process(serving(parent))
     parent.kill()
-    assert psutil.wait_procs([child], timeout=20)[1] == []
+    assert psutil.wait_procs([child], timeout=60)[1] == []
 
 
 def test_failpoints_are_those_of_the_first_child(start: Start) -> None:
     parent = start("failpoints.failpoint('adapter.loaded'); os._exit(0)", "failpoints.arm('adapter.loaded=crash')")
     assert f"ended with status {CRASHED}" in line_with("ended", parent)
-    assert parent.wait(20) == 0
+    assert parent.wait(60) == 0
 
 
 def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:
     parent = start("os._exit(5)", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
     line_with("the adapter is not forked", parent)
     assert serving(parent) == parent.pid
-    assert parent.wait(20) == 5
+    assert parent.wait(60) == 5
 
 
 def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
@@ -142,13 +149,13 @@ def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
     if not os.path.exists({str(tmp_path / "left")!r}):
         open({str(tmp_path / "left")!r}, "w").close()
         os._exit(1 if os.fork() else time.sleep(0.5) or 0)
-    family, end_s = psutil.Process(parent), time.monotonic() + 20
+    family, end_s = psutil.Process(parent), time.monotonic() + 60
     while len(family.children()) > 1 and time.monotonic() < end_s:
         time.sleep(0.02)
     os._exit(0 if len(family.children()) == 1 else 3)
     """
     parent = start(child, "parent = os.getpid(); ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER")
-    assert parent.wait(30) == 0
+    assert parent.wait(90) == 0
 
 
 def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
@@ -161,7 +168,7 @@ def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
     os._exit(0)
     """
     parent = start(child, "import tempfile; marker = tempfile.mkdtemp() + '/died'", count=2)
-    assert parent.wait(20) == 0
+    assert parent.wait(60) == 0
     served = [line.split()[2] for line in rest(parent).splitlines() if line.startswith("serving")]
     assert sorted(served) == ["0", "0", "1"]
 
@@ -169,10 +176,10 @@ def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
 def test_one_of_several_children_that_refuses_its_settings_ends_all(start: Start) -> None:
     child = f"os._exit({EXIT_BAD_SETTING}) if number else None\n{WAITS}"
     parent = start(child, count=2)
-    assert parent.wait(20) == EXIT_BAD_SETTING
+    assert parent.wait(60) == EXIT_BAD_SETTING
 
 
 def test_several_children_without_a_fork_are_an_error(start: Start) -> None:
     parent = start("os._exit(5)", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", count=2)
     line_with("several devices need a process each", parent)
-    assert parent.wait(20) == 1
+    assert parent.wait(60) == 1

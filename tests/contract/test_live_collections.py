@@ -28,10 +28,11 @@ from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
-from sie_store.object_stores import AccessRefused, RetryPolicy
+from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks import lance_live, qdrant_live
 from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
+from sie_store.sinks.pgvector import PostgresDatabase
 from sie_store.sinks.pgvector_live import PgvectorLive
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkRows, SinkUnsuitable, SparseRow
 
@@ -620,6 +621,43 @@ async def test_indexes_are_built_as_the_old_ones_are_and_stay_through_the_switch
     assert not_null[0]["attnotnull"], "as it was before"
 
 
+async def test_a_model_whose_vectors_no_index_takes_is_refused_before_any_is_computed(table: Table) -> None:
+    await table.create(16)
+    await table.run(f'CREATE INDEX by_vector ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')
+    live = opened_table(table)
+    await live.open()
+    with pytest.raises(SinkUnsuitable, match=r"the index by_vector .* at most 2000"):
+        await live.begin(2001)
+    assert not (await live.open()).is_begun
+
+
+@pytest.mark.parametrize("step", ["begin", "switch", "clean_up"])
+async def test_a_change_of_a_table_of_postgresql_whose_answer_is_lost_is_done(
+    table: Table, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    once, lost = PostgresDatabase._once, [step]
+
+    async def once_without_answer(database: PostgresDatabase, work: Any, *arguments: Any) -> Any:
+        result = await once(database, work, *arguments)
+        if getattr(work, "__name__", "") == "run" and step == running and lost:
+            lost.clear()
+            raise StoreError("PostgreSQL did not answer in time")
+        return result
+
+    monkeypatch.setattr(PostgresDatabase, "_once", once_without_answer)
+    migrator = Migrator(opened_table(table))
+    running = "begin"
+    await begun(table, migrator, 20)
+    assert await migrator.scan("new") == 20
+    running = "switch"
+    await migrator.live.switch("new")
+    assert (await migrator.live.open()).in_use == "new"
+    running = "clean_up"
+    await migrator.live.clean_up()
+    assert await table.is_clean()
+    assert not lost
+
+
 async def test_rows_that_a_writer_has_locked_are_written_by_a_later_scan(table: Table) -> None:
     migrator = Migrator(opened_table(table))
     await begun(table, migrator, 30)
@@ -642,7 +680,7 @@ async def test_a_change_of_the_table_does_not_wait_behind_a_long_transaction(tab
     await reader.execute(f'BEGIN; SELECT * FROM "{table.collection}"')
     switched = asyncio.create_task(migrator.live.switch("new"))
     watcher = await asyncpg.connect(table.server.root_url)
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'ALTER TABLE%'"
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'LOCK TABLE%'"
     for expected in (1, 0):
         async with asyncio.timeout(30):
             while await watcher.fetchval(waits) != expected:  # noqa: ASYNC110  the state of another process

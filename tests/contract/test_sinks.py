@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -166,6 +167,40 @@ async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
             await reader.search(f'{collection}"; DROP TABLE x; --', query, 1)
     finally:
         await reader.close()
+
+
+@pytest.mark.parametrize("method", ["hnsw", "ivfflat"])
+async def test_a_search_by_an_index_of_postgresql_returns_as_many_rows_as_its_limit(
+    postgres: PostgresServer, collection: str, method: str
+) -> None:
+    root = await asyncpg.connect(postgres.root_url)
+    await root.execute(f'ALTER ROLE "{USER}" SET enable_seqscan = off')
+    sink = opened(postgres.url(), "SIE_JOBS_SINKS", QUICK)
+    stored = rows(0, 200)
+    await sink.prepare(collection, {"dense": DIMS}, {})
+    await sink.upsert(stored)
+    lists = "WITH (lists = 50)" if method == "ivfflat" else ""
+    await Postgres(postgres)._fetch(
+        f'CREATE INDEX ON "{collection}" USING {method} (embedding vector_cosine_ops) {lists}'
+    )
+    try:
+        assert len(await sink.search(collection, stored.vectors[0], 100)) == 100
+    finally:
+        await root.execute(f'ALTER ROLE "{USER}" RESET enable_seqscan')
+        await root.close()
+
+
+@pytest.mark.parametrize("payload", ["NULL", "'[1]'"])
+async def test_a_search_reads_a_payload_that_is_no_object_as_an_empty_one(
+    postgres: PostgresServer, collection: str, payload: str
+) -> None:
+    database = Postgres(postgres)
+    await database.create(collection, DIMS, "")
+    stored = rows(0, 1)
+    vector = json.dumps(stored.vectors[0].tolist())
+    await database._fetch(f"INSERT INTO \"{collection}\" VALUES ('a', '{vector}', {payload})")
+    sink = opened(postgres.url(), "SIE_JOBS_SINKS", QUICK)
+    assert [(hit.id, hit.payload) for hit in await sink.search(collection, stored.vectors[0], 3)] == [("a", {})]
 
 
 async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collection: str) -> None:

@@ -71,7 +71,7 @@ class Served:
             threads.submit(job)
         for job in jobs:
             assert job.finished.wait(60)
-        assert threads.stop(10)
+        assert threads.stop(60)
         return [_vectors(answers[-1]) for answers in replies]
 
     def _message(self, sequences: Sequence[Ids], pooling: str, *, normalize: bool) -> RunBatch:

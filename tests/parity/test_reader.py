@@ -690,3 +690,15 @@ def test_paddle_is_refused_in_float16(load: Callable[[str], Reader]) -> None:
     entry = _entry("paddle", folder)
     with pytest.raises(ModelLoadFailed, match="float16"):
         DocumentReader(folder, entry, entry.load, on_device(torch.float16))
+
+
+def test_the_pixel_bounds_of_a_profile_bound_the_pages(load: Callable[[str], Reader]) -> None:
+    served = load("glm")
+    bounds = {"precision": "float32", "max_pixels": served.kind.recipe.max_pixels}
+    bounded = _entry("glm", served.folder, load=bounds)
+    of_entry, of_profile = (
+        DocumentReader(served.folder, entry, bounded.load, on_device(torch.float32)).rows["extract"].images
+        for entry in (bounded, _entry("glm", served.folder))
+    )
+    assert of_profile == of_entry
+    assert of_profile.max_pixels < served.kind.recipe.max_pixels

@@ -464,7 +464,7 @@ def test_a_sound_whose_words_were_written_is_freed_at_once(cpu_engine: AdapterEn
     gc.disable()
     try:
         del prompt
-        until(lambda: sound() is None, 5, "the loop drops its rows")
+        until(lambda: sound() is None, 30, "the loop drops its rows")
     finally:
         gc.enable()
 

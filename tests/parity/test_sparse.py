@@ -319,3 +319,34 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
         found = head.reduce(States(hidden, packed, np.zeros(4, bool)), np.array([0, 2, 3]))
     assert found.usable.tolist() == [True, False, True]
     assert len(found.rows) == 3
+
+
+@pytest.mark.parametrize("max_entries", [0, 3])
+@pytest.mark.parametrize("sums", [False, True], ids=["maximum", "sum"])
+def test_the_parts_of_a_sequence_join_to_its_row(sums: bool, max_entries: int) -> None:
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    head = MaskedLanguageHead(
+        TransformersHead(BertForMaskedLM(config).eval(), in_float32=False),
+        50,
+        torch.device("cpu"),
+        twice=False,
+        dropped=frozenset({0}),
+        max_entries=max_entries,
+        sums=sums,
+    )
+    hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    one, two = (Items(np.array(lengths), np.zeros(12, np.int32)) for lengths in ([12], [5, 7]))
+    with torch.inference_mode():
+        whole = head.reduce(States(hidden, pack(one, np.arange(1), Positions()), np.zeros(1, bool)), np.arange(1))
+        packed = pack(two, np.arange(2), Positions())
+        parts = head.parts(States(hidden, packed, np.zeros(2, bool)), np.arange(2))
+        joined = [head.join([own], [np.array([5, 7])[: len(own)]], "")[0] for own in (parts.rows, parts.rows[:1])]
+        first = States(
+            hidden[:5], pack(Items(np.array([5]), np.zeros(5, np.int32)), np.arange(1), Positions()), np.zeros(1, bool)
+        )
+        expected = [whole.rows[0], head.reduce(first, np.arange(1)).rows[0]]
+    assert packed.order.tolist() == [0, 1]
+    for (ids, weights), (wanted, values) in zip(joined, expected, strict=True):
+        assert ids.tolist() == wanted.tolist()
+        assert len(ids) == max_entries or not max_entries
+        torch.testing.assert_close(weights, values)

@@ -284,6 +284,20 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         random.setstate(state)
 
 
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorates a test that waits for timers and its own tasks alone: a pause of the machine takes no time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, VirtualLoop)
+            with virtual_time(loop, seed=0):
+                runner.run(test(*args, **fixtures))
+
+    return run
+
+
 def _with_a_clock(clocks: Collection[int]) -> list[types.FunctionType]:
     """Functions of the product that have a clock as the default of an argument. `clocks`: their ids."""
     found = []

@@ -42,7 +42,7 @@ pytestmark = shared.OPEN
 def cluster(open_cluster: Cluster, open_models: LocalModels) -> Cluster:
     nowhere = {"path": str(open_models.folder / "nowhere")}
     for entry in (ENTRY, {**ENTRY, "id": "local/broken", "weights": nowhere}):
-        added = httpx.post(config_of(open_cluster) + CONFIGS, json=entry, headers=HEADERS)
+        added = httpx.post(config_of(open_cluster) + CONFIGS, json=entry, headers=HEADERS, timeout=60)
         assert added.status_code == 201, added.text
     shared.wait_until_served(open_cluster, OTHER)
     return open_cluster
@@ -88,7 +88,7 @@ class Load(threading.Thread):
         self.seen: list[tuple[int, str, str, Any]] = []
 
     def run(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(timeout=60) as client:
             while not self._over.is_set():
                 answer = encode(self._cluster, "search", self._number, client)
                 headers = answer.headers
@@ -120,7 +120,7 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
     assert "search is at revision 1" in sie(cluster, "alias", "search", MODEL).output
     until(
         lambda: all(encode(cluster, "search", number).status_code == 200 for number in range(2)),
-        30,
+        60,
         "the alias at both gateways",
     )
     loads = [Load(cluster, number % 2) for number in range(4)]
@@ -133,7 +133,7 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
             assert f"search is at revision {number + 2}" in flipped.output
             assert "alias_vectors_changed" in flipped.output
             until(
-                lambda wanted=wanted: all(load.serves(wanted) for load in loads), 20, f"all gateways to serve {wanted}"
+                lambda wanted=wanted: all(load.serves(wanted) for load in loads), 60, f"all gateways to serve {wanted}"
             )
     finally:
         for load in loads:
@@ -146,11 +146,11 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
         served = [model for _, model, _, _ in load.seen]
         turns = [model for model, before in zip(served, ["", *served], strict=False) if model != before]
         assert turns == [MODEL if number % 2 == 0 else OTHER for number in range(FLIPS + 1)]
-    told = httpx.get(f"{config_of(cluster)}{CONFIGS}/search/history", headers=HEADERS).json()["revisions"]
+    told = httpx.get(f"{config_of(cluster)}{CONFIGS}/search/history", headers=HEADERS, timeout=60).json()["revisions"]
     assert [each["operation"] for each in told] == [*("patch" for _ in range(FLIPS)), "create"]
     back = sie(cluster, "rollback", "search", str(FLIPS))  # as before the last flip
     assert f"revision {FLIPS + 2}" in back.output
-    until(lambda: encode(cluster, "search").headers["x-sie-model"] == OTHER, 30, "the rollback")
+    until(lambda: encode(cluster, "search").headers["x-sie-model"] == OTHER, 60, "the rollback")
 
 
 def test_a_shadow_that_cannot_load_changes_no_answer(cluster: Cluster) -> None:
@@ -166,7 +166,7 @@ def test_a_shadow_that_cannot_load_changes_no_answer(cluster: Cluster) -> None:
             and cluster.gateway_metric("sie_gateway_shadows_total", result="paused", **labels) > 0
         )
 
-    until(paused, 40, "a shadow that has failed")
+    until(paused, 60, "a shadow that has failed")
     for answer in answers:
         if answer.status_code == 404:  # the gateway has not heard of the alias yet
             continue
@@ -180,7 +180,7 @@ def test_a_shadow_that_cannot_load_changes_no_answer(cluster: Cluster) -> None:
         assert is_of(vector(direct), vector(encode(cluster, "shadowed")))
         return cluster.gateway_metric("sie_gateway_shadow_cosine_count", alias="shadowed", model=OTHER) > 0
 
-    until(compared, 40, "a shadow that was compared")
+    until(compared, 60, "a shadow that was compared")
 
 
 def test_what_an_operator_gets_wrong_is_refused_with_the_fix(cluster: Cluster) -> None:

@@ -171,10 +171,11 @@ def test_a_foreign_page_changes_and_computes_nothing(cluster: Cluster, foreign: 
                 f"http://127.0.0.1:{port}{path}",
                 content='{"items": ["a"], "name": "mine", "gpus": {"cpu": 1}}',
                 headers={**foreign, "content-type": "text/plain"},
+                timeout=60,
             )
             assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "origin"), (listener, method, path)
             assert "access-control-allow-origin" not in answer.headers
-    assert [pool["name"] for pool in httpx.get(f"{cluster.url}/v1/pools").json()["pools"]] == ["default"]
+    assert [pool["name"] for pool in httpx.get(f"{cluster.url}/v1/pools", timeout=60).json()["pools"]] == ["default"]
 
 
 def test_its_own_pages_and_programs_are_let_in(cluster: Cluster) -> None:
@@ -182,7 +183,7 @@ def test_its_own_pages_and_programs_are_let_in(cluster: Cluster) -> None:
     body = '{"items": [{"text": "What is deep learning?"}]}'
     form = {"content-type": "application/x-www-form-urlencoded"}
     for own in (form, form | {"origin": cluster.url}, form | {"origin": cluster.url, "sec-fetch-site": "same-origin"}):
-        assert httpx.post(cluster.url + ENCODE, content=body, headers=own).status_code == 200, own
+        assert httpx.post(cluster.url + ENCODE, content=body, headers=own, timeout=60).status_code == 200, own
 
 
 @pytest.mark.parametrize("host", REBOUND)
@@ -197,7 +198,7 @@ def test_a_name_that_was_turned_to_this_machine_opens_nothing(cluster: Cluster, 
             ("POST", ENCODE),
         ):
             headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
-            answer = httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers)
+            answer = httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers, timeout=60)
             assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "host"), (listener, path)
             assert "evil" not in answer.text
 
@@ -226,20 +227,22 @@ def test_no_foreign_page_looks_through_a_websocket(cluster: Cluster, headers: di
             "",
             "",
         ]
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall("\r\n".join(asked).encode())
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 403 "), (port, path)
 
 
 def test_nobody_takes_the_only_worker(cluster: Cluster) -> None:
     """Neither a page nor a program without the scope admin."""
-    answer = httpx.post(f"{cluster.url}/v1/pools", content='{"name": "mine", "gpus": {"cpu": 1}, "ttl_seconds": 3600}')
+    answer = httpx.post(
+        f"{cluster.url}/v1/pools", content='{"name": "mine", "gpus": {"cpu": 1}, "ttl_seconds": 3600}', timeout=60
+    )
     assert answer.status_code == 201
     try:
         for _ in range(20):  # longer than workers take to be told their pools
             assert cluster.encode(["Hello"]).status_code == 200
             time.sleep(0.3)
-        status = httpx.get(f"{cluster.url}/v1/pools/mine").json()["status"]
+        status = httpx.get(f"{cluster.url}/v1/pools/mine", timeout=60).json()["status"]
         assert (status["state"], status["assigned_workers"]) == ("pending", [])
         assert "from all other clients" in status["reason"]
     finally:
@@ -260,7 +263,7 @@ def test_one_client_cannot_take_all_status_sockets(cluster: Cluster) -> None:
             except InvalidStatus as refused:
                 statuses[refused.response.status_code] += 1
         assert (opened, dict(statuses)) == (32, {503: 168})
-        assert httpx.get(f"{cluster.url}/health").status_code == 200
+        assert httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
 
 
 def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
@@ -276,7 +279,7 @@ def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
             head("/none", "transfer-encoding: chunked") + b"5;x",
         )
         slow = [
-            held.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=30)) for _ in range(300)
+            held.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=60)) for _ in range(300)
         ]
         for number, connection in enumerate(slow):
             connection.sendall(beginnings[number % len(beginnings)])

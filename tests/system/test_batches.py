@@ -334,7 +334,7 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
             with pytest.raises(openai.NotFoundError):
                 ask(made.id)
         assert list(other.batches.list()) == []
-        until(lambda: made.id in {each.id for each in admin.batches.list()}, 10, "the other gateway knows it")
+        until(lambda: made.id in {each.id for each in admin.batches.list()}, 60, "the other gateway knows it")
         last = ended(cluster, client, made)[-1]
         assert admin.batches.retrieve(made.id) == last
         assert len(read(admin, last.output_file_id)) == 3
@@ -342,8 +342,10 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
             other.files.content(str(last.output_file_id))
     headers = {"authorization": f"Bearer {ONE}"}
     jobs = f"{cluster.url}/v1/jobs/{made.id}"
-    assert httpx.get(jobs, headers=headers).status_code == 404, "it is no job of the other kind"
-    assert {httpx.post(f"{jobs}/{verb}", headers=headers).status_code for verb in ("pause", "resume", "retry")} == {404}
+    assert httpx.get(jobs, headers=headers, timeout=60).status_code == 404, "it is no job of the other kind"
+    assert {
+        httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
+    } == {404}
 
 
 def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -452,7 +454,7 @@ def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
     def known() -> bool:
         return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
 
-    until(known, 10, "the gateways know the key", frail.log)
+    until(known, 60, "the gateways know the key", frail.log)
     return made["id"], made["token"]
 
 
@@ -497,7 +499,7 @@ def leader_of(frail: Cluster) -> int:
         most = max(used, key=used.__getitem__)
         return most if used[most] > 0.2 and used[most] > 2 * sum(used.values()) / 3 else None
 
-    found = until(busiest, 30, "a gateway that leads", frail.log)
+    found = until(busiest, 60, "a gateway that leads", frail.log)
     assert isinstance(found, int)
     return found
 

@@ -122,6 +122,6 @@ def test_another_pooling_is_refused_with_the_models_that_can(client: SIEClient) 
 @pytest.mark.parametrize("accept", ["application/octet-stream", "application/vnd.apache.arrow.stream"])
 def test_formats_of_one_row_an_item_have_no_chunks(open_cluster: Cluster, accept: str) -> None:
     body = {"items": ["a", {"text": TEXT, "chunks": [[0, 5]]}]}
-    reply = httpx.post(f"{open_cluster.url}/v1/encode/{MODEL}", json=body, headers={"accept": accept})
+    reply = httpx.post(f"{open_cluster.url}/v1/encode/{MODEL}", json=body, headers={"accept": accept}, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "items[1].chunks"

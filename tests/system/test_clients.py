@@ -500,9 +500,9 @@ def occupied(cluster: Cluster) -> Iterator[None]:
         for _ in range(shared.PLACES):
             upload = uploads.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
             upload.sendall(head.encode())
-        until(lambda: in_progress(cluster) >= shared.PLACES, 10, "the uploads in progress")
+        until(lambda: in_progress(cluster) >= shared.PLACES, 60, "the uploads in progress")
         yield
-    until(lambda: in_progress(cluster) == 0, 10, "the end of the uploads")
+    until(lambda: in_progress(cluster) == 0, 60, "the end of the uploads")
 
 
 USUAL = ("openai", "voyage")  # of those that wait and come back
@@ -814,7 +814,7 @@ def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluste
     """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
     others = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
     for path, code in (("/v1/embeddings", "unauthenticated"), *others):
-        answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False)
+        answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (
             401,
             code,

@@ -55,24 +55,24 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     applied = cluster.gateway_metric(DELTAS[0], result="applied"), cluster.metric(DELTAS[1], result="applied")
     assert encode(cluster, model).status_code == 404
     file.write_text(entry % "true")
-    until(lambda: encode(cluster, model).status_code == 200, 30, "the new model")
+    until(lambda: encode(cluster, model).status_code == 200, 60, "the new model")
     unit = encode(cluster, model)
     file.write_text(entry % "perhaps")
-    until(lambda: cluster.said(f"{file.name}: $.run.normalize (line 7): "), 30, "what is broken")
+    until(lambda: cluster.said(f"{file.name}: $.run.normalize (line 7): "), 60, "what is broken")
     assert encode(cluster, model).headers["x-sie-fingerprint"] == unit.headers["x-sie-fingerprint"]
     file.write_text(entry % "false")
     until(
         lambda: encode(cluster, model).headers.get("x-sie-fingerprint") != unit.headers["x-sie-fingerprint"],
-        30,
+        60,
         "the changed model",
     )
     changed = encode(cluster, model)
     assert changed.status_code == 200
     assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
     told = f"{model} is at revision 2, as in {file.name}; every gateway and worker has it"
-    until(lambda: cluster.said(told), 30, "the acknowledgement of all")
+    until(lambda: cluster.said(told), 60, "the acknowledgement of all")
     file.unlink()
-    until(lambda: encode(cluster, model).status_code == 404, 30, "the removed model")
+    until(lambda: encode(cluster, model).status_code == 404, 60, "the removed model")
     assert {role: cluster.pids(role) for role in before} == before
     assert cluster.gateway_metric(DELTAS[0], result="applied") >= applied[0] + 3
     assert cluster.metric(DELTAS[1], result="applied") >= applied[1] + 3
@@ -84,7 +84,7 @@ def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
     os.kill(config, signal.SIGSTOP)
     try:
         assert cluster.encode(["Hello"]).status_code == 200
-        assert httpx.get(f"{cluster.url}/readyz", timeout=5).text == "ok"
+        assert httpx.get(f"{cluster.url}/readyz", timeout=30).text == "ok"
     finally:
         os.kill(config, signal.SIGCONT)
 
@@ -102,7 +102,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, i
     seen: list[tuple[Access, int]] = []
 
     def look() -> None:
-        until(file.exists, 30, "the file of the passwords")
+        until(file.exists, 60, "the file of the passwords")
         seen.append((cluster.access(), file.stat().st_mode & 0o777))
 
     looking = threading.Thread(target=look)

@@ -25,7 +25,7 @@ HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
 MINI = f"{MODELS}/{MODEL}"
 DEAF, HEARING = 0, 1  # number of a gateway, and of a worker
-POLLED_S = 30.0  # a gateway looks every 5 s, a worker here every second
+POLLED_S = 60.0  # a gateway looks every 5 s, a worker here every second
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,12 @@ def test_without_the_config_service_nobody_who_serves_stops_and_nobody_new_is_re
         return answer.text
 
     until(lambda: "the catalogue is not loaded" in said(), POLLED_S, "the reason why the gateway is not ready")
-    assert httpx.post(f"{stack.urls[DEAF]}/v1/encode/{MODEL}", json={"items": ["x"]}).json()["code"] == "NOT_READY"
+    assert (
+        httpx.post(f"{stack.urls[DEAF]}/v1/encode/{MODEL}", json={"items": ["x"]}, timeout=60).json()["code"]
+        == "NOT_READY"
+    )
     assert revision_at(stack.urls[HEARING]) == before
-    assert httpx.get(f"{stack.metrics_urls[HEARING]}/readyz").status_code == 200
+    assert httpx.get(f"{stack.metrics_urls[HEARING]}/readyz", timeout=60).status_code == 200
     stack.config.start()
     stack.config.wait_ready()
     gateway.wait_ready()

@@ -69,7 +69,7 @@ class Clients:
     async def until(self, condition: Any, what: str) -> float:
         began_s = time.perf_counter()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not condition():
                     assert not self.refusals, self.refusals[0]
                     await asyncio.sleep(0.01)
@@ -122,10 +122,10 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
         (first,) = clients.vectors
 
         def status(url: str) -> dict[str, Any]:
-            told: dict[str, Any] = httpx.get(f"{url}{MODELS}/{MODEL}/status", headers=ADMIN).json()
+            told: dict[str, Any] = httpx.get(f"{url}{MODELS}/{MODEL}/status", headers=ADMIN, timeout=60).json()
             return told
 
-        await asyncio.to_thread(until, lambda: status(stack.urls[0])["all_bundles_acked"], 30, "both workers know it")
+        await asyncio.to_thread(until, lambda: status(stack.urls[0])["all_bundles_acked"], 60, "both workers know it")
         (bundle,) = (await asyncio.to_thread(status, stack.config_url))["bundles"]
         assert (bundle["total_eligible_workers"], bundle["pending_workers"]) == (2, [])
         async with asyncio.TaskGroup() as group:  # what a client finds wrong ends it all
@@ -169,7 +169,10 @@ async def test_a_revision_that_cannot_be_loaded_leaves_the_former_one_serving(st
 
         await config("POST", "", entry_of(weights))
         await asyncio.to_thread(
-            until, lambda: httpx.get(f"{stack.urls[1]}{MODELS}/{MODEL}").status_code == 200, 30, "the other gateway"
+            until,
+            lambda: httpx.get(f"{stack.urls[1]}{MODELS}/{MODEL}", timeout=60).status_code == 200,
+            60,
+            "the other gateway",
         )
         for url in stack.urls:
             await clients.ask(url, TEXTS)
@@ -178,7 +181,7 @@ async def test_a_revision_that_cannot_be_loaded_leaves_the_former_one_serving(st
             load = [group.create_task(clients.run(number)) for number in range(CLIENTS)]
             await config("PUT", f"/{MODEL}", entry_of(damaged))
             restored: dict[str, Any] = {}
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while restored.get("revision") != 3:
                     (restored, *_) = (await config("GET", f"/{MODEL}/history"))["revisions"]
             answers = clients.answers

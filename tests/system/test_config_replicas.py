@@ -34,7 +34,7 @@ from sie_runtime.process import Stop
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 WRITERS, WRITES = 50, 4
 SETTINGS = load(environ={}, mode="queue").settings
 
@@ -108,7 +108,7 @@ class Service:
             yield feed, seen
         finally:
             stop.request()
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
             await broker.close()
 
     async def stored(self) -> CatalogueSnapshot:
@@ -159,7 +159,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
                 two.parts[1].kill()
                 killed.set()
 
-    async with two.followed() as (feed, seen), httpx.AsyncClient(headers=HEADERS, timeout=20) as client:
+    async with two.followed() as (feed, seen), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
         async with asyncio.timeout(60):
             await asyncio.gather(*(write(client, number) for number in range(WRITERS)))
         assert killed.is_set()

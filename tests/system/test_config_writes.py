@@ -121,7 +121,7 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
     """The first write of one replica is stored and not answered, then it is killed in the middle of the others."""
     model = f"local/mini-{count}"
     path = f"{MODELS}/{model}"
-    async with httpx.AsyncClient(headers=HEADERS, timeout=20, limits=httpx.Limits(max_connections=count)) as client:
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60, limits=httpx.Limits(max_connections=count)) as client:
         made = await client.post(replicas.urls[0] + MODELS, json={**ENTRY, "id": model})
         # its first write is one of these: there is nothing left to seed
         await asyncio.to_thread(replicas.again, 1, "--failpoints", "config.before_broadcast=crash")
@@ -129,16 +129,16 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
         writers = [Writer(number, replicas.urls) for number in range(count)]
 
         async def disturb() -> None:
-            await asyncio.to_thread(until, lambda: not replicas.parts[1].alive, 20, "the replica's death")
+            await asyncio.to_thread(until, lambda: not replicas.parts[1].alive, 60, "the replica's death")
             assert replicas.parts[1].status == CRASHED
             await asyncio.to_thread(replicas.again, 1)
             open_now = sum(not writer.answer for writer in writers)
             await asyncio.to_thread(
-                until, lambda: sum(not writer.answer for writer in writers) < open_now, 20, "a further write"
+                until, lambda: sum(not writer.answer for writer in writers) < open_now, 60, "a further write"
             )
             replicas.parts[1].kill()
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await asyncio.gather(disturb(), *(writer.run(client, path) for writer in writers))
         assert sum(writer.unanswered for writer in writers) >= 1
         assert sorted(writer.answer["revision"] for writer in writers) == list(range(2, count + 2))
@@ -163,14 +163,14 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
 def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: Replicas, broker: NatsServer) -> None:
     change = {"json": {"max_tokens": 64}, "headers": {**HEADERS, "Idempotency-Key": "while it is away"}, "timeout": 30}
     url = f"{replicas.urls[0]}{MODELS}/{MODEL}"
-    before = httpx.get(url + "/history", headers=HEADERS).json()["revisions"]
+    before = httpx.get(url + "/history", headers=HEADERS, timeout=60).json()["revisions"]
     broker.kill()
     refused = httpx.patch(url, **change)
     assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
     assert int(refused.headers["retry-after"]) >= 1
     broker.start()
-    until(lambda: httpx.patch(url, **change).status_code == 200, 20, "the write")
-    after = httpx.get(url + "/history", headers=HEADERS).json()["revisions"]
+    until(lambda: httpx.patch(url, **change).status_code == 200, 60, "the write")
+    after = httpx.get(url + "/history", headers=HEADERS, timeout=60).json()["revisions"]
     assert [each["operation"] for each in after] == ["patch", "seed"]
     assert after[1:] == before
 
@@ -179,24 +179,26 @@ def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(tmp_pat
     environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
     with Stack(tmp_path, Plan((), workers=(), environ=environ)) as stack:
         shown, served = (
-            httpx.get(f"{at}{MODELS}/{MODEL}", headers=HEADERS) for at in (stack.config_url, stack.urls[0])
+            httpx.get(f"{at}{MODELS}/{MODEL}", headers=HEADERS, timeout=60) for at in (stack.config_url, stack.urls[0])
         )
         assert (served.json(), served.headers["etag"]) == (shown.json(), shown.headers["etag"])
         only_reads(stack.urls[0])
 
 
 def only_reads(url: str) -> None:
-    (listed,) = (model for model in httpx.get(url + MODELS).json()["models"] if model["model_id"] == MODEL)
+    (listed,) = (model for model in httpx.get(url + MODELS, timeout=60).json()["models"] if model["model_id"] == MODEL)
     assert (listed["profiles"], listed["source"], listed["tasks"]) == (["default"], "catalogue", ["encode"])
-    assert httpx.get(f"{url}/v1/configs/bundles").json()["bundles"][0]["bundle_id"] == "default"
-    assert httpx.get(f"{url}/v1/configs/bundles/default").headers["content-type"] == "application/x-yaml"
-    assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}).text.startswith(
+    assert httpx.get(f"{url}/v1/configs/bundles", timeout=60).json()["bundles"][0]["bundle_id"] == "default"
+    assert httpx.get(f"{url}/v1/configs/bundles/default", timeout=60).headers["content-type"] == "application/x-yaml"
+    assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}, timeout=60).text.startswith(
         f"id: {MODEL}\n"
     )
-    resolved = httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL.upper()}).json()
+    resolved = httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL.upper()}, timeout=60).json()
     assert (resolved["model"], resolved["profile"], resolved["resolved_bundle"]) == (MODEL, "default", "default")
-    assert httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL, "bundle": "none"}).status_code == 409
-    missing = httpx.get(f"{url}{MODELS}/no/such")
+    assert (
+        httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL, "bundle": "none"}, timeout=60).status_code == 409
+    )
+    missing = httpx.get(f"{url}{MODELS}/no/such", timeout=60)
     assert (missing.status_code, missing.json()["detail"]["error"]) == (404, "model_not_found")
     for method, path in (
         ("POST", MODELS),
@@ -208,5 +210,5 @@ def only_reads(url: str) -> None:
         ("GET", "/v1/configs/export"),
         ("GET", MINI + "/history"),
     ):
-        assert httpx.request(method, url + path, headers=HEADERS).status_code == 405, (method, path)
-        assert httpx.request(method, url + path).status_code in (401, 405), (method, path)
+        assert httpx.request(method, url + path, headers=HEADERS, timeout=60).status_code == 405, (method, path)
+        assert httpx.request(method, url + path, timeout=60).status_code in (401, 405), (method, path)

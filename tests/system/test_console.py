@@ -365,6 +365,39 @@ def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Pag
     assert page.complaints == []
 
 
+def test_dead_letters_are_purged_by_the_filter_that_is_shown(cluster: Cluster, page: Page) -> None:
+    given_up(cluster, "letter-3", "a text")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/dead-letters")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    button = "[...document.querySelectorAll('main button')].find(each => each.innerText.startsWith('{0}'))"
+    show, purge, replay = (button.format(text) for text in ("Show", "Purge all", "Replay 20"))
+    labels = "[...document.querySelectorAll('main form label')]"
+    field = f"{labels}.find(label => label.innerText.startsWith('Code')).firstElementChild"
+    page.wait(f"Boolean({show})", bool)
+    page.evaluate(f"{show}.click()")
+    page.wait(f"{purge}?.disabled", lambda is_disabled: is_disabled is False)
+    page.evaluate(f"{field}.id = 'code'")
+    typed(page, "#code", "INFERENCE_ERROR")
+    page.wait(f"{purge}.disabled && {replay}.disabled", bool)
+    page.evaluate(f"{show}.click()")
+    page.wait(f"{purge}?.disabled || {replay}?.disabled", lambda is_disabled: is_disabled is False)
+    page.evaluate(f"{purge}.click()")
+    page.wait(
+        "document.querySelector('[role=alertdialog]')?.innerText ?? ''",
+        lambda text: "of pool _default, code INFERENCE_ERROR, with their inputs" in text,
+    )
+    click(page, "#purge")
+    page.wait("document.body.innerText", lambda text: "1 removed" in text)
+    assert page.complaints == []
+
+
+def test_an_address_with_a_bare_percent_sign_is_shown(cluster: Cluster, page: Page) -> None:
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/100%")
+    page.wait("document.querySelector('main')?.innerText ?? ''", bool)
+    assert page.complaints == []
+
+
 def submitted(cluster: Cluster) -> None:
     """A job and a batch over the same file."""
     with httpx.Client(base_url=cluster.url, timeout=30) as client:

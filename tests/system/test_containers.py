@@ -133,7 +133,10 @@ def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalM
         "the model that was written is served",
     )
     metrics = node.url("sie-gateway-metrics", 9090)
-    assert httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False).json()["ready_workers"] == 2
+    assert (
+        httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False, timeout=60).json()["ready_workers"]
+        == 2
+    )
     assert set(node.network.refused().values()) == {0}, node.network.refused()
     for pod in node.pods:
         for name, (size, limit) in pod.used().items():

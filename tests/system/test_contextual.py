@@ -122,7 +122,9 @@ def test_jina_late_chunking_pools_each_input_from_all_of_them(open_cluster: Clus
     expected = native(client, JOINED, SPANS)
     assert np.abs(actual - expected).max() < TOLERANCE
     body = {"model": MODEL, "input": [{"text": text} for text in DOCUMENTS[0]], "late_chunking": True}
-    reply = httpx.post(f"{open_cluster.url}/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
+    reply = httpx.post(
+        f"{open_cluster.url}/v1/embeddings", json={**body, "encoding_format": "base64"}, timeout=60
+    ).json()
     assert [entry["index"] for entry in reply["data"]] == [0, 1, 2]
     coded = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in reply["data"]]
     assert np.abs(np.stack(coded) - expected).max() < TOLERANCE
@@ -132,5 +134,5 @@ def test_jina_late_chunking_pools_each_input_from_all_of_them(open_cluster: Clus
 @pytest.mark.parametrize("accept", ["application/octet-stream", "application/vnd.apache.arrow.stream"])
 def test_late_chunking_is_refused_for_a_format_without_a_place_for_it(open_cluster: Cluster, accept: str) -> None:
     body = {"model": MODEL, "input": ["a", "b"], "late_chunking": True}
-    answer = httpx.post(f"{open_cluster.url}/v1/embeddings", json=body, headers={"accept": accept})
+    answer = httpx.post(f"{open_cluster.url}/v1/embeddings", json=body, headers={"accept": accept}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "unsupported_output")

@@ -51,7 +51,7 @@ def loaded(cluster: Cluster) -> list[str]:
 def test_every_device_is_told(cluster: Cluster) -> None:
     for number in range(DEVICES):
         assert cluster.metric("sie_device_lanes", device=f"cpu:{number}") >= 1
-    (worker,) = httpx.get(f"{cluster.url}/health", timeout=5).json()["workers"]
+    (worker,) = httpx.get(f"{cluster.url}/health", timeout=30).json()["workers"]
     assert worker["device"] == ",".join(f"cpu:{number}" for number in range(DEVICES))
     assert worker["gpu_count"] == 0
 

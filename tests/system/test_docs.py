@@ -84,7 +84,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     for name, (kind, more) in MODELS.items():
         models.add(kind, {**local_models.KINDS[kind](models.weights / kind), **more, "id": name})
     hub, bucket = HubStub(commit=COMMIT), Moto()
-    httpx.put(f"{bucket.url}/my-bucket", trust_env=False).raise_for_status()
+    httpx.put(f"{bucket.url}/my-bucket", trust_env=False, timeout=60).raise_for_status()
     for name in HUB:
         hub.add(name, model_folder())
     shutil.copytree(model_folder(), folder / "my-model")

@@ -127,11 +127,11 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
     adapter.kill()
     try:
         until(
-            lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False).status_code == 503,
-            30,
+            lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False, timeout=60).status_code == 503,
+            60,
             "the sidecar notices",
         )
-        until(lambda: health(stack)["unhealthy_workers"], 30, "the gateway notices")
+        until(lambda: health(stack)["unhealthy_workers"], 60, "the gateway notices")
         found = Examined(tmp_path, environ_of(stack))
         found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
         found.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
     finally:
         adapter.start()
         stack.workers[0].sidecar.wait_ready()
-        until(lambda: not health(stack)["unhealthy_workers"], 30, "the gateway notices")
+        until(lambda: not health(stack)["unhealthy_workers"], 60, "the gateway notices")
 
 
 @pytest.mark.long

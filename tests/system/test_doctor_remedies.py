@@ -153,7 +153,7 @@ def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path)
 
 async def lacking(stack: Stack, token: str) -> str | None:
     """Why `sie serve` would wait before it says that this gateway and one worker are ready."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await readiness.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
 
 

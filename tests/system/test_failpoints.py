@@ -94,7 +94,7 @@ def given_up(field: Field, name: str, place: Place) -> None:
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
-    first = field.ask(name, budget_s=0.5)
+    first = field.ask(name, budget_s=1.4)  # it is in the queue before that
     field.reached(name, place.action, part)
     assert first.result().status in (0, 503, 504)  # the answer may be on its way before
     field.right(name)
@@ -105,7 +105,7 @@ def client_leaves(field: Field, name: str, place: Place) -> None:
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
-    first = field.ask(name, leave_s=0.3)
+    first = field.ask(name, leave_s=1.2)
     field.reached(name, place.action, part)
     field.worker.adapter.resume()
     assert first.result().status == 0
@@ -140,7 +140,7 @@ def leader(field: Field, name: str, place: Place) -> None:
 
 
 def chore(*arguments: str) -> int:
-    done = subprocess.run([sys.executable, str(CHORE), *arguments], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, str(CHORE), *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode in (0, CRASHED), done.stderr
     return done.returncode
 
@@ -343,7 +343,7 @@ def new_model(field: Field, name: str, place: Place) -> None:
             field.parts["config"].stop()
             field.back()
     for model in models:
-        until(lambda: field.ask(name, model=model).result().status == 200, 5.0, f"{model} is known")  # noqa: B023  used at once
+        until(lambda: field.ask(name, model=model).result().status == 200, 60.0, f"{model} is known")  # noqa: B023  used at once
     field.settled()
 
 

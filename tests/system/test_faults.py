@@ -21,8 +21,8 @@ from stack import Device, Plan, Stack
 
 CLIENTS = 20
 PAUSE_S, TOY_PAUSE_S = 0.2, 0.05  # of a client after an answer; at the slow device most of them wait
-ACK_WAIT_S = 3.0
-WITHIN_S = 30.0  # what must happen on a busy machine
+ACK_WAIT_S = 4.0
+WITHIN_S = 60.0  # what must happen on a busy machine
 TOY = "toy/one"
 
 
@@ -77,7 +77,7 @@ async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(
     killed_s = time.monotonic()
     os.kill(parent, signal.SIGKILL)
     await load.successes_after(killed_s + 0.1, CLIENTS, 60)
-    await asyncio.to_thread(until, lambda: active_adapter(cluster) != victim, 10, "another adapter")
+    await asyncio.to_thread(until, lambda: active_adapter(cluster) != victim, 60, "another adapter")
     assert set(cluster.pids("adapter")).isdisjoint((parent, victim))
     assert not load.wrong()
     assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
@@ -148,7 +148,7 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
 
 @pytest.mark.timeout(180)
 async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is_dropped(stack: Stack) -> None:
-    """Two workers, leases of 3 s; the sidecar that serves is stopped; the other answers; the stopped one resumes and
+    """Two workers, leases of 4 s; the sidecar that serves is stopped; the other answers; the stopped one resumes and
     its late results are counted and dropped.
     """
 

@@ -79,7 +79,7 @@ def test_beyond_a_limit_the_error_names_the_field_and_the_limit(name: str, clien
     assert wanted.named in error["message"]
     assert error["message"].startswith(wanted.param)
     assert error.get("limit") == wanted.limit
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 20
 
 
 def test_64_images_and_neighbours_of_what_is_refused_are_answered(client: httpx.Client) -> None:

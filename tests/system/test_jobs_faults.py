@@ -131,7 +131,7 @@ def key(job_cluster: Stack, name: str, *options: str) -> str:
     """The token of a new key that the gateway knows."""
     token = sie(job_cluster, "create", name, *options).strip()
     with JobClient(job_cluster.urls[0], token) as jobs:
-        until(lambda: jobs.http.get("/v1/jobs").status_code == 200, 10, "the key is known")
+        until(lambda: jobs.http.get("/v1/jobs").status_code == 200, 60, "the key is known")
     return token
 
 
@@ -212,7 +212,7 @@ def test_a_job_pauses_when_its_model_changes_and_completes_when_it_is_rolled_bac
         jobs.steer(job["id"], "resume")
         assert jobs.reaches(job["id"], "paused")["error"]["code"] == "MODEL_CHANGED", "it still is another model"
         config(job_cluster, "PUT", "toy/changing", entry("toy/changing"))
-        until(lambda: fingerprint(jobs, "toy/changing") == before, 30, "the model is back")
+        until(lambda: fingerprint(jobs, "toy/changing") == before, 60, "the model is back")
         jobs.steer(job["id"], "resume")
         done = jobs.done(job["id"])
         assert (done["counts"]["done"], done["counts"]["failed"], done["fingerprint"]) == (400, 0, before)
@@ -232,7 +232,7 @@ def test_a_job_pauses_when_its_model_is_removed_and_goes_on_when_it_is_back(
         assert paused["error"]["code"] == "MODEL_NOT_FOUND"
         assert "toy/gone" in shown(job_cluster, job["id"])
         config(job_cluster, "POST", body=entry("toy/gone"))
-        until(lambda: fingerprint(jobs, "toy/gone"), 30, "the model is back")
+        until(lambda: fingerprint(jobs, "toy/gone"), 60, "the model is back")
         jobs.steer(job["id"], "resume")
         assert jobs.done(job["id"])["counts"]["done"] == 400
 

@@ -116,7 +116,10 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
                 assert (await idle.post(PATH, json=TEXTS)).status_code == 200
                 os.kill(ending.pid, signal.SIGTERM)
                 await asyncio.to_thread(
-                    until, lambda: httpx.get(f"{stack.urls[0]}/readyz").status_code == 503, WITHIN_S, "unready"
+                    until,
+                    lambda: httpx.get(f"{stack.urls[0]}/readyz", timeout=60).status_code == 503,
+                    WITHIN_S,
+                    "unready",
                 )
                 answer = await direct.post(PATH, json=TEXTS)
                 assert (answer.status_code, answer.headers["connection"]) == (200, "close")
@@ -156,7 +159,10 @@ async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_i
             assert "connection" not in (await client.get(ENTRY)).headers
             os.kill(config.pid, signal.SIGTERM)
             await asyncio.to_thread(
-                until, lambda: httpx.get(f"{stack.config_url}/readyz").status_code == 503, WITHIN_S, "unready"
+                until,
+                lambda: httpx.get(f"{stack.config_url}/readyz", timeout=60).status_code == 503,
+                WITHIN_S,
+                "unready",
             )
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head.encode() + body[:5])

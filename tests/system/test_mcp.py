@@ -123,7 +123,7 @@ def address(open_cluster: Cluster, stores: str, settings: Path) -> Iterator[str]
     def is_ready() -> bool:
         assert process.poll() is None
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).status_code == 200
+            return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=60).status_code == 200
         return False
 
     try:
@@ -131,7 +131,7 @@ def address(open_cluster: Cluster, stores: str, settings: Path) -> Iterator[str]
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
 
@@ -306,8 +306,8 @@ def test_the_process_ends_with_its_input_and_on_a_signal() -> None:
         assert json.loads(process.stdout.readline())["result"]["serverInfo"]["name"] == "sie"
         if end == "signal":
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        output, errors = process.communicate(timeout=20)
+            assert process.wait(60) == 0
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output, "Traceback" in errors) == (0, "", False)
 
 

@@ -91,7 +91,9 @@ def migration(alias: str, model: str, corpus: Path, *more: object) -> list[objec
 
 def history(cluster: Cluster, alias: str) -> list[dict[str, Any]]:
     url = f"{cluster.health()['config_url']}{CONFIGS}/{alias}/history"
-    found: list[dict[str, Any]] = httpx.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["revisions"]
+    found: list[dict[str, Any]] = httpx.get(url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=60).json()[
+        "revisions"
+    ]
     return found
 
 
@@ -115,7 +117,7 @@ class Client(threading.Thread):
         self.seen: list[tuple[int, str, str]] = []
 
     def run(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(timeout=60) as client:
             while not self._over.wait(CLIENT_S):
                 answer = ask(self._cluster, self._name, client)
                 headers = answer.headers
@@ -192,7 +194,7 @@ def test_an_index_never_gets_vectors_of_two_models(
     assert f"the collection docs of main has vectors of {OLD}" in refused.stderr
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == before
 
-    made = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}})
+    made = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}}, timeout=60)
     assert made.status_code == 200, made.text
     paused = sie(cluster, *wanted, "foreign", status=1)
     assert "is paused by SINK_REFUSED" in paused.stderr
@@ -203,7 +205,7 @@ def test_an_index_never_gets_vectors_of_two_models(
 
     done = sie(cluster, *wanted, "docs-2")
     assert f"library names {OTHER} since revision 2" in done.stdout
-    counted = httpx.post(f"{collections}/docs-2/points/count", json={"exact": True}).json()
+    counted = httpx.post(f"{collections}/docs-2/points/count", json={"exact": True}, timeout=60).json()
     assert counted["result"]["count"] == 30
 
 
@@ -226,7 +228,7 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
 
         def working() -> bool:
             assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
-            counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs").json()["data"]]
+            counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs", timeout=60).json()["data"]]
             return any(each["rows"] == ROWS and 0 < each["done"] < ROWS for each in counts)
 
         until(working, 120, "a job that runs", cluster.log)

@@ -237,7 +237,10 @@ def migrates(
         printed = sie(cluster, alias, application, "--min-agreement", 0.01, "--json")
         facts, _ = json.JSONDecoder().raw_decode(printed)  # messages follow
         until(
-            lambda: httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}).headers["x-sie-model"] == NEW,
+            lambda: (
+                httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}, timeout=60).headers["x-sie-model"]
+                == NEW
+            ),
             30,
             "the flip",
         )

@@ -168,7 +168,7 @@ class Figures:
 async def metric(stack: Stack, name: str) -> list[float]:
     """The sum of a sidecar's metric over all models, of each worker."""
     found = []
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for worker in stack.workers:
             text = (await client.get(f"{worker.url}/metrics")).text
             found.append(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
@@ -190,7 +190,7 @@ async def send(publisher: Publisher, placer: Placer | None, number: int, model: 
 async def answered(broker: Broker, publisher: Publisher) -> None:
     async with asyncio.timeout(1.5 * BUDGET_S):
         while publisher.open:
-            await broker.flush()
+            await broker.flush(30.0)
 
 
 async def each_once(
@@ -254,9 +254,9 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
 
 async def heard(broker: Broker, placer: Placer, fleet: Fleet, count: int) -> None:
     """Until so many workers are there and a table is: the first one needs a worker."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(fleet.healthy()) < count or placer.table(LANE) is None:
-            await broker.flush()
+            await broker.flush(30.0)
 
 
 async def ready(stack: Stack, broker: Broker) -> Publisher:
@@ -281,7 +281,7 @@ async def any_takes_any(folder: Path, setup: Setup) -> Figures:
 
 
 async def revisions(stack: Stack) -> dict[str, str]:
-    async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer read"}) as client:
+    async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer read"}, timeout=60) as client:
         export = (await client.get(f"{stack.config_url}/v1/configs/export")).json()
     return {model["model_id"]: parse_entry(model["model_config"]).revision for model in export["models"]}
 
@@ -320,10 +320,10 @@ async def test_a_second_worker_takes_what_does_not_fit_on_the_first(tmp_path: Pa
 
         assert most_planned() == count  # twelve take turns in room for eight
         await asyncio.to_thread(start, stack.workers[1:])
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while most_planned() > SLOTS:
-                await broker.flush()
-        async with asyncio.timeout(30):  # pulls that were open when the table changed still bring work for 5 s
+                await broker.flush(30.0)
+        async with asyncio.timeout(60):  # pulls that were open when the table changed still bring work for 5 s
             first, before = count, -1.0
             while (now := await loads(stack)) != before:
                 await each_once(broker, publisher, placer, TOYS, first)
@@ -377,9 +377,9 @@ async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int
         async def told(least: int, most: int) -> tuple[int, Heartbeat]:
             """How many models the worker has, once that is within these bounds, and the heartbeat that says so."""
             count = -1
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not least <= count <= most:
-                    await broker.flush()
+                    await broker.flush(30.0)
                     count = sum(status.state == "loaded" for status in fleet.healthy()[0].models)
             return count, fleet.healthy()[0]
 

@@ -22,7 +22,7 @@ VERSIONS = ["0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1"]
 ENCODE = """
 import sys
 from sie_sdk import SIEClient
-found = SIEClient(sys.argv[1]).encode("toy/one", {"text": "x"}, provision_timeout_s=25)
+found = SIEClient(sys.argv[1]).encode("toy/one", {"text": "x"}, provision_timeout_s=80)
 print(len(found["dense"]))
 """
 
@@ -53,13 +53,13 @@ async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, versio
         )
         asked = asyncio.create_task(sdk.communicate())
         status = "202" if version in ("0.3.1", "0.6.4") else "503"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await gateway.metric("sie_gateway_requests_total", endpoint="encode", status=status):
                 assert not asked.done(), await asked
         refused = await gateway.encode("x", **{"X-SIE-SDK-Version": version})
         assert (str(refused.status_code), int(refused.headers["retry-after"]) > 0) == (status, True)
         await cluster.sidecar(await cluster.adapter())
-        out, told = await asyncio.wait_for(asked, 30)
+        out, told = await asyncio.wait_for(asked, 100)
     assert (out.decode().strip(), told.decode(), sdk.returncode) == ("8", "", 0)
 
 
@@ -72,7 +72,7 @@ job = {"model": "toy/one", "field_map": {"input_field": "t", "id_field": "id"}, 
 with open(sys.argv[2], "rb") as file:
     source = "upload://" + client.files.upload(file, purpose="jobs")["id"]
 made = client.jobs.submit(source=source, idempotency_key="a", **job)
-ended = client.jobs.wait(made["id"], timeout_s=20, poll_s=0.05)
+ended = client.jobs.wait(made["id"], timeout_s=60, poll_s=0.05)
 try:
     client.jobs.submit(source=source, idempotency_key="b", output_field="v", **job)
 except RequestError as error:
@@ -95,7 +95,7 @@ async def test_the_newest_sdk_submits_a_job_and_waits_for_its_end(tmp_path: Path
         sdk = await asyncio.create_subprocess_exec(
             sys.executable, "-c", JOB, gateway.url, str(rows), env=environ, stdout=-1, stderr=-1
         )
-        out, told = await asyncio.wait_for(sdk.communicate(), 40)
+        out, told = await asyncio.wait_for(sdk.communicate(), 100)
     assert sdk.returncode == 0, told.decode()
     kind, state, done, count, listed, refused, items = json.loads(out)
     assert (kind, state, done, count, listed) == ("job", "succeeded", 5, 5, ["succeeded"])

@@ -26,7 +26,7 @@ def sidecar(stack: Stack) -> Iterator[Part]:
     """That of a stack which has answered and has nothing left to do. It goes on afterwards."""
     answer = httpx.post(f"{stack.urls[0]}/v1/encode/{MODEL}", json={"items": ["warm"]}, timeout=60)
     assert answer.status_code == 200, answer.text
-    until(lambda: waiting(stack) == 0, 30, "an empty consumer")
+    until(lambda: waiting(stack) == 0, 60, "an empty consumer")
     found = stack.workers[0].sidecar
     yield found
     found.resume()
@@ -48,14 +48,14 @@ async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stop
     answered.
     """
     sidecar.pause()
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         request = asyncio.create_task(load(stack).one(client, stack.urls[0], 0))
-        await asyncio.to_thread(until, lambda: waiting(stack) == 1, 30, "the request at its consumer")
+        await asyncio.to_thread(until, lambda: waiting(stack) == 1, 60, "the request at its consumer")
         assert not request.done()
         sidecar.resume()
         outcome = await request
     assert (outcome.status, outcome.right) == (200, True)
-    await asyncio.to_thread(until, lambda: waiting(stack) == 0, 30, "acknowledged")
+    await asyncio.to_thread(until, lambda: waiting(stack) == 0, 60, "acknowledged")
 
 
 async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack: Stack, sidecar: Part) -> None:
@@ -67,7 +67,7 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack:
     async with httpx.AsyncClient(timeout=60) as http:
         held, after = load(stack), load(stack)
         first = asyncio.create_task(held.one(http, stack.urls[0], 0))
-        await asyncio.to_thread(until, lambda: waiting(stack) >= 1, 30, "the request at its consumer")
+        await asyncio.to_thread(until, lambda: waiting(stack) >= 1, 60, "the request at its consumer")
         await client.jetstream().delete_stream("WORK__default")
         await client.close()
         second = asyncio.create_task(held.one(http, stack.urls[0], 1))  # finds out
@@ -90,7 +90,7 @@ async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Par
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:
         accepted, late, after = (load(stack) for _ in range(3))
         first = [asyncio.create_task(accepted.one(client, stack.urls[0], number)) for number in range(100)]
-        await asyncio.to_thread(until, lambda: waiting(stack) == 100, 30, "100 accepted requests")
+        await asyncio.to_thread(until, lambda: waiting(stack) == 100, 60, "100 accepted requests")
         second = [asyncio.create_task(late.one(client, stack.urls[0], number)) for number in range(100)]
         await asyncio.sleep(0)  # they are being sent
         broker.kill()
@@ -103,5 +103,5 @@ async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Par
     assert [(each.status, each.right) for each in accepted.outcomes] == [(200, True)] * 100
     assert all(each.right or (each.retryable and each.code) for each in late.outcomes), late.outcomes
     assert [(each.status, each.right) for each in after.outcomes] == [(200, True)] * 50
-    assert max(accepted.longest_s(), late.longest_s()) < 30 + 2
+    assert max(accepted.longest_s(), late.longest_s()) < 30 + 10
     assert not accepted.wrong() + late.wrong() + after.wrong()

@@ -406,7 +406,10 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         )
 
         metrics = node.url("sie-gateway-metrics", 9090)
-        assert httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False).json()["ready_workers"] == 1
+        assert (
+            httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False, timeout=60).json()["ready_workers"]
+            == 1
+        )
         running.check_probes()
         running.check_connections()
 
@@ -444,7 +447,9 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
         told = [f"http://{each.where.address}:8222" for each in brokers]
 
         def streams() -> list[Object]:
-            (account,) = httpx.get(f"{told[0]}/jsz?streams=1&config=1", trust_env=False).json()["account_details"]
+            (account,) = httpx.get(f"{told[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
+                "account_details"
+            ]
             return list(account.get("stream_detail", ()))
 
         until(

@@ -116,7 +116,7 @@ async def patient(client: httpx.AsyncClient, text: str, after_s: float, begin_s:
 
 async def watch(stack: Stack, seen: list[dict[str, Any]]) -> None:
     """What the broker says of the slow model's consumer, once a second, until cancelled."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         while True:
             answer = (await client.get(f"{stack.monitor_urls[0]}/jsz?consumers=true")).json()
             streams = [stream for account in answer["account_details"] for stream in account["stream_detail"]]

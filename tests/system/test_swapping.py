@@ -166,7 +166,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         assert traffic.answers >= CLIENTS
         assert loads >= 2  # and one of them is there: the other one went
         assert cluster.metric("sie_adapter_deaths_total") == 0
-        until(lambda: cluster.metric("sie_queue_depth") == 0, 10, "nothing held")
+        until(lambda: cluster.metric("sie_queue_depth") == 0, 60, "nothing held")
         assert sum(1 for name in MODELS if cluster.metric("sie_model_loaded", model=name)) == 1
     finally:
         cluster.stop()

@@ -50,7 +50,7 @@ def test_the_bucket_that_cannot_be_read_is_named(stack: Stack, tmp_path: Path) -
 
     def reason() -> str:
         try:
-            return httpx.get(f"{stack.urls[0]}/readyz", trust_env=False).text
+            return httpx.get(f"{stack.urls[0]}/readyz", trust_env=False, timeout=60).text
         except httpx.TransportError:
             return ""
 

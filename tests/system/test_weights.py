@@ -111,7 +111,7 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
                 go = threading.Event()
             starting.result()
             np.testing.assert_allclose(vector(cluster.url, "test/hub"), vector(cluster.url, "test/path"), atol=1e-6)
-            info = httpx.get(f"{cluster.url}/v1/models/test/hub", timeout=5).json()
+            info = httpx.get(f"{cluster.url}/v1/models/test/hub", timeout=30).json()
             assert (info["worker_count"], info["downloads"]) == (2, [])
         finally:
             bounds[:] = [1 << 60]

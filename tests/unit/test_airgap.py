@@ -298,6 +298,19 @@ def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Sit
         assert profile_fingerprint("x", entry, profile) == profile_fingerprint("x", before, profile)
 
 
+def test_a_profile_comes_along_with_all_profiles_above_it_unchanged(office: Site, site: Site) -> None:
+    """The parent of a parent gives nothing to the profile, but the parent names it."""
+    profiles: dict[str, Any] = {name: {"run": {"instruction": name}} for name in ("a", "b", "c", "d")}
+    profiles["a"]["extends"], profiles["b"]["extends"] = "b", "c"
+    office.add("layered", weights={"path": str(office.folder / "weights" / "path")}, profiles=profiles)
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    before = office.entries()["my/layered"]
+    office.sie("create", "--models", "my/layered", "--profile", "a", "-o", str(archive))
+    site.sie("load", str(archive), "--folder", str(folder))
+    entry = served(folder).entries()["my/layered"]
+    assert entry.profiles == {name: before.profiles[name] for name in ("a", "b", "c")}
+
+
 @pytest.mark.parametrize(
     "fields", [{"load": {"trust_remote_code": True}}, {"profiles": {"own": {"load": {"trust_remote_code": True}}}}]
 )
@@ -431,6 +444,7 @@ def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) 
             "names its backbone by the path /weights/deberta, which another machine does not have",
         ),
         (["--models", "my/unproven"], 1, "golden vectors absent.json are missing"),
+        (["--models", "my/tuned"], 1, "my/tuned names the LoRA mine by a path of this machine or of SIE_MODELS_DIR"),
         (["--models", "my/path", "-o", "/proc/absent/m.tar"], 1, "there is no folder /proc/absent"),
     ],
 )
@@ -443,6 +457,8 @@ def test_what_cannot_be_archived_is_said_in_one_line(
     foreign = model_files(office.folder / "foreign", **{"gliner_config.json": '{"model_name": "/weights/deberta"}'})
     office.add("foreign", weights={"path": str(foreign)}, family="gliner", outputs={"entities": 0})
     office.add("unproven", weights={"path": str(office.folder / "weights" / "path")}, golden="absent.json")
+    office.add("tuned", weights={"path": str(office.folder / "weights" / "path")}, run={"lora": "mine"})
+    model_files(office.folder / "models" / "mine", **{"adapter_config.json": "{}", "adapter_model.safetensors": "x"})
     output = [] if "-o" in arguments else ["-o", str(tmp_path / "models.tar")]
     result = office.sie("create", *arguments, *output, status=status)
     assert told in " ".join(result.output.split())

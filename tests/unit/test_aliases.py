@@ -104,6 +104,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
     ({"alias": "org/one", "weights": LOCAL}, "$.alias", "this has weights too: give the alias its own document"),
     ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
+    ({"alias": "org/one", 1: 2}, "$", "keys: expected a string"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 1.5}}, "$.shadow.share", "at most 1, got 1.5"),
     ({"alias": "org/one", "id": "a b"}, "$.id", "not of the form"),

@@ -62,7 +62,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs={"dense": WIDTH, "sparse": 10}))
         cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
         # nobody answers: a body is read before that matters
-        yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="1")
+        yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
 
 
 async def test_dialects_read_the_fields_that_are_declared_and_no_others(

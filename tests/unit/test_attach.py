@@ -17,6 +17,7 @@ import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import WINDOW_S, GatewayProcess, InProcess, inference_of, settings_of, unchanged_inference_of, until
 from nats_server import NatsServer
+from simulation.virtual import in_virtual_time
 
 from sie_broker import CoreMessage
 from sie_broker.memory import MemoryServer
@@ -42,6 +43,8 @@ class Client:
 
     path: str = "/v1/encode/m"
     headers: dict[str, str] = field(default_factory=dict)
+    client: str = ""
+    key: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -128,6 +131,17 @@ async def test_another_path_or_header_is_another_request(change: dict[str, Any])
     await task
 
 
+@pytest.mark.parametrize(("key", "is_joined"), [("", False), ("of-a-credential", True)])
+async def test_a_client_without_a_credential_joins_only_from_its_own_address(key: str, is_joined: bool) -> None:
+    """Its address selects the target of an alias."""
+    runs = Runs()
+    task = await runs.away(Client(client="10.0.0.1", key=key))
+    assert runs.table.find(Client(client="10.0.0.1", key=key), b"body") is not None
+    assert (runs.table.find(Client(client="10.0.0.2", key=key), b"body") is not None) == is_joined
+    runs.ends[0].set_result("")
+    await task
+
+
 async def test_nobody_joins_a_client_that_is_still_there() -> None:
     runs = Runs()
     task = runs.start(Client())
@@ -145,6 +159,7 @@ async def test_a_run_whose_client_stays_away_is_cancelled_when_the_window_ends()
     assert (runs.table.count, runs.table.abandoned, len(runs.table.tasks)) == (0, 1, 0)
 
 
+@in_virtual_time
 async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
     runs = Runs(window_s=0.2)
     first = await runs.away(Client())
@@ -303,11 +318,10 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     inference, told = inference_of(gateway), await cancels(cluster)
     client = await Connection.ask(gateway, "hello")
     await until(lambda: queued(cluster) == 1, "queued work")
+    left_s = asyncio.get_running_loop().time()
     await client.leave()
-    await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    await asyncio.sleep(WINDOW_S / 2)
-    assert queued(cluster) == 1
     await until(lambda: not queued(cluster), "the queue is empty")
+    assert asyncio.get_running_loop().time() - left_s >= WINDOW_S
     await until(lambda: told, "a cancellation")
     assert (len(inference._runner._inbox), inference.in_progress) == (0, 0)
     assert len(told[0].requests) == 1
@@ -358,7 +372,7 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     asked = {
         "path": "/rerank",
         "body": {"model": "toy/score", "query": "q", "texts": ["a"]},
-        "X_SIE_Timeout_Ms": "1500",
+        "X_SIE_Timeout_Ms": "2400",
     }
     client = await Connection.ask(gateway, **asked)
     await until(lambda: queued(cluster) == 1, "queued work")
@@ -432,7 +446,7 @@ async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: I
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
     began_s = asyncio.get_running_loop().time()
     assert await gateway.end() == 0
-    assert asyncio.get_running_loop().time() - began_s < 5
+    assert asyncio.get_running_loop().time() - began_s < 20
     assert queued(cluster) == 0
 
 
@@ -584,11 +598,11 @@ async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
 async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     """One that left, and another that takes its place and gets its error."""
     inference = inference_of(gateway, window_s=60.0)
-    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")
+    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
     await adapter.until(lambda each: each.running, "a batch")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")).answer())[0] == 504
+    assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")).answer())[0] == 504
     assert inference.away.joined == 1
 
 

@@ -165,6 +165,7 @@ def test_a_model_is_listed_with_all_its_bundles_and_without_one() -> None:
         ([], "$"),
         ({"id": "a", "requires": ["torch 2"]}, "$.requires[0]"),
         ({"id": "a", "families": "toy"}, "$.families"),
+        ({"id": "a", 1: 2}, "$"),
     ],
 )
 def test_a_broken_bundle_names_its_field(raw: Any, loc: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until, until_told
+from inprocess import GatewayProcess, InProcess, unchanged_inference_of, until, until_told
 
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
@@ -207,6 +207,15 @@ async def test_an_input_that_a_request_has_twice_is_computed_once() -> None:
     finished = await cluster.run("a", "b", "a")
     assert cluster.computed == [["a", "b"]]
     assert vectors(finished) == [vector(finished.fingerprint, text) for text in "aba"]
+
+
+async def test_an_input_that_a_request_has_several_times_and_that_fails_at_the_worker_is_computed_once() -> None:
+    cluster = Cluster()
+    cluster.failures = {"a": ErrorInfo("RESOURCE_EXHAUSTED", "no memory")}
+    finished = await cluster.run("a", "b", "a", "a")
+    assert cluster.computed == [["a", "b"]]
+    assert [type(outcome) for _, outcome in finished.outcomes] == [Failed, Ok, Failed, Failed]
+    assert not cluster.runs._flights
 
 
 async def test_waiting_requests_go_on_when_the_first_one_is_cancelled() -> None:
@@ -797,6 +806,8 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     before = len(adapter.batches)
     await adapter.until(lambda adapter: len(adapter.batches) > before, "the batch of the first request")
     second = asyncio.create_task(gateway.encode("a"))
+    inference = unchanged_inference_of(gateway)
+    await until(lambda: inference.in_progress == 2, "the second request")
     await asyncio.sleep(0.05)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -866,6 +877,10 @@ async def test_an_administrator_sees_and_erases_answers_at_all_gateways(cluster:
     for wrong in ({}, {"all": True, "model": MODEL}, {"query": "q"}, {"text": 1}):
         refused = await erase(**wrong)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_INPUT"), wrong
+    for body in (b'{"model":"\xff"}', b'{"model":' + b"[" * 3000 + b"]" * 3000 + b"}"):
+        refused = await first.client.post("/v1/cache/erase", content=body, headers=admin)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["reason"], error["param"]) == (400, "malformed", "body")
     assert (await first.client.get("/v1/cache")).status_code == 403
     assert (await first.client.post("/v1/cache/erase", json={"all": True})).status_code == 403
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
 from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
-from sie_contracts.models.options import run_options
+from sie_contracts.models.options import parse_written, run_options
 from sie_runtime.feed import packaged_catalogue, read_folder
 
 # names
@@ -251,6 +251,9 @@ def raw(**changes: Any) -> dict[str, Any]:
         ({"id": "org/model/status"}, "$.id"),
         ({"id": "a:b"}, "$.id"),
         ({"id": "a@b"}, "$.id"),
+        ({"id": "a/"}, "$.id"),
+        ({"id": "a//b"}, "$.id"),
+        ({"id": "a/./b"}, "$.id"),
         ({"id": 3}, "$.id"),
         ({"weights": {}}, "$.weights"),
         ({"weights": {"hub": "a/b"}}, "$.weights.revision"),
@@ -273,6 +276,7 @@ def raw(**changes: Any) -> dict[str, Any]:
         ({"profiles": {"a": {"extends": "none"}}}, "$.profiles.a.extends"),
         ({"prompts": {"query": "no place"}}, "$.prompts.query"),
         ({"prompts": {"poem": "no place"}}, "$.prompts.poem"),
+        ({"prompts": {1: "{text}"}}, "$.prompts"),
         (
             {"prompts": {"default_instruction": "x"}, "default_prompt_name": "default_instruction"},
             "$.default_prompt_name",
@@ -286,6 +290,37 @@ def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], pat
     (told,) = caught.value.extras["errors"]
     assert told["loc"] == path
     assert told["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
+        ({"run": {"output_types": ["wide"]}}, "$.run.output_types"),
+        ({"run": {"dimensions": [-3]}}, "$.run.dimensions"),
+        ({"run": {"muvera": True}}, "$.run.muvera"),
+        ({"outputs": {"multivector": 4}, "run": {"muvera": {"speed": 1}}}, "$.run.muvera.speed"),
+        ({"outputs": {"multivector": 4}, "head": {"muvera": {"speed": 1}}}, "$.head.muvera.speed"),
+        ({"run": {"parameters": {"score_mode": "sum"}}}, "$.run.parameters.score_mode"),
+        ({"run": {"parameters": {"threshold": "x"}}}, "$.run.parameters.threshold"),
+        ({"run": {"parameters": {"other": 1 << 70}}}, "$.run.parameters"),
+        ({"profiles": {"a": {"run": {"output_dtype": "float8"}}}}, "$.profiles.a.run.output_dtype"),
+    ],
+)
+def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(
+    changes: dict[str, Any], path: str
+) -> None:
+    document = raw(**{"family": "text-encoder", "head": {}, "run": {}, "profiles": {}, **changes})
+    with pytest.raises(ValidationFailed) as caught:
+        parse_written(document)
+    assert caught.value.param == path
+    assert [fault["loc"] for fault in caught.value.extras["errors"]] == [path]
+    assert parse_entry(document).id == document["id"]
+
+
+def test_every_default_of_the_packaged_catalogue_may_be_written() -> None:
+    for packaged in packaged_catalogue().entries.values():
+        assert parse_written(msgspec.to_builtins(packaged)) == packaged
 
 
 @pytest.mark.parametrize("wrong", [None, [], "x", 3])

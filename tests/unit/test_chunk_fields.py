@@ -104,6 +104,8 @@ def test_wrong_chunks_are_refused_with_their_field_and_index(chunks: Any, path: 
         ("", {}, "items[0].chunks"),
         (TEXT, {"context": "yes"}, "items[0].context"),
         ("a" * (chunk_fields.MAX_TEXT + 1), {}, "items[0].text"),
+        (TEXT, {"multivector": [[1.0, 2.0]]}, "items[0].chunks"),
+        (TEXT, {"images": ["aGVsbG8="]}, "items[0].chunks"),
     ],
 )
 def test_an_item_that_cannot_have_chunks_is_refused(text: str | None, fields: dict[str, Any], path: str) -> None:

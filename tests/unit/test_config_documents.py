@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from sie_config_service.documents import (
-    MAX_DEPTH,
     MAX_DIFFERENCES,
-    MAX_EVENTS,
     ParsedDocument,
     checked,
     difference,
@@ -20,6 +18,7 @@ from sie_config_service.documents import (
 )
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.entries import ModelEntry
+from sie_contracts.yaml_text import MAX_DEPTH, MAX_EVENTS
 
 ENTRY = """\
 id: org/name

@@ -7,12 +7,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from inprocess import settings_of, until
 
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
-from sie_config_service.mirror import HeldModel, bundle_key
+from sie_broker.record import RecordBucket
+from sie_config_service.mirror import HeldModel, Mirror, StoredModel, bundle_key
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueChange, RecordedReply, model_key, open_store
 from sie_contracts.errors import NotReady
@@ -100,6 +102,16 @@ async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: 
     assert (followed.epoch, followed.held, followed.bundles) == (fresh.epoch, fresh.held, fresh.bundles)
     assert (followed.held["a/two"].revision, followed.held["a/two"].entry, list(followed.live)) == (2, None, ["a/one"])
     assert followed.held["a/one"].sequence > held.sequence
+
+
+async def test_a_write_after_a_reconnect_is_stored_and_the_next_read_has_it(replica: Replica) -> None:
+    mirror = Mirror(RecordBucket(replica.broker, topology.CATALOGUE_BUCKET))
+    await mirror.snapshot()
+    await mirror.invalidate()
+    stored = msgspec.json.encode(StoredModel(entry("a/one"), "api", 1, "put", model="a/one"))
+    before, last = await mirror.write([Write(model_key("a/one"), stored, 0), Write("history.a_2fone.1", stored)])
+    read = await mirror.snapshot()
+    assert (before, read.held["a/one"].written, read.held["a/one"].revision) == (None, last, 1)
 
 
 async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Replica) -> None:

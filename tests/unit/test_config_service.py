@@ -332,6 +332,8 @@ def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
     assert kept(2000.0) == [*map(str, range(1, REPLIES_PER_SLOT)), "new"]
     assert kept(1010.0 + REPLY_KEPT_S) == [*map(str, range(11, REPLIES_PER_SLOT)), "new"]
     assert kept(9e9) == ["new"]
+    assert slot.find("3", 1003.0 + REPLY_KEPT_S - 1) == slot.replies[3]
+    assert slot.find("3", 1003.0 + REPLY_KEPT_S) is None
 
 
 async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
@@ -373,6 +375,7 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
         ("PUT", ONE, [], "$"),
         ("PATCH", ONE, {"id": "org/two"}, "$.id"),
         ("PATCH", ONE, {"outputs": None}, "$"),
+        ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
         ("PATCH", ONE, [], "$"),
         ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
         ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
@@ -598,7 +601,7 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
         in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
     )
     unknown = await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other")
-    assert "a key with scope read" in unknown["error"]["message"]
+    assert "a key with the scope read" in unknown["error"]["message"]
     await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
     stop.request()
     await following

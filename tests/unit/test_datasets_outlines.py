@@ -57,6 +57,6 @@ def test_parsed_cuts_a_long_heading() -> None:
 
 @pytest.mark.parametrize("piece", ["# a\n", "```\n", "# ", "#\t#\n", "   ", "~~~a\n"])
 def test_parsed_takes_a_time_that_grows_with_the_text_alone(piece: str) -> None:
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     Outline.parsed(piece * (262_144 // len(piece)), ())
-    assert time.perf_counter() - began_s < 5
+    assert time.thread_time() - began_s < 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,26 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
                 inspect(wrong, kind)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bytes_that_no_reader_understands_are_a_fault_of_the_part(kind: OutputFormat) -> None:
+    data = encode(shard(dense("float32")), kind)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("about.json", b"{}" * 100)
+        file.writestr("rows.jsonl", b"{}" * 100)
+    squeezed = bytearray(archive.getvalue())
+    squeezed[squeezed.index(b"about.json") + len("about.json")] ^= 0xFF
+    squeezed[squeezed.index(b"rows.jsonl") + len("rows.jsonl")] ^= 0xFF
+    for wrong in (b"junk", data[: len(data) // 2], bytes(squeezed), b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}\n"):
+        for read in (inspect, outcomes):
+            with pytest.raises(PartFault):
+                read(wrong, kind)
+
+
+# nested deeper than readers of Parquet allow
+NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(60), [])
+
+
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
@@ -282,6 +304,7 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
         ([{}, {"a": 1}], pa.string()),
         ([[1], [2, 3]], pa.list_(pa.int64())),
         ([[{}]], pa.string()),
+        ([NESTED], pa.string()),
         ([2**70, 1], pa.string()),
         ([b"x", None], pa.binary()),
     ],
@@ -291,6 +314,7 @@ def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: pa.DataType,
     own = [InputRow(str(at), copied={"c": value}) for at, value in enumerate(values)]
     data = encode(shard_of(ABOUT, own, [FAILED] * len(own), ("c",)), format)
     assert inspect(data, format).rows == len(values)
+    assert len(outcomes(data, format)) == len(values)
     if format == "parquet":
         table = table_of(data)
         assert table.schema.field("c").type in (kind, pa.list_(pa.field("element", pa.int64())))

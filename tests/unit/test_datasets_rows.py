@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import shutil
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -560,6 +561,14 @@ async def test_a_row_of_many_values_is_read_in_the_memory_of_its_text(tmp_path: 
         assert "100000" in bad.fault.message
 
 
+def test_a_string_without_an_end_is_searched_once() -> None:
+    line = b"{%s" % (b":" * (sizes.MAX_KEYS + 1)) + b'"' + b'\\"' * 30_000
+    began_s = time.thread_time()
+    with pytest.raises(sizes.TooManyValues):
+        sizes.columns_of(line)
+    assert time.thread_time() - began_s < 5
+
+
 async def test_marks_in_texts_are_no_values(tmp_path: Path, place: Place) -> None:
     """A long text with more commas, colons and braces than a row may have values is a text."""
     text = ',:[{"\\' * 40_000
@@ -622,23 +631,52 @@ async def test_a_line_of_csv_with_many_fields_makes_no_more_than_the_header_has(
         assert peak < 12 * len(line)
 
 
-@pytest.mark.parametrize("is_one_row", [True, False])
+@pytest.mark.parametrize(("is_one_row", "name"), [(True, "k"), (False, "k"), (True, "a.k")])
 async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
-    tmp_path: Path, place: Place, is_one_row: bool
+    tmp_path: Path, place: Place, is_one_row: bool, name: str
 ) -> None:
     """A file of 2 KB with 20 million zeros, in one row or in many, is refused as it is planned."""
     count = 20_000_000
     ends = [0, count, count] if is_one_row else list(range(0, count + 1, count // 100))
     lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.zeros(count, np.int64)))
     texts = pa.array(["a"] * (len(ends) - 1))
-    parquet.write_table(pa.table({"t": texts, "k": lists}), tmp_path / "a.parquet", compression="zstd")
+    parquet.write_table(pa.table({"t": texts, name: lists}), tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 10_000
-    source = JobInput(url="u", text="{t}", keep=("k",))
+    source = JobInput(url="u", text="{t}", keep=(name,))
     (broken,) = [each async for each in plan(place, source, 4)]
     assert isinstance(broken, Broken)
     assert broken.error.reason == "too_large"
-    assert "column 'k' has 200000" in broken.error.message
+    assert f"column '{name}' has 200000" in broken.error.message
     assert [row.text for row in await rows_of(place, TEXT)] == ["a"] * (len(ends) - 1), "it is not read"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([0, 9223371331200000000], pa.timestamp("us")),
+        pa.array([[0], [2**31 - 1]], pa.list_(pa.int32())).cast(pa.list_(pa.date32())),
+        pa.array([0, 2**63 - 1], pa.duration("s")),
+        pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")),
+    ],
+)
+async def test_a_value_that_python_lacks_is_an_error_that_names_its_column(
+    tmp_path: Path, place: Place, values: pa.Array
+) -> None:
+    """Infinity in Postgres is such a time."""
+    parquet.write_table(pa.table({"t": ["a", "b"], "until.x": values}), tmp_path / "a.parquet")
+    source = JobInput(url="u", text="{t}", keep=("until.x",))
+    (span,) = await spans_of(place, source)
+    with pytest.raises(InvalidInput, match=r"a\.parquet: column 'until\.x' has a value that cannot be read") as caught:
+        await read(place, span, source)
+    assert (caught.value.reason, caught.value.param) == ("malformed", "input.url")
+
+
+async def test_a_value_that_could_not_be_encoded_again_is_a_fault_of_its_row(tmp_path: Path, place: Place) -> None:
+    lines = [b'{"t":"a","k":%s}' % (b"[" * depth + b"]" * depth) for depth in (1, 700, 830, 5000)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    found = await rows_of(place, source)
+    assert [row.fault and row.fault.message for row in found] == [None, None, *["the line is no valid JSON"] * 2]
 
 
 async def test_rows_of_long_lists_are_read_a_few_at_a_time(tmp_path: Path, place: Place) -> None:

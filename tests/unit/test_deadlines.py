@@ -44,7 +44,8 @@ async def test_our_own_clock_may_be_30_s_off() -> None:
     clock = BrokerClock(broker, STREAM.name)
     assert clock.margin_s == float("inf"), "nothing may be dropped before the broker was asked"
     await clock.measure()
-    assert clock.now_s() == pytest.approx(time.time() + 30.0, abs=clock.margin_s + 0.05)
+    before_s, told_s, after_s = time.time(), clock.now_s(), time.time()
+    assert before_s - clock.margin_s <= told_s - 30.0 <= after_s + clock.margin_s
     assert clock.margin_s < 1.0
     await broker.close()
 
@@ -103,7 +104,7 @@ async def test_an_end_that_meets_a_reconnect_is_not_lost() -> None:
     await until(lambda: clock.margin_s < 1.0, "a measurement")
     await again[0]()
     task.cancel()
-    done, _ = await asyncio.wait({task}, timeout=5)
+    done, _ = await asyncio.wait({task}, timeout=30)
     assert done
     await broker.close()
 
@@ -129,7 +130,7 @@ async def test_a_clock_that_is_30_s_off_changes_nothing(tmp_path: Path, offset_s
         await asyncio.sleep(0.1 + LATE_S + 0.2)
         adapter = await cluster.adapter()
         await cluster.sidecar(adapter)
-        good = await cluster.publish("good", budget_ms=5_000)
+        good = await cluster.publish("good", budget_ms=20_000)  # less than what the clocks are off
         assert is_right(await cluster.result(good), good, 0)
         assert reasons(await cluster.result(late)) == ["GATEWAY_TIMEOUT"]
         await cluster.left(0)

@@ -135,6 +135,11 @@ def test_faults_of_settings_leave_the_rest_readable() -> None:
     assert (flags, environ) == ({"SIE_BUNDLE": "b"}, {"SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
 
 
+def test_the_variables_of_clients_are_no_faults_of_settings() -> None:
+    environ = {"SIE_API_KEY": "key", "SIE_BASE_URL": "http://gateway:1"}
+    assert faults_of({}, environ) == ([], {}, environ)
+
+
 def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None:
     found, flags, environ = faults_of(
         {"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"}
@@ -307,6 +312,23 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         for check in (loads, refusals, queue):
             with pytest.raises(CheckSkipped):
                 await check(probe)
+
+
+async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the other commands do: only the proxy knows the name."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+        try:
+            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+                reply = await probe.get("http://gateway.internal.test", "/health")
+        finally:
+            proxy.shutdown()
+            thread.join()
+    assert (reply.status, reply.body, reply.trouble) == (200, b"something else", "")
 
 
 class ConfigService(Gateway):

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from inprocess import InProcess, until
+from inprocess import WAIT_S, InProcess, until
 from nats_server import NatsServer
 
 from sie_broker import Broker, CoreMessage
@@ -111,6 +111,18 @@ def test_parts_of_another_size_begin_anew() -> None:
     assert (again.missing, fragments.held_bytes, len(fragments)) == (4, again.held_bytes, 1)
 
 
+def test_the_end_of_a_check_drops_no_parts_of_another_split() -> None:
+    fragments = Fragments()
+    for index in range(2):
+        checked = fragments.add(part(index, 2), 0.0)
+    checked.checking = True
+    fragments.add(part(0, 3), 0.1)
+    fragments.drop(checked)
+    assert len(fragments) == 1
+    fragments.drop_request("r")
+    assert (fragments.held_bytes, len(fragments)) == (0, 0)
+
+
 @pytest.mark.parametrize(
     "bad",
     [part(3), part(-1), part(0, 0), part(0, 1 << 20), part(0, size=0)],
@@ -176,7 +188,7 @@ class Side:
         return delivery
 
     async def send(self, part: Fragment) -> str:
-        answer = await self.worker.request(self.inbox.address(part.request), messages.encode(part), 5.0)
+        answer = await self.worker.request(self.inbox.address(part.request), messages.encode(part), WAIT_S)
         return messages.decode_confirmation(answer).verdict
 
     def outcomes(self, verdict: str) -> float:
@@ -205,7 +217,7 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
     collector = side.inbox.open("r", 2)
     large, small = result_of("r", 100), result_of("r", 1, 1)
     deliveries = await asyncio.gather(side.answer(large), side.answer(small))
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     assert collector.results == [large, small]
     assert [delivery.acks for delivery in deliveries] == [1, 1]
     assert (side.outcomes("taken"), side.inbox.unfinished_bytes) == (2, 0)
@@ -216,7 +228,7 @@ async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: S
     collector = side.inbox.open("r", 1)
     failpoints.arm("results.before_confirm=error")
     delivery = await side.answer(result_of("r", 40))
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     assert collector.results == [result_of("r", 40)]
     assert (delivery.acks, side.outcomes("taken"), side.outcomes("damaged")) == (1, 1, 0)
 
@@ -240,7 +252,7 @@ async def test_a_damaged_result_is_sent_again(side: Side) -> None:
     result = result_of("r", 100)
     relay = await relayed(side, [result.block[200_000:200_008]])
     delivery = await side.answer(result, reply=relay)
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     assert collector.results == [result]
     assert (delivery.acks, side.outcomes("damaged"), side.inbox.unfinished_bytes) == (1, 1, 0)
 
@@ -250,7 +262,7 @@ async def test_a_result_that_is_damaged_every_time_ends_in_an_error(side: Side) 
     result = result_of("r", 100)
     relay = await relayed(side, [result.block[200_000:200_008]] * 10)
     delivery = await side.answer(result, reply=relay)
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     (got,) = collector.results
     assert got is not None
     assert [outcome.error.code for outcome in got.outcomes] == ["INTERNAL_ERROR"]  # type: ignore[union-attr]
@@ -297,7 +309,7 @@ async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
         await side.send(piece)
     await side.worker.send(side.inbox.address("r"), messages.encode(last))
     await side.worker.send(side.inbox.address("r"), messages.encode(last))
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     assert await side.send(last) == "duplicate"
     assert (side.outcomes("taken"), side.outcomes("duplicate")) == (1, 0)
 
@@ -308,7 +320,7 @@ async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
         collector = side.inbox.open("r", 1)
         delivery = await side.answer(result_of("r", 100))
         with pytest.raises(ResourceExhausted, match="no room"):
-            await collector.wait(5.0)
+            await collector.wait(WAIT_S)
         assert (delivery.acks, side.inbox.unfinished_bytes, side.outcomes("no_room")) == (1, 0, 1)
 
 
@@ -328,7 +340,7 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
 
     await side.worker.subscribe("lossy", drop_once)
     delivery = await side.answer(result_of("r", 100), reply="lossy")
-    await collector.wait(5.0)
+    await collector.wait(WAIT_S)
     assert (delivery.acks, side.outcomes("damaged")) == (1, 0)
     assert seen > len(parts_of(result_of("r", 100)))
 
@@ -342,9 +354,9 @@ async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) 
     last = asyncio.create_task(side.send(pieces[-1]))
     await asyncio.sleep(0)
     await side.answer(result_of("small", 1))
-    await small.wait(1.0)
+    await small.wait(WAIT_S)
     assert await last == "taken"
-    await large.wait(1.0)
+    await large.wait(WAIT_S)
 
 
 async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None:
@@ -372,12 +384,12 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
     for chunk in range(300):
         await worker.send(inbox.address("first"), messages.encode(WorkResult("first", chunk, "w", (), block)), "nobody")
     with pytest.raises(ResourceExhausted, match="in time"):
-        await first.wait(1.0)
+        await first.wait(WAIT_S)
     assert metrics.registry.get_sample_value("sie_gateway_inbox_dropped_total") >= 40  # type: ignore[operator]
     stuck.release.set()
     await until(lambda: first.missing < 300, "what had room was read")
     await worker.send(inbox.address("second"), messages.encode(WorkResult("second", 0, "w", ())), "nobody")
-    await second.wait(1.0)
+    await second.wait(WAIT_S)
     await inbox.stop()
 
 
@@ -398,7 +410,7 @@ async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connection
 
         before = await connections()
         delivery = await side.answer(result_of("r", 2048))
-        await collector.wait(10.0)
+        await collector.wait(WAIT_S)
         assert collector.results == [result_of("r", 2048)]
         assert (delivery.acks, side.inbox.unfinished_bytes) == (1, 0)
         assert await connections() == before

@@ -471,13 +471,15 @@ async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCapt
     assert "a request of alias search could not be copied" in caplog.text
 
 
-def test_only_vectors_of_one_width_in_floats_are_compared() -> None:
+def test_only_single_vectors_of_one_width_in_floats_are_compared() -> None:
     turned = VECTOR[::-1].copy()
     cosine = float(VECTOR @ turned / (VECTOR @ VECTOR))
     assert cosines(finished(), finished(values=(VECTOR, turned))) == pytest.approx([1.0, cosine])
     assert cosines(finished(), finished(values=(VECTOR[:4], turned))) == pytest.approx([cosine])
     assert cosines(finished(values=(0 * VECTOR, VECTOR)), finished()) == pytest.approx([1.0])
     assert cosines(finished(), finished(values=(ErrorInfo("INFERENCE_ERROR", "x"), VECTOR))) == pytest.approx([1.0])
+    of_chunks = finished(values=(np.stack([VECTOR, VECTOR]), VECTOR))
+    assert cosines(of_chunks, of_chunks) == pytest.approx([1.0])
     assert cosines(finished(), finished(dtype="int8")) == cosines(finished(), finished(outputs=("sparse",))) == []
 
 

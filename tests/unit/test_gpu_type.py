@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
@@ -43,6 +45,16 @@ def test_a_product_name_is_a_type_and_a_type_stays_one(name: str, expected: str)
     assert gpu_type(name) == expected
     if " mig " not in name.lower():
         assert gpu_type(expected) == expected
+
+
+def test_types_of_long_names_stay_in_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            gpu_type(f"{number}{'x' * 60_000}")
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class Lanes:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from inprocess import until
 
 from sie_runtime.http import protocol
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, reply
@@ -231,23 +232,62 @@ def test_a_body_that_comes_too_slowly_is_refused(
     run(scenario())
 
 
-def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Measured:
+    """A time in which the rate of a body is measured, in place of a timer: it is over when the test says so."""
+
+    def __init__(self, connection: protocol.Protocol) -> None:
+        self._connection = connection
+        self._before_bytes = connection._body_bytes
+        self.is_cancelled = False
+
+    @property
+    def read_bytes(self) -> int:
+        return self._connection._body_bytes - self._before_bytes
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def end(self) -> None:
+        assert not self.is_cancelled
+        self._connection._body_late(self._before_bytes)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
+    """All times in which the rate of a body is measured, of a quarter of a second each."""
+    begun: list[Measured] = []
+
+    def watch(connection: Any) -> None:
+        begun.append(Measured(connection))
+        connection._body_timer = begun[-1]
+
+    monkeypatch.setattr(protocol, "RATE_S", 0.25)
+    monkeypatch.setattr(protocol.Protocol, "_watch_body", watch)
+    return begun
+
+
+def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: Run, times: list[Measured]) -> None:
     """And the next request of the connection has a time of its own."""
-    monkeypatch.setattr(protocol, "RATE_S", 0.2)
+    least = RATE // 4  # bytes in that time
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
             for _ in range(2):
-                writer.write(ask("/read", f"content-length: {30 * RATE}", method="POST"))
-                for _ in range(30):  # six times as long as the rate is measured
-                    writer.write(b"x" * RATE)
-                    await asyncio.sleep(0.04)
+                times.clear()
+                writer.write(ask("/read", f"content-length: {6 * least}", method="POST"))
+                for number in range(6):
+                    await until(lambda: len(times) == number + 1, "the rate is measured")  # noqa: B023  awaited at once
+                    writer.write(b"x" * least)
+                    await until(
+                        lambda: times[-1].is_cancelled or times[-1].read_bytes == least, "what was sent is read"
+                    )
+                    if number < 5:
+                        times[-1].end()
                 head, body = await answer(reader)
-                assert (head.split(b" ")[1], len(json.loads(body)["body"])) == (b"200", 30 * RATE)
+                assert (head.split(b" ")[1], len(json.loads(body)["body"])) == (b"200", 6 * least)
                 writer.write(ask("/read", "content-length: 2", method="POST") + b"x")
-                await asyncio.sleep(0.15)  # most of that time
+                await until(lambda: len(times) == 7, "the rate of the next body is measured")
+                assert (times[5].is_cancelled, times[6].is_cancelled) == (True, False)
                 writer.write(b"x")
                 assert (await answer(reader))[0].split(b" ")[1] == b"200"
 
@@ -256,17 +296,19 @@ def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(
 
 @pytest.mark.parametrize("headers", [(), ("expect: 100-continue",)], ids=["sent", "asked before"])
 def test_nobody_is_slow_while_the_server_does_not_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...]
+    run: Run, times: list[Measured], headers: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(protocol, "RATE_S", 0.4)  # longer than a busy machine pauses this process
-
     async def scenario() -> None:
         async with serving() as (server, reader, writer):
             writer.write(ask("/late", "content-length: 200000", *headers, method="POST"))
             if not headers:
                 writer.write(b"x" * 150_000)
             await server.entered.wait()
-            await asyncio.sleep(1.2)
+            (connection,) = server.http._state.connections
+            await until(lambda: headers or connection.flow.read_paused, "the server does not read")
+            for number in range(3):
+                await until(lambda: len(times) == number + 1, "the rate is measured")  # noqa: B023  awaited at once
+                times[-1].end()
             server.go_on.set()
             if headers:
                 assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
@@ -354,7 +396,8 @@ def test_requests_ahead_of_their_answers_have_a_limit(run: Run) -> None:
             writer.write(ask("/slow"))
             await server.entered.wait()
             writer.write(ask("/read") * (MAX_PIPELINED + 100))
-            await asyncio.sleep(0.05)
+            (connection,) = server.http._state.connections
+            await until(lambda: not connection.cycle.keep_alive, "the request that is one too many has been read")
             server.go_on.set()
             answered = (await reader.read()).count(b"HTTP/1.1 200 ")
             assert answered == MAX_PIPELINED + 1

@@ -29,6 +29,7 @@ from PIL import Image
 from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.costs import IMAGE_TOKENS
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
@@ -280,6 +281,23 @@ def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
 )
 def test_the_first_bytes_of_a_file_tell_its_size(data: bytes, expected: tuple[Any, ...] | None) -> None:
     assert image_headers.header(data) == expected
+
+
+SEGMENT, FRAME = b"\xff\xe0\x00\x02", b"\xff\xc0\x00\x11\x08\x00\x03\x00\x05\x03"
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"\xff" * (4 << 20), 15),
+        (SEGMENT * (images.MAX_SEGMENTS - 1), 15),
+        (SEGMENT * images.MAX_SEGMENTS, MAX_DECODED_PIXELS),
+        (b"\xff\xff\x01" * images.MAX_SEGMENTS, MAX_DECODED_PIXELS),
+    ],
+    ids=["fill bytes", "many segments", "too many segments", "too many markers"],
+)
+def test_the_pixels_of_a_jpeg_are_counted_after_a_limited_number_of_segments(head: bytes, expected: int) -> None:
+    assert images.pixels(b"\xff\xd8" + head + FRAME) == expected
 
 
 @given(

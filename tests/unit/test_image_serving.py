@@ -57,7 +57,7 @@ async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) 
         first = asyncio.create_task(encode(gateway, GOOD))
         await adapter.until(lambda it: it.running == 1, "the first batch runs")
         second = asyncio.create_task(encode(gateway, encoded(picture(80, 50, 1))))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await sidecar.metric("sie_images_total", result="prepared") < 2:
                 pass  # a scrape awaits
         assert not first.done()

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until, until_told
+from inprocess import GatewayProcess, InProcess, Source, until, until_told
 from msgspec.structs import replace
 
 from sie_broker import Write
@@ -24,10 +24,12 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import jobs as records
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.wire import topology
+from sie_contracts.wire.configs import ConfigExport, ConfigModel
 from sie_contracts.wire.topology import Lane
 from sie_gateway.jobs import client as asking
 from sie_gateway.jobs import pace, run, scheduler, service, values
 from sie_sidecar.models import models
+from sie_store.datasets import sizes
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")
@@ -235,6 +237,35 @@ async def test_what_could_never_run_is_refused_before_it_is_kept(
     assert (await place.gateway.client.get("/v1/jobs")).json()["data"] == []
 
 
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/batches"])
+@pytest.mark.parametrize(
+    "body",
+    [b'{"model":"\xff"}', b'{"params":{"a":' + b"[" * 3000 + b"]" * 3000 + b"}}", b"", b'{"model":'],
+    ids=["bytes that are no UTF-8", "nested too deep", "empty", "cut off"],
+)
+async def test_a_body_that_is_no_json_is_refused_by_each_route(place: Place, path: str, body: bytes) -> None:
+    answer = await place.gateway.client.post(path, content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "body")
+    assert path == "/v1/batches" or error["reason"] == "malformed"
+
+
+async def test_jobs_are_selected_by_the_names_of_their_states(place: Place) -> None:
+    job = (await place.submit({"file": await place.upload(texts(3)), "text": "{t}"}))["id"]
+    await place.job(job)
+
+    async def selected(state: str, **headers: str) -> list[str]:
+        answer = await place.gateway.client.get(f"/v1/jobs?state={state}", headers=headers)
+        assert answer.status_code == 200, answer.text
+        return [each["id"] for each in answer.json()["data"]]
+
+    assert [await selected(state) for state in ("", "completed", "failed")] == [[job], [job], []]
+    public = {"x-sie-sdk-version": "0.6.31"}
+    assert [await selected(state, **public) for state in ("succeeded", "completed", "suspended")] == [[job], [job], []]
+    refused = await place.gateway.client.get("/v1/jobs?state=succeeded")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "state")
+
+
 async def test_two_jobs_never_share_a_folder(place: Place) -> None:
     """The second would take the parts of the first for its own. A retry writes beside what it answers again."""
     file, other = await place.upload(texts(3)), await place.upload([{"t": "other"}] * 3)
@@ -399,6 +430,89 @@ async def test_the_rows_that_failed_are_answered_again_alone(place: Place, monke
     assert [row["id"] for row in await place.table(last)] == ["r26"]
     answer = await place.gateway.client.post(f"/v1/jobs/{last}/retry")
     assert answer.status_code == 409
+
+
+class Aliased(Source):
+    """With the alias `search` of one model."""
+
+    target = MODEL
+
+    async def export(self) -> ConfigExport:
+        entry = ConfigModel("search", {"id": "search", "alias": [{"model": self.target}]}, self._revision)
+        export = await super().export()
+        return replace(export, models=(*export.models, entry))
+
+    def move(self, target: str) -> None:
+        self.target = target
+        self._revision += 1
+
+
+async def test_a_retry_keeps_the_model_of_its_job_after_the_alias_leads_to_another_one(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "ATTEMPTS", 1)
+    source = cluster.source = Aliased(toy_entry(MODEL), toy_entry("toy/two"))
+    place = await place_of(cluster)
+    place.adapter.failures = {"text 1": ErrorInfo("INFERENCE_ERROR", "why")}
+    job = (await place.submit({"file": await place.upload(texts(3)), "text": "{t}"}, model="search"))["id"]
+    first = await place.job(job)
+    assert (first["model"], first["counts"]["failed"]) == (MODEL, 1)
+    place.adapter.failures = {}
+    source.move("toy/two")
+
+    async def moved() -> bool:
+        shown = (await place.gateway.client.get("/v1/models/search")).json()
+        return [target["model"] for target in shown["alias"]["targets"]] == ["toy/two"]
+
+    await until_told(moved, "the alias leads to the other model")
+    again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
+    told = await place.job(again)
+    assert (told["model"], told["fingerprint"]) == (MODEL, first["fingerprint"])
+
+
+async def test_a_retry_of_a_retry_fails_with_the_name_of_the_deleted_job(place: Place) -> None:
+    """Its rows are those that failed in the parts of both jobs."""
+    job = (await place.submit({"file": await place.upload([*texts(2), {"x": 1}]), "text": "{t}"}))["id"]
+    await place.job(job)
+    again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
+    await place.job(again)
+    assert (await place.gateway.client.delete(f"/v1/jobs/{job}")).status_code == 200
+    last = (await place.gateway.client.post(f"/v1/jobs/{again}/retry")).json()["id"]
+    told = await place.job(last, "failed")
+    assert told["error"]["code"] == "NOT_FOUND"
+    assert told["error"]["message"].startswith(f"{job}, an earlier job of this retry, was deleted")
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["no part", "a part of other rows"])
+async def test_a_part_that_somebody_damaged_is_named_by_its_rows_and_by_a_retry(place: Place, is_other: bool) -> None:
+    output = {"url": f"{place.folder}/out", "format": "jsonl"}
+    file = await place.upload([*texts(2), {"x": 1}])
+    job = (await place.submit({"file": file, "text": "{t}"}, output=output))["id"]
+    await place.job(job)
+    (part,) = (place.folder / "out").glob("part-*")
+    part.write_bytes(part.read_bytes() * 2 if is_other else b"junk")
+    answer = await place.get(f"{job}/rows")
+    assert answer.status_code == (200 if is_other else 409)
+    assert is_other or answer.json()["error"]["message"].startswith(f"{part.name}: ")
+    again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
+    told = await place.job(again, "failed")
+    assert told["error"]["code"] == "CONTENT_CONFLICT"
+    assert told["error"]["message"].startswith(f"{part.name}: ")
+
+
+async def test_a_part_in_numpy_whose_ids_would_fill_the_memory_is_an_error_with_the_remedy(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each id takes four bytes for each character of the longest one."""
+    monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 10_000)
+    rows = [{"id": f"r{number}", "t": "a"} for number in range(9)] + [{"id": "x" * 1000, "t": "a"}]
+    source = {"file": await place.upload(rows), "text": "{t}", "id": "id"}
+    job = (await place.submit(source, output={"format": "npy"}))["id"]
+    error = (await place.job(job, "failed"))["error"]
+    assert (error["reason"], error["param"]) == ("too_large", "shard_rows")
+    for format, shard_rows in (("npy", 2), ("parquet", 10)):
+        job = (await place.submit(source, output={"format": format}, shard_rows=shard_rows))["id"]
+        assert (await place.job(job))["counts"]["failed"] == 0
 
 
 async def test_another_state_of_the_model_pauses_the_job_and_the_former_one_resumes_it(

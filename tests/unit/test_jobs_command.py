@@ -250,6 +250,23 @@ def test_all_that_is_known_is_shown(server: JobServer) -> None:
     assert (found.exit_code, "NOT_FOUND" in found.output) == (1, True)
 
 
+def test_a_deadline_without_a_date_is_shown_in_words(server: JobServer) -> None:
+    """Milliseconds in place of seconds."""
+    job = server.add(**RUNNING, request={"model": "org/m", "input": {"file": f"{FILE}0"}, "deadline": 1790000000000.0})
+    shown = sie(server, "show", f"{JOB}0")
+    assert shown.exit_code == 0
+    assert re.search("^deadline: +after the year 9999 UTC$", shown.output, re.MULTILINE)
+    line = progress_lines(msgspec.convert(job, JobInfo), FORECAST["done_at"])[1]
+    assert line.endswith("before its deadline after the year 9999")
+
+
+def test_a_parameter_that_is_not_utf_8_is_refused(server: JobServer, docs: Path) -> None:
+    found = sie(server, "submit", "org/m", docs, "--param", "instruction=caf\udce9")
+    assert found.exit_code == 2
+    assert "instruction: expected a value in UTF-8" in found.output
+    assert server.seen == []
+
+
 def test_a_forecast_is_told_with_its_spread_and_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

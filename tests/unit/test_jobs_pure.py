@@ -40,6 +40,7 @@ from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_i
 from sie_gateway.jobs.run import window_s
 from sie_gateway.jobs.values import (
     GROUP_BYTES,
+    GROUP_FILES,
     GROUP_ITEMS,
     SHARD_BYTES,
     TOKEN_BYTES,
@@ -143,6 +144,12 @@ def test_groups_have_texts_of_similar_length_and_bounds() -> None:
     assert [len(group) for group in groups] == [1, GROUP_ITEMS, GROUP_ITEMS]
     lengths = [every[place].item.size for group in groups for place in group]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def test_groups_of_images_are_bounded_by_the_bytes_of_their_texts_alone() -> None:
+    image = RequestItem(None, modalities=("image",), images=(bytes(GROUP_BYTES + 1),))
+    groups = grouped([ModelInput(image)] * (2 * GROUP_FILES))
+    assert [len(group) for group in groups] == [GROUP_FILES, GROUP_FILES]
 
 
 MANY = {"dense": 1024, "multivector": 128}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from inprocess import until, until_told
+from simulation.virtual import in_virtual_time
 
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_broker.record import LeaderLease, leases_of
@@ -44,10 +47,11 @@ class Output:
     computed: list[int] = field(default_factory=list)
     held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
     before: Callable[[int], None] = lambda number: None
-    refuses: str = ""  # the step that the store refuses: plan, shard, finish
+    refuses: str = ""  # the step that the store refuses: open, plan, shard, finish
     breaks: str = ""  # the step that has a bug
     refusals: int = 1 << 30  # so often
     made: int = 0
+    unopened: int = 0  # attempts at `open` that were refused
     fingerprints: set[str] = field(default_factory=set)
     closed: int = 0
     unwinding: asyncio.Event | None = None  # a shard that is cancelled waits for it
@@ -58,6 +62,9 @@ class Output:
         def made(job: JobRecord, progress: JobRun) -> Writing:
             if self.refuses == "all":
                 raise InvalidInput("output.url: this URL is not below one of SIE_JOBS_URLS")
+            if self.refuses == "open":
+                self.unopened += 1
+                raise NotReady("output.url: the store of SIE_JOBS_URLS cannot be opened")
             self.made += 1
             self.fingerprints.add(job.fingerprint)
             return Writing(self, leader, progress)
@@ -153,8 +160,8 @@ class World:
         return job
 
 
-@pytest.fixture
-async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "EVERY_S", 0.02)
     monkeypatch.setattr(keepers, "LEASE_S", 0.6)
     monkeypatch.setattr(keepers, "RENEW_S", 0.1)
@@ -163,10 +170,23 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(runs, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(runs, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(runs, "LAST_TRIES_S", 0.3)
-    world = World()
-    yield world
-    for name in list(world.stops):
-        await world.leave(name)
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorates a test that gets a world of its own. No lease ends because the machine is busy."""
+    signature = inspect.signature(test)
+    (_, *others) = signature.parameters.values()
+
+    @functools.wraps(test)
+    async def whole(**fixtures: Any) -> None:
+        world = World()
+        await test(world, **fixtures)
+        for name in list(world.stops):
+            await world.leave(name)
+
+    run = in_virtual_time(whole)
+    run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # the fixtures that it asks for
+    return run
 
 
 async def state(world: World, ledger: JobLedger, wanted: str, job_id: str = JOB.id) -> JobRecord:
@@ -178,6 +198,7 @@ async def state(world: World, ledger: JobLedger, wanted: str, job_id: str = JOB.
     return found
 
 
+@virtual
 async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.output.held.set()
     ledger = world.gateway("g1")
@@ -194,6 +215,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
     await until(lambda: not list(ledger), "it is forgotten")
 
 
+@virtual
 async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
     """Two gateways; one leads and answers nothing yet. It leaves. The other one leads at once, and answers."""
     first, second = world.gateway("g1"), world.gateway("g2")
@@ -210,6 +232,7 @@ async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_
     assert set(world.output.parts.values()) == {other}
 
 
+@virtual
 async def test_a_leader_that_dies_is_replaced_and_every_part_is_written_once(world: World) -> None:
     world.output.held.set()
     died: list[int] = []
@@ -233,6 +256,7 @@ async def test_a_leader_that_dies_is_replaced_and_every_part_is_written_once(wor
 
 
 @pytest.mark.parametrize("says", ["pause", "cancel"])
+@virtual
 async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)
@@ -249,6 +273,7 @@ async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None
 
 
 @pytest.mark.parametrize(("says", "then"), [("cancel", "cancelled"), ("run", "completed")])
+@virtual
 async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, says: str, then: str) -> None:
     world.output.unwinding = asyncio.Event()
     ledger = world.gateway("g1")
@@ -262,6 +287,7 @@ async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, 
     assert (await state(world, ledger, then)).wanted == says
 
 
+@virtual
 async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_change(world: World) -> None:
     world.output.held.set()
     world.output.closing = asyncio.Event()
@@ -286,6 +312,7 @@ async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_
         runs.replace(JOB, state="paused", wanted="pause", error=ErrorInfo("MODEL_NOT_FOUND", "it is gone")),
     ],
 )
+@virtual
 async def test_a_gateway_whose_copy_of_a_record_is_old_leaves_it_as_it_is(world: World, stands: JobRecord) -> None:
     world.output.held.set()
     ledger = world.gateway("g1")
@@ -306,6 +333,7 @@ async def test_a_gateway_whose_copy_of_a_record_is_old_leaves_it_as_it_is(world:
         runs.replace(JOB, state="running", leader="another", done=50),
     ],
 )
+@virtual
 async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: World, stands: JobRecord) -> None:
     ledger = world.gateway("g1", at_once=0)
     await ledger.create(JOB)
@@ -355,6 +383,7 @@ class Killing:
             ledger = self.world.gateway(name)
 
 
+@virtual
 async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answered(world: World) -> None:
     """Each gateway that begins the fifth shard dies. The second one answers the fourth before that, alone, so the first
     death may have been of either. After three more the job is failed, with the reason and the rows. What was answered
@@ -373,6 +402,7 @@ async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answer
     assert world.output.finished == ["failed"]
 
 
+@virtual
 async def test_shards_that_a_leader_may_have_died_of_run_alone_until_they_are_answered(world: World) -> None:
     """A leader dies with three shards in its hands. The next one answers these one by one, and the rest together."""
     first = world.gateway("g1")
@@ -395,6 +425,7 @@ async def test_shards_that_a_leader_may_have_died_of_run_alone_until_they_are_an
     assert (await state(world, second, "completed")).done == 60
 
 
+@virtual
 async def test_leaders_that_get_further_with_a_shard_each_time_do_not_fail_a_job(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +483,7 @@ def test_a_leader_counts_as_lost_with_those_before_it_only_where_no_more_rows_ar
     assert runs.claimed_by(runs.replace(job, leader=""), "g2").lost == before
 
 
+@virtual
 async def test_an_output_that_kills_the_leaders_of_a_failed_job_kills_no_more_than_as_many_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,6 +503,7 @@ async def test_an_output_that_kills_the_leaders_of_a_failed_job_kills_no_more_th
     assert (await state(world, world.gateway("last"), "failed")).done == 0
 
 
+@virtual
 async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     held, begun = asyncio.Event(), asyncio.Event()
 
@@ -493,6 +526,7 @@ async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatc
     assert not begun.is_set()
 
 
+@virtual
 async def test_an_output_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where earlier leaders died with shards that are answered."""
     killing = Killing(world, {4}, calms=lambda deaths: deaths == 2)
@@ -514,6 +548,7 @@ async def test_an_output_that_leaders_die_of_fails_the_job(world: World, monkeyp
     assert (job.done, finishing.is_set()) == (60, True)
 
 
+@virtual
 async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +560,7 @@ async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
     assert (await world.job(world.gateway("last"))).state == "completed"
 
 
+@virtual
 async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
     """However often, and without any progress: by their end, and by losing their lease for a moment."""
     for number in range(2 * runs.MAX_LOST):
@@ -539,6 +575,7 @@ async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
     assert (await state(world, world.gateway("last"), "completed")).done == 60
 
 
+@virtual
 async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
     """A leader loses the broker, and another gateway takes over: it counts as dead. It is back: it does not."""
     first = world.gateway("g1")
@@ -565,6 +602,7 @@ REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store failed: no space left on dev
 
 
 @pytest.mark.parametrize(("step", "state_then"), [("plan", "planning"), ("shard", "running"), ("finish", "finalizing")])
+@virtual
 async def test_what_passes_is_waited_for_and_told(world: World, step: str, state_then: str) -> None:
     """However often a step is tried, no row counts twice."""
     world.output.held.set()
@@ -583,6 +621,7 @@ async def test_what_passes_is_waited_for_and_told(world: World, step: str, state
 
 
 @pytest.mark.parametrize(("says", "ends"), [("pause", "paused"), ("cancel", "cancelled")])
+@virtual
 async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World, says: str, ends: str) -> None:
     world.output.held.set()
     world.output.refuses = "finish"
@@ -595,6 +634,7 @@ async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World
     assert world.output.finished == []
 
 
+@virtual
 async def test_the_output_of_a_job_that_ends_early_outlasts_a_store_that_fails_for_a_moment(world: World) -> None:
     world.output.refuses, world.output.refusals = "finish", 2
     ledger = world.gateway("g1")
@@ -605,6 +645,7 @@ async def test_the_output_of_a_job_that_ends_early_outlasts_a_store_that_fails_f
     assert (job.output_file, job.error, job.trouble) == ("there", None, None)
 
 
+@virtual
 async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> None:
     ledger = world.gateway("g1", at_once=0)
     await ledger.create(JOB)
@@ -618,6 +659,7 @@ async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> No
     assert asyncio.all_tasks() == before
 
 
+@virtual
 async def test_a_leader_knows_the_fingerprint_of_a_shard_that_the_one_before_did_not_note(world: World) -> None:
     world.output.held.set()
     ledger = world.gateway("g1")
@@ -628,6 +670,7 @@ async def test_a_leader_knows_the_fingerprint_of_a_shard_that_the_one_before_did
     assert world.output.fingerprints == {"first"}
 
 
+@virtual
 async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) -> None:
     world.output.held.set()
 
@@ -652,6 +695,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
         (ZeroDivisionError("a bug"), "paused", "INTERNAL_ERROR"),
     ],
 )
+@virtual
 async def test_what_only_people_can_change_ends_or_pauses_it(
     world: World, error: Exception, wanted: str, code: str
 ) -> None:
@@ -678,6 +722,7 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
         (ZeroDivisionError("a bug"), "INTERNAL_ERROR", ["failed"]),
     ],
 )
+@virtual
 async def test_a_batch_which_nobody_can_resume_ends(
     world: World, error: Exception, code: str, finished: list[str]
 ) -> None:
@@ -698,6 +743,7 @@ async def test_a_batch_which_nobody_can_resume_ends(
     assert (job.error and job.error.code, job.leader, world.output.finished) == (code, "", finished)
 
 
+@virtual
 async def test_a_batch_ends_where_its_end_cannot_be_written_by_a_bug(world: World) -> None:
     world.output.held.set()
     world.output.breaks = "finish"
@@ -708,6 +754,7 @@ async def test_a_batch_ends_where_its_end_cannot_be_written_by_a_bug(world: Worl
     assert (job.error and job.error.code, job.leader, job.done) == ("INTERNAL_ERROR", "", 60)
 
 
+@virtual
 async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) -> None:
     ledger = world.gateway("g1")
     expires = JobRequest(model="m", input=JobInput(file="f"), deadline=1.0, expires=True)
@@ -717,6 +764,7 @@ async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) 
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
+@virtual
 async def test_an_end_that_a_leader_began_outlives_it(
     world: World, monkeypatch: pytest.MonkeyPatch, is_batch: bool
 ) -> None:
@@ -758,6 +806,7 @@ async def test_an_end_that_a_leader_began_outlives_it(
     assert (job.error and job.error.code) == ("INTERNAL_ERROR" if is_batch else None)
 
 
+@virtual
 async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world: World) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)
@@ -773,6 +822,30 @@ async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world:
     assert job.error.code == "INVALID_INPUT"
 
 
+@pytest.mark.parametrize(("says", "ends"), [("", "completed"), ("pause", "paused"), ("cancel", "cancelled")])
+@virtual
+async def test_a_leader_waits_for_a_place_that_cannot_be_opened_and_hears_the_owner(
+    world: World, says: str, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.output.held.set()
+    world.output.refuses = "open"
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
+    assert ledger.find(JOB.id).trouble == ErrorInfo(
+        "NOT_READY", "output.url: the store of SIE_JOBS_URLS cannot be opened", retry_after_s=NotReady.retry_after_s
+    )
+    await until(lambda: world.output.unopened > 5, "it tries again and again")
+    assert "the next leader continues it" not in caplog.text
+    if says:
+        await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    else:
+        world.output.refuses = ""
+    job = await state(world, ledger, ends)
+    assert (job.trouble, job.error and job.error.code) == (None, "NOT_READY" if says == "cancel" else None)
+
+
+@virtual
 async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
     """The clock of this machine is years past the deadline of one of them, and before that of the other."""
     world.now_s, machine_s = lambda: 1000.0, time.time()
@@ -787,6 +860,7 @@ async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
     await state(world, ledger, "expired", "job-2")
 
 
+@virtual
 async def test_a_job_that_is_paused_expires_too(world: World) -> None:
     ledger = world.gateway("g1")
     expires = JobRequest(model="m", input=JobInput(file="f"), deadline=time.time() + 0.5, expires=True)
@@ -795,6 +869,7 @@ async def test_a_job_that_is_paused_expires_too(world: World) -> None:
     assert world.output.finished == ["expired"]
 
 
+@virtual
 async def test_a_leader_without_a_broker_stops_before_another_begins(world: World) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)
@@ -811,6 +886,7 @@ async def test_a_leader_without_a_broker_stops_before_another_begins(world: Worl
     world.brokers["g1"].reconnect()
 
 
+@virtual
 async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: World) -> None:
     ledger = world.gateway("g1", at_once=1)
     for number in (3, 1, 2):
@@ -838,6 +914,7 @@ def sweeper(world: World, ledger: JobLedger, refused: dict[str, SIEError], *, ha
     return Sweeper(jobs, lease, 60.0, time.time, has_store=has_store)
 
 
+@virtual
 async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: World) -> None:
     ledger = world.gateway("g1", at_once=0)
     for number in range(3):
@@ -848,6 +925,7 @@ async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: Worl
     assert [job.id for job in ledger] == ["job-1"]
 
 
+@virtual
 async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
     ledger = world.gateway("g1", at_once=0)
     await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))
@@ -857,6 +935,7 @@ async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
     assert len(list(ledger)) == 1
 
 
+@virtual
 async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -872,6 +951,7 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     await asyncio.wait_for(running, 5)
 
 
+@virtual
 async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
     """Jobs that others lead fill more than one look."""
     others = keepers.LOOKS + 2
@@ -889,6 +969,7 @@ async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) 
     assert world.stops["g3"][2]._observed == {}
 
 
+@virtual
 async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) -> None:
     """A job that is cancelled writes the record of its last shard while the rows of that shard are still live."""
     run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from inprocess import InProcess, clock_at, until
+from inprocess import POLL_S, InProcess, clock_at, until
 from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -83,13 +83,17 @@ async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None
     """A key is good; its record is written as revoked; gateways know, without asking."""
     key, token = await followed.made()
     assert key.ended(time.time()) == ""
-    began_s = time.monotonic()
     await followed.put(replace(key, revoked_s=time.time()))
-    await until(
-        lambda: (found := followed.keys.find(token)) and found.ended(time.time()) == "was revoked",
-        "the revocation is known",
-    )
-    assert time.monotonic() - began_s < REVOKED_WITHIN_S
+    looks = 0  # in place of a clock, which goes on while the machine stands still
+
+    def is_known() -> bool:
+        nonlocal looks
+        looks += 1
+        found = followed.keys.find(token)
+        return found is not None and found.ended(time.time()) == "was revoked"
+
+    await until(is_known, "the revocation is known")
+    assert looks * POLL_S < REVOKED_WITHIN_S
     await followed.bucket.write([Write(key.id, None)])
     await until(lambda: followed.keys.find(token) is None, "the key is forgotten")
 

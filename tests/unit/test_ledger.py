@@ -152,7 +152,7 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
         began_s = time.monotonic()
         await cluster.sidecar(adapter, SIE_WORKER_ID="w0", SIE_ACK_WAIT_S="30")
         results = [await cluster.result(item) for item in items]
-        assert time.monotonic() - began_s < 8
+        assert time.monotonic() - began_s < 20  # it would be 30 s without the ledger
         assert all(is_right(result, item, 0) for result, item in zip(results, items, strict=True))
         assert {result.batch.deliveries for result in results} == {2}
         assert "an earlier process of this worker was killed: 5 deliveries returned to the queue" in caplog.text

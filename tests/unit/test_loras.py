@@ -161,7 +161,7 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
     answer = await toy.ask("a", "org/x")
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "LORA_LOADING", "1")
     assert right(await toy.ask("a"), "a")
-    monkeypatch.setattr(loading, "HOLD_S", 5.0)
+    monkeypatch.setattr(loading, "HOLD_S", 30.0)
     again = asyncio.create_task(toy.ask("a", "org/x"))
     toy.adapter.let_go()
     assert right(await again, "a", "org/x")
@@ -212,10 +212,12 @@ async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_load_time(to
     await toy.adapter.until(lambda adapter: loads.count(again) == 2, f"the second load of the {lost}")
     waited_s = time.perf_counter() - began_s
     await asyncio.sleep(0.2)  # the time that the load takes
+    loaded_s = time.perf_counter()
     toy.adapter.let_go()
     timing = (await asked).json()["timing"]
+    rest_s = time.perf_counter() - loaded_s
     assert timing["load_time"] >= 200
-    assert timing["batch_wait_time"] + timing["inference_time"] <= 1000 * waited_s + 100
+    assert timing["batch_wait_time"] + timing["inference_time"] <= 1000 * (waited_s + rest_s) + 100
 
 
 async def test_loras_of_profiles_load_with_the_model_that_serves_them(toy: Toy) -> None:

@@ -244,7 +244,7 @@ async def test_without_a_valid_key_no_request_passes(running: Door, keys: dict[s
 
 async def test_pages_of_other_origins_and_foreign_hosts_are_refused(running: Door, keys: dict[str, str]) -> None:
     key = {"authorization": f"Bearer {keys['both']}", "accept": "application/json, text/event-stream"}
-    async with httpx2.AsyncClient(trust_env=False, timeout=5) as client:
+    async with httpx2.AsyncClient(trust_env=False, timeout=30) as client:
         for method in ("POST", "GET", "DELETE"):
             for wrong in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
                 answer = await client.request(method, running.url, json={}, headers={**key, **wrong})
@@ -335,6 +335,15 @@ async def test_documents_wait_for_their_turn_and_not_for_ever(
     assert "Other documents are being read" in sentence(answer)
 
 
+async def test_a_call_takes_no_longer_than_its_time_limit(
+    cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str]
+) -> None:
+    """Also while the gateway has no capacity: the client would ask it again when the limit has passed."""
+    async with door(cluster, gateway, CONFIG, timeout_s=1.5) as running, running.client(keys["both"]) as client:
+        answer = await client.call_tool("rerank", {"query": "q", "documents": ["a"], "model": HELD})
+    assert sentence(answer) == server.TOO_LONG
+
+
 async def test_a_gateway_that_is_down_is_one_sentence(
     cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +357,7 @@ async def test_a_gateway_that_is_down_is_one_sentence(
             assert gateway.url not in text
         assert structured(await client.call_tool("read_result", {"reference": stored}))
         # a key that was not checked before stays out
-        async with httpx2.AsyncClient(trust_env=False, timeout=10) as stranger:
+        async with httpx2.AsyncClient(trust_env=False, timeout=30) as stranger:
             answer = await stranger.post(running.url, headers={"authorization": f"Bearer {keys['other']}"})
             assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
 

@@ -322,7 +322,7 @@ def test_no_worker_outlives_a_sidecar_that_is_killed(busy: bool) -> None:
         for worker in workers if busy else ():
             worker.send_signal(signal.SIGSTOP)
         sidecar.kill()
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 

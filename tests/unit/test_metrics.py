@@ -406,8 +406,10 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     assert (await gateway.encode("x")).status_code == 200
 
     async def told() -> dict[str, Any] | None:
+        """With both workers: a machine that stands still lets heartbeats be overdue for a moment."""
         found = await scraped(gateway)
-        return found if "sie_gateway_model_workers" in found else None
+        beating = {labels["worker"] for labels, _ in found.get("sie_gateway_worker_queue_depth", [])}
+        return found if "sie_gateway_model_workers" in found and beating == {"w0", "w1"} else None
 
     found = await until_told(told, "the model's workers")
     assert found["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]

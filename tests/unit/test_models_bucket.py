@@ -181,7 +181,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
                 SettingError, match=r"did not answer properly \(no answer within 0\.3 s\): is its endpoint right \(AWS_"
             ):
                 call()
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 30
     finally:
         seaweed.resume()
     assert folder.read({"a.yaml": 1}, 10) == {"a.yaml": b"x"}

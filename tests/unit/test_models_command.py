@@ -462,6 +462,16 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean"),
     ),
     "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
+    "a value that its tag does not have": (
+        ("set", "org/one", "family=!!bool q"),
+        2,
+        ("family: the value is not YAML",),
+    ),
+    "a number with too many digits": (
+        ("set", "org/one", f"family={'9' * 5000}"),
+        2,
+        ("family: the value is not YAML",),
+    ),
     "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: occurs twice",)),
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),

@@ -121,7 +121,7 @@ async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["reason"]) == (503, "NOT_READY", "config_changed")
         assert refused.headers["retry-after"] == "1"
-        monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 10.0)
+        monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 30.0)
         own.put(OTHER)
         answer = await gateway.encode("x")
         assert answer.status_code == 200

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 from pathlib import Path
 
 import httpx
@@ -115,6 +116,17 @@ def test_a_listener_answers_to_its_own_names_and_those_that_are_listed(
 ) -> None:
     for method in ("GET", "POST", None):
         assert refused(HostNames(address, allowed), host, method=method) == ("" if is_own else "host")
+
+
+def test_long_host_names_stay_in_no_memory() -> None:
+    names = HostNames("0.0.0.0", None)
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            names.has(b"%d%s" % (number, b"x" * 60_000))
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_each_of_several_hosts_is_checked() -> None:

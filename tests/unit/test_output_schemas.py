@@ -298,6 +298,7 @@ def test_an_integer_with_bounds_is_a_scale_where_the_family_reads_one() -> None:
         ({"type": "integer", "minimum": True, "maximum": 2}, "minimum and maximum, which are integers"),
         ({"type": "integer", "minimum": 0, "maximum": 2, "exclusiveMaximum": 2}, "minimum and maximum, which are"),
         ({"type": "integer", "minimum": 0, "maximum": 10}, "got 11 levels"),
+        ({"type": "integer", "minimum": 0, "maximum": 1 << 63}, f"got {(1 << 63) + 1} levels"),
         ({"type": "integer", "minimum": 1, "maximum": 0}, "got 0 levels"),
         ({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 1}}, "a list of integers"),
         ({"type": "number", "minimum": 0, "maximum": 1}, "not a number"),
@@ -322,6 +323,11 @@ def test_a_schema_takes_the_place_of_labels() -> None:
 
 def test_a_profile_may_have_a_schema() -> None:
     assert parts_of(run("ready").run.parameters) == parts(of({"a": STRING}))
+
+
+def test_groups_of_a_request_replace_the_schema_of_a_profile() -> None:
+    groups = {"g": ["p", "q"]}
+    assert parts_of(run("ready", label_groups=groups).run.parameters) == parts_of_groups("", groups, is_many=False)
 
 
 def test_labels_of_decisions_follow_those_of_a_request_where_each_has_a_row() -> None:

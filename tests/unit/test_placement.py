@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inprocess import until
 from layouts import place
 from placement_simulation import Case, Simulation, cases, large
 from selection import long_but
@@ -27,8 +28,9 @@ from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.placement import Ages, Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
+from sie_gateway.streams.backlog import Backlog
 
 LANE = Lane("_default", "l4", "default")
 
@@ -258,6 +260,15 @@ def test_a_profile_with_other_weights_counts_for_its_model_and_other_failures_th
     assert table.hosts == {"m": ("w1",), "n": ("w1",), "o": ("w2",)}
 
 
+def test_a_planner_reads_equal_rates_from_the_first_and_from_later_heartbeats_of_a_worker_with_a_profile() -> None:
+    planner = Planner(2.0)
+    for _ in range(2):
+        statuses = (ModelStatus("m:int8", "loaded", cost_rate=900.0), ModelStatus("n", "loading"))
+        planner.step(None, [beat("w1", *statuses)], [], {}, 1.0)
+        taking = planner._workers["w1"].taking
+        assert {planner._layout.names[int(index)]: rate for index, rate in taking.T} == {"m": 900.0, "n": 0.0}
+
+
 def test_a_silent_worker_stays_a_host_until_work_of_its_models_waits() -> None:
     planner = Planner(2.0)
     silent, live = beat("w1", ModelStatus("m", "loaded")), beat("w2")
@@ -362,6 +373,45 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_wi
     with pytest.raises(BrokerError, match="no stream WORK_lost"):
         await placer.step()
     await placer.step()
+
+
+@pytest.mark.parametrize("drops_first", [True, False])
+async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bool) -> None:
+    """Its table is removed from the bucket before or after this gateway drops the pool."""
+    server, clock = MemoryServer(), Clock()
+    lane = replace(LANE, pool="reserved")
+    broker = server.connect("g")
+    placer, fleet = await gateway(broker, {}, clock)
+    fleet.note(beat("w1", pool=lane.pool))
+    placer.note(lane, [item("m")])
+    await placer.step()
+    assert placer.table(lane) is not None
+    bucket = await server.connect("leader").key_value(topology.PLACEMENT_BUCKET)
+    if drops_first:
+        placer.drop_pool(lane.pool)
+    await bucket.write([Write(topology.lane_key(lane), None)])
+    await until(lambda: placer.table(lane) is None, "the removal of the table")
+    if drops_first:
+        placer._on_value(topology.lane_key(lane), None, (1 << 53))  # the removal again
+    else:
+        placer.drop_pool(lane.pool)
+    assert not placer._tables
+    assert not placer._planners
+
+
+async def test_ages_hold_nothing_of_a_pool_that_was_deleted() -> None:
+    broker = MemoryServer().connect("g")
+    await broker.ensure_stream(
+        topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True
+    )
+    await broker.publish(topology.work_subject(LANE, "bulk", "m"), b"x", "1")
+    ages = Ages(Backlog(broker, {LANE.pool}), Clock())
+    assert (await ages.waiting_of(LANE, ["m"]))["m"].count == 1
+    assert ages._looks
+    ages.drop_pool(LANE.pool)
+    assert not ages._looks
+    assert not ages._names
+    await broker.close()
 
 
 @pytest.mark.parametrize("reads", [True, False])

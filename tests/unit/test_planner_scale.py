@@ -114,17 +114,17 @@ async def test_the_event_loop_takes_its_turns_while_the_first_table_is_made() ->
 
     async def turn() -> None:
         nonlocal turns, longest_s
-        before_s = time.perf_counter()
+        before_s = time.process_time()  # which stands still with the machine
         while not done:
             await asyncio.sleep(0)
-            now_s = time.perf_counter()
+            now_s = time.process_time()
             longest_s, turns, before_s = max(longest_s, now_s - before_s), turns + 1, now_s
 
     turning = asyncio.create_task(turn())
     await asyncio.sleep(0)
-    before_s = time.perf_counter()
+    before_s = time.process_time()
     await placer.step()
-    took_s, done = time.perf_counter() - before_s, True
+    took_s, done = time.process_time() - before_s, True
     await turning
     table = placer.table(LANE)
     print(f"first table after {took_s * 1000:.0f} ms, {turns} turns, the longest {longest_s * 1000:.1f} ms")

@@ -231,7 +231,8 @@ def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:
 
 SPEC = {"name": "team", "gpus": {"l4": 1}}
 L4 = {"SIE_GATEWAY_CONFIGURED_GPUS": "l4,h100"}
-FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "1000"}
+# no worker is gone because the machine stood still
+FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10000"}
 
 
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:

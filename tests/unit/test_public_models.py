@@ -256,6 +256,7 @@ def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None
         ({"tasks": {"extract": {}}}, "$.profiles.default.adapter_path", "SGLangGenerationAdapter"),
         ({"tasks": {}, "profiles": {}}, "$.profiles", "at least one profile"),
         ({"tasks": 3}, "$.tasks", "expected a map"),
+        ({"profiles": {1: {}}}, "$.profiles", "keys: expected a string"),
     ],
 )
 def test_a_model_that_nothing_here_computes_is_refused_by_its_field(

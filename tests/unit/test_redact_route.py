@@ -152,6 +152,14 @@ async def test_redacted_text_and_map_restore_the_text(cluster: InProcess, gatewa
     ]
 
 
+async def test_value_that_the_model_and_a_pattern_find_is_one_span(cluster: InProcess, gateway: GatewayProcess) -> None:
+    reply = asyncio.create_task(post(gateway, LABELLED, {"items": [EMAIL], "kinds": ["email"]}))
+    span = {"text": EMAIL, "label": "email", "score": 0.9, "start": 0, "end": len(EMAIL)}
+    await work_options(cluster, entities(span))
+    (slot,) = (await reply).json()["items"]
+    assert (slot["text"], [one["source"] for one in slot["spans"]]) == ("*****", ["pattern"])
+
+
 async def test_offsets_count_utf16_units_where_the_client_wants_it(cluster: InProcess, gateway: GatewayProcess) -> None:
     text = f"👩👩 {EMAIL}"
     body = {"items": [text], "kinds": ["email"], "offsets": "utf16"}

@@ -57,6 +57,9 @@ FORMS: list[tuple[str, str, str]] = [
     ("ip_address", f"from {IPV6}: refused", IPV6),
     ("ip_address", "::ffff:192.0.2.9 ", "::ffff:192.0.2.9"),
     ("ip_address", "::1", "::1"),
+    ("ip_address", f"IP:{IPV6}", IPV6),
+    ("ip_address", f"node:{IPV6}", IPV6),
+    ("ip_address", f"urn:addr:{IPV6} x", IPV6),
     ("phone_number", f"call {PHONE}!", PHONE),
     ("phone_number", "call +1 (650) 253-0000 now", "+1 (650) 253-0000"),
 ]
@@ -85,6 +88,9 @@ def test_pattern_finds_a_value_in_a_sentence(kind: str, text: str, value: str) -
         ("ip_address", "12:30:45"),
         ("ip_address", "00:1a:2b:3c:4d:5e"),
         ("ip_address", "std::vector a :: b"),
+        ("ip_address", "std::abc::def"),
+        ("ip_address", "time:12:30:45"),
+        ("ip_address", "mac:00:1a:2b:3c:4d:5e"),
         ("phone_number", "020 8366 1177"),
         ("phone_number", "+1 555 1"),
     ],
@@ -141,6 +147,7 @@ HOSTILE = {
     "colons": ":",
     "groups": "1:",
     "hex": "f",
+    "names": "ip:",
     "at": "@",
     "local parts": "a@",
     "labels": "a@a.",
@@ -204,6 +211,7 @@ def span(start: int, end: int, kind: str = "a", score: float | None = 0.5, sourc
         ([span(0, 4, "a", 0.9), span(2, 6, "b", 0.4)], [(0, 6, "a")]),
         ([span(0, 4, "a", 0.9), span(2, 6, "b", None, "pattern")], [(0, 6, "b")]),
         ([span(0, 4, "b"), span(0, 4, "a")], [(0, 4, "a")]),
+        ([span(0, 4, "a", 0.9), span(0, 4, "a", None, "pattern"), span(0, 4, "a", 0.4)], [(0, 4, "a")]),
         ([span(0, 4, "a"), span(3, 7, "b"), span(6, 12, "c")], [(0, 12, "c")]),
         ([span(5, 9, "b"), span(0, 2, "a")], [(0, 2, "a"), (5, 9, "b")]),
     ],
@@ -225,6 +233,12 @@ def test_equal_values_have_equal_replacements_and_different_ones_differ() -> Non
         written = {(kind, value): replacer.replacement(kind, str(value)) for kind in kinds for value in range(1000)}
         assert all(replacer.replacement(kind, str(value)) == text for (kind, value), text in written.items())
         assert len(set(written.values())) == len(written) - (1000 if style == "synthetic" else 0)
+
+
+def test_synthetic_replacements_of_kinds_with_the_same_stand_ins_differ() -> None:
+    replacer = Replacer("synthetic")
+    kinds = ("person", "name", "full name", "PER")
+    assert len({replacer.replacement(kind, f"person of the kind {kind}") for kind in kinds}) == len(kinds)
 
 
 def test_hash_depends_on_the_key_and_is_not_that_of_the_value_alone() -> None:

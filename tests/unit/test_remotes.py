@@ -435,7 +435,7 @@ async def test_the_deadline_of_a_client_is_no_fault_of_the_remote_server(start: 
     fallback = await proven(start)
     fallback.relay.holds = True
     for _ in range(3):
-        assert (await fallback.gateway.encode("a text", x_sie_timeout_ms="300")).status_code == 503
+        assert (await fallback.gateway.encode("a text", x_sie_timeout_ms="600")).status_code == 503
     await until(lambda: fallback.relay.left == 3, "the calls are cancelled")
     assert await fallback.gateway.metric("sie_gateway_remote_ready", remote="spare") == 1
 

@@ -12,12 +12,14 @@ from inprocess import settings_of, until, until_told
 from unit.test_models_folder import ENTRY, put
 
 from sie_broker.memory import MemoryServer
+from sie_config_service.mirror import HeldModel
 from sie_config_service.process import prepare
 from sie_config_service.restore import Restore, Unloadable, unloadable
-from sie_config_service.store import CatalogueChange, CatalogueStore
+from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore
 from sie_config_service.workers import CatalogueReaders
-from sie_config_service.writes import CatalogueWriter
-from sie_contracts.errors import ErrorInfo
+from sie_config_service.writes import CatalogueWriter, WriteRequest
+from sie_contracts.errors import ContentConflict, ErrorInfo
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_runtime.process import Stop
 
@@ -112,3 +114,32 @@ async def test_neither_a_restored_revision_nor_an_older_one_is_replaced(followin
         await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
     await asyncio.sleep(0)
     assert await following.history() == before
+
+
+async def test_a_model_that_was_removed_meanwhile_is_not_restored(following: Following) -> None:
+    await following.write(16)
+    held = await following.store.held(MODEL)
+    await following.store.write([CatalogueChange(MODEL, held, None, "api", "delete")])
+
+    async def unchecked(_entry: dict[str, Any]) -> None:
+        pass
+
+    async def edit(_held: HeldModel) -> dict[str, Any] | None:
+        return held.entry
+
+    restore = WriteRequest(RESTORE, MODEL, edit, if_match=held.revision, source="overlay")
+    with pytest.raises(ContentConflict):
+        await CatalogueWriter(following.store, unchecked).write(restore)
+    assert (await following.history())[0] == (3, "delete", None)
+
+
+async def test_a_restored_model_is_seeded_again_only_after_its_file_changed(following: Following) -> None:
+    await following.write(16)
+    await following.write(8, RESTORE)
+
+    async def seeds(max_tokens: int) -> list[str]:
+        entry = parse_entry({**((await following.store.held(MODEL)).entry or {}), "max_tokens": max_tokens})
+        changes = await following.store.to_seed({MODEL: (entry, "overlay")})
+        return [change.operation for change in changes if change.model == MODEL]
+
+    assert (await seeds(16), await seeds(8), await seeds(32)) == ([], [], ["seed"])

@@ -16,7 +16,7 @@ from parity import tokenizer_recipes as recipes
 
 from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.wire.messages import Input, RunOptions
-from sie_sidecar.prepare import layouts, rows
+from sie_sidecar.prepare import layouts, long_text, rows
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.rows import WorkItemInput, WorkRows, effort_of, offsets_of, reached
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
@@ -98,6 +98,16 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
     assert mate.error is None
     (pairs,) = make(TOKENIZER, layout, [work(*["a"] * 66, labels=LABELS, parameters={"multi_label": True})])
     assert pairs.error is not None
+
+
+def test_a_model_that_tokenises_itself_gets_a_long_text_whose_tokens_are_counted_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens of a whole text took 400 bytes for each of its characters."""
+    text = "paper river " * 60_000
+    monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", long_text.MAX_PIECE_CHARACTERS + 100)
+    (made,) = make(TOKENIZER, Rows("raw"), [work(text)])
+    assert made.rows[0].full == made.rows[0].cost == len(made.rows[0].ids) == 120_000
 
 
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
@@ -193,7 +203,7 @@ async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -
         await adapter.start()
         cluster.adapters.append(adapter)
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
-        answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1000")
+        answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1900")
         # as ready as the worker is then
         assert answer.json()["code"] in (
             "GATEWAY_TIMEOUT",

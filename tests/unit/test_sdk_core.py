@@ -20,7 +20,7 @@ import pydantic
 import pytest
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, transport, verbs, wire
+from sie_client import SIEAsyncClient, SIEClient, core, transport, verbs, wire
 from sie_client.core import (
     BlockingWork,
     Hedges,
@@ -593,6 +593,21 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
     assert (result["id"], result["muvera"], result["warnings"]) == ("a", {"seed": 42}, ["w"])
 
 
+@pytest.mark.parametrize("lost", ["scale", "offset"])
+def test_embed_refuses_vectors_that_need_a_scale_or_an_offset(lost: str) -> None:
+    vectors = {"dims": 1, "dtype": "uint8", "values": arrays.pack(np.zeros(1, np.uint8)), lost: 0.25}
+    steps = verbs.embed("m", ["a"], 1, {"output_dtype": "uint8"}, Session())
+    with pytest.raises(sie_client.InvalidInputError, match="output_dtype: embed returns no scale; call encode"):
+        outcome(steps, replied(items=[{"dense": vectors}]))
+
+
+def test_the_logged_warnings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    logged = core.LoggedWarnings()
+    for number in range(2 * core.MAX_TOLD):
+        logged.warn([f"warning {number}"])
+    assert len(caplog.records) == len(logged._logged) == core.MAX_TOLD
+
+
 def test_an_item_that_failed_carries_its_error_and_no_output() -> None:
     _, results = outcome(verbs.encode("m", ["a"], {}, Session()), replied(items=[{"error": {"code": "INVALID_INPUT"}}]))
     assert results[0]["error"] == {"code": "INVALID_INPUT"}  # type: ignore[index]
@@ -825,10 +840,10 @@ async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with SIEClient(url) as client, pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
-            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 10)
+            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 30)
         async with SIEAsyncClient(url) as client:
             with pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
-                await asyncio.wait_for(client.encode("m", "a"), 10)
+                await asyncio.wait_for(client.encode("m", "a"), 30)
 
 
 def test_the_usage_of_a_call_has_the_images_and_the_cached_items_of_all_parts() -> None:

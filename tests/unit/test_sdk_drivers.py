@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,6 +28,12 @@ from websockets.exceptions import ConnectionClosed
 import sie_client
 from sie_client import SIEAsyncClient, SIEClient, cluster, core, transport, watching
 from sie_contracts import arrays
+
+
+@dataclasses.dataclass
+class Plain:
+    who: str
+
 
 HANGING = 30.0  # seconds that nothing here takes, unless it hangs
 
@@ -195,6 +202,20 @@ def test_embed_makes_one_array_of_texts_in_their_order(
     assert [count.done for count in counts] == list(range(10, 101, 10))
     params = [body["params"] for _, _, body in server.seen]
     assert params == [{"on_item_error": "fail", "output_types": ["dense"]}] * 10
+
+
+@pytest.mark.parametrize("wanted", [None, "slot", "fail"])
+def test_embed_and_rerank_fail_if_an_item_fails(wanted: str | None, server: Server, using: Callable[..., Any]) -> None:
+    server.special = lambda *_: (400, failure("INVALID_INPUT"))
+    for function in (
+        lambda client: client.embed("m", "7", on_item_error=wanted),
+        lambda client: client.rerank("m", "q", ["7"], on_item_error=wanted),
+        lambda client: client.extract("m", "7", schema=Plain, on_item_error=wanted),
+    ):
+        with pytest.raises(sie_client.InvalidInputError):
+            using(server.url, function)
+    sent = [body["params"]["on_item_error"] for _, _, body in server.seen]
+    assert sent == ["fail", "fail", wanted or "fail"]
 
 
 def test_embed_of_one_text_is_one_vector_and_of_none_no_row(server: Server, using: Callable[..., Any]) -> None:
@@ -376,7 +397,7 @@ def test_a_host_that_does_not_exist_is_told_at_once(
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
     with pytest.raises(sie_client.SIEConnectionError, match="told by the resolver"):
-        using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.1)
+        using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.8)
     assert (len(asked) > 1) == (errno == socket.EAI_AGAIN)
 
 
@@ -460,6 +481,30 @@ def test_a_reservation_whose_lease_lapsed_is_made_again(
     using(server.url, lambda client: reserve(client, lambda: lapsed.is_set() and len(server.seen) >= 4))
     made = [body for method, path, body in server.seen if (method, path) == ("POST", "/v1/pools")]
     assert made == [{"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 1}] * 2
+
+
+def test_a_renewal_that_ends_after_its_reservation_does_not_create_it_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
+    well, deleted = pools(server), threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if path.endswith("/renew"):
+            assert deleted.wait(HANGING)
+            return 404, failure("POOL_NOT_FOUND")
+        if method == "DELETE":
+            deleted.set()
+        return well(method, path, body, number)
+
+    server.special = special
+    with SIEClient(server.url) as client:
+        reserve(client, lambda: len(server.seen) >= 2)
+        for thread in threading.enumerate():
+            if thread.name == "sie-sdk":
+                thread.join(HANGING)
+    assert [path for method, path, _ in server.seen if method == "POST"].count("/v1/pools") == 1
 
 
 def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
@@ -555,6 +600,19 @@ async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_a_broken_connection_is_closed_before_the_next_one(frames: tuple[str, list[str]]) -> None:
+    url, _ = frames
+    session = core.Session(api_key="good")
+    request = watching.request(watching.CLUSTER_STATUS, session)
+    with contextlib.closing(watching.StatusSocket(url)) as blocking:
+        blocking.open(request)
+        broken = blocking._connection
+        while blocking.next() is not None:
+            pass
+        assert broken.socket.fileno() == -1
+        assert not blocking._open.pop_all()._exit_callbacks  # type: ignore[attr-defined]
 
 
 def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(

@@ -287,6 +287,60 @@ def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
     assert (other, code, fine) == (f"{JOB}1", "INVALID_INPUT", [{"id": "8", "dims": 4}])
 
 
+def test_what_an_attempt_without_an_answer_did_is_a_success(server: JobServer, using: Callable[..., Any]) -> None:
+    """The server deletes and cancels, and its answer is lost. What was gone before is still not found."""
+    server.add(**COMPLETED)
+    server.add(state="running")
+    server.add(**COMPLETED)
+    server.losses |= {
+        f"DELETE /v1/jobs/{JOB}0": 1,
+        f"POST /v1/jobs/{JOB}1/cancel": 1,
+        f"POST /v1/jobs/{JOB}2/cancel": 1,
+    }
+
+    def steer(client: Any, do: Callable[[Any], Any]) -> str:
+        do(client.jobs.delete(f"{JOB}0"))
+        with pytest.raises(sie_client.NotFoundError) as caught:
+            do(client.jobs.delete(f"{JOB}0"))
+        assert not caught.value.may_have_run
+        with pytest.raises(sie_client.ContentConflictError):
+            do(do(client.jobs.get(f"{JOB}2")).cancel())
+        return str(do(do(client.jobs.get(f"{JOB}1")).cancel()).state)
+
+    assert using(steer) == "cancelled"
+    assert len(server.asked("DELETE")) == 3
+    with pytest.raises(sie_client.ContentConflictError):
+        using(lambda client, do: do(do(client.jobs.get(f"{JOB}1")).cancel()))
+
+
+def test_an_upload_is_not_sent_again_once_its_last_byte_is_sent(
+    server: JobServer, using: Callable[..., Any], rows: Path
+) -> None:
+    server.losses["POST /v1/files"] = 1
+    with pytest.raises(sie_client.SIEConnectionError) as caught:
+        using(lambda client, do: do(client.files.upload(rows)))
+    assert caught.value.may_have_run
+    assert list(server.files) == [f"{FILE}0"]
+
+
+def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(rows: Path) -> None:
+    failed = core.TransportFailed(ConnectionResetError("reset"))
+    plan = files.uploaded(rows, "jobs", None, core.Session())
+    size = next(plan)
+    assert isinstance(size, core.BlockingWork)
+    request = plan.send(size.function())
+    assert isinstance(request, core.Send)
+    assert isinstance(request.body, core.UploadStream)
+    pieces = request.body.pieces()
+    next(pieces)
+    assert isinstance(plan.send(failed), core.Pause)
+    assert next(plan) == request
+    *_, last = request.body.pieces()
+    assert last.endswith(b"--\r\n")
+    with pytest.raises(sie_client.SIEConnectionError):
+        plan.send(failed)
+
+
 def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
     server.add()
     server.script = [{"state": "planning"}, {"state": "running", "counts": {"rows": 3, "done": 1}}, COMPLETED]
@@ -335,6 +389,24 @@ def finished(server: JobServer, count: int = 5) -> None:
 
 def download(folder: Path, **more: Any) -> Callable[[Any, Callable[[Any], Any]], Any]:
     return lambda client, do: do(do(client.jobs.get(f"{JOB}0")).download(folder, **more))
+
+
+def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
+    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(server, 1)
+    begin = files.Arriving.begin
+
+    def begin_on_a_full_disk(arriving: files.Arriving) -> None:
+        begin(arriving)
+        with files.on_disk(tmp_path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.Arriving, "begin", begin_on_a_full_disk)
+    with pytest.raises(sie_client.InvalidInputError, match="No space left") as caught:
+        using(download(tmp_path))
+    assert list(tmp_path.iterdir()) == []  # the traceback in `caught` still has the frames of the call
+    assert caught.value.__traceback__ is not None
 
 
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:

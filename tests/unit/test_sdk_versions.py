@@ -107,7 +107,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 async def test_a_public_sdk_is_told_at_once_that_no_worker_is_there(cluster: InProcess) -> None:
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(18):  # less than a request is held
         for version, status in zip(VERSIONS, (202, 202, 503, 503, 503), strict=True):
             answer = await gateway.encode("x", X_SIE_SDK_Version=version)
             assert (answer.status_code, answer.headers["x-sie-error-code"]) == (status, "PROVISIONING")
@@ -121,7 +121,7 @@ async def test_a_public_sdk_is_told_within_seconds_that_a_model_is_being_loaded(
     adapter.hold_loads = True
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
     await cluster.sidecar(adapter)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(18):  # less than a request is held
         answer = await gateway.encode("x", X_SIE_SDK_Version="0.10.1")
     assert (answer.status_code, answer.json()["code"]) == (503, "MODEL_LOADING")
     adapter.let_go()

@@ -212,7 +212,7 @@ class BarrierTokenizer:
         with self._lock:
             self._running += 1
             self.peak = max(self.peak, self._running)
-        self._barrier.wait(10)
+        self._barrier.wait(25)
         with self._lock:
             self._running -= 1
         return [Tokens(np.full(3, len(text), np.int32), 3) for text in texts]

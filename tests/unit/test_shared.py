@@ -75,7 +75,7 @@ async def test_a_pause_ends_by_its_waker_by_the_end_or_in_time(by: str) -> None:
         stop.request()
     began_s = time.monotonic()
     assert await pausing is (by == "stop")
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 20.0
     assert not waker.is_set(), "the next pause is a pause again"
 
 

@@ -212,3 +212,11 @@ async def test_a_server_that_is_not_postgresql_is_named_in_our_words(answer: byt
     error, _ = await refused(answer, b"", f"postgresql://me:{SECRET}@127.0.0.1:{{}}/vectors")
     assert len(str(error)) < 200
     assert SECRET not in str(error)
+
+
+@pytest.mark.parametrize("options", ["sslmode=verify-full&sslrootcert=/missing/ca.crt", "sslmode=unknown"])
+async def test_a_url_of_postgresql_whose_options_cannot_be_used_is_refused_with_the_fix(options: str) -> None:
+    sink = opened(f"postgresql://me:{SECRET}@127.0.0.1:1/vectors?{options}", "SIE_JOBS_SINKS", RetryPolicy(5.0, 1))
+    with pytest.raises(SinkUnsuitable, match=r"options.*sslmode.*sslrootcert") as refused:
+        await sink.prepare("docs", {"dense": 3}, {})
+    assert SECRET not in str(refused.value)

@@ -94,6 +94,21 @@ def test_ten_thousand_models_are_parts_and_a_change_is_the_part_that_has_it() ->
     assert live == {KEY}, "parts that nobody needs are removed"
 
 
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_an_older_entry_does_not_replace_a_newer_one(count: int) -> None:
+    """A watch that is behind delivers the entries of earlier writes after the write of this process."""
+    bucket, table = Bucket(), table_of(count)
+    older = bucket.write(table)
+    moved = Placement(2.0, {**table.hosts, "organisation/model-00000": ("elsewhere",)}, table.raised_s)
+    newer = bucket.write(moved)
+    assert bucket.shown(newer if count == 10 else [*older, *newer]) == moved
+    for each in (bucket.writer, bucket.reader):
+        assert [each.apply(entry) for entry in older] == [False] * len(older)
+        assert each.table == moved
+    last = Placement(3.0, {**moved.hosts, "organisation/model-00000": ("third",)}, table.raised_s)
+    assert bucket.shown(bucket.write(last)) == last
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3)), min_size=1, max_size=6),
     st.randoms(use_true_random=False),

@@ -19,7 +19,9 @@ from selection import long_but
 from text_rows import text_rows
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
+from sie_sidecar.prepare import long_text
 from sie_sidecar.prepare.long_text import HARD_TEXT, LongTexts
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
 
@@ -153,6 +155,26 @@ def test_pieces_give_the_ids_of_the_whole_text(
     assert found.full == full or (truncate != "NONE" and limit < found.full <= full)
 
 
+@settings(max_examples=60)
+@given(text=TEXTS, times=st.integers(1, 6), room=st.integers(0, 60), truncate=st.sampled_from(("END", "START", "NONE")))
+@example(text="<end> a", times=6, room=3, truncate="START")
+@example(text=" ", times=6, room=3, truncate="NONE")
+def test_spans_of_a_long_text_are_those_of_the_whole_text(
+    tokenizer: Tokenizer, text: str, times: int, room: int, truncate: Truncate
+) -> None:
+    whole = ModelTokenizer(plain(tokenizer).to_str().encode(), 4096, long_characters=1 << 20)
+    ((tokens, offsets),) = eager(tokenizer).spans([text * times], room, truncate)
+    ids, places = (
+        whole.whole([text * times], special=False)[0].ids,
+        whole.whole([text * times], special=False)[0].offsets,
+    )
+    first = max(0, len(ids) - room) if truncate == "START" else 0
+    assert tokens.ids.tolist() == ids[first : first + room]
+    assert [tuple(place) for place in offsets.tolist()] == places[first : first + room]
+    assert tokens.truncated == (len(ids) > room)
+    assert tokens.full == len(ids) or truncate != "NONE"
+
+
 def test_every_pipeline_of_the_public_models_is_cut(tokenizer: Tokenizer) -> None:
     """Without this the test above would prove nothing: the pieces are real, in both directions."""
     long = LongTexts(plain(tokenizer))
@@ -246,6 +268,20 @@ def test_a_long_text_costs_what_is_kept_of_it() -> None:
     assert found.full == 40_000 * 12 + 2
 
 
+def test_a_call_of_the_tokenizer_is_bounded_and_a_longer_text_that_cannot_be_cut_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = ModelTokenizer(trained("minilm").to_str().encode(), 512)
+    texts = ["a few words " * 100] * 40
+    alone = [tokens.full for tokens in ours.contents(texts, 16, "NONE")]
+    monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", 5000)
+    assert [tokens.full for tokens in ours.contents(texts, 16, "NONE")] == alone
+    for read in (ours.contents, ours.spans):
+        with pytest.raises(InvalidInput, match="5001 characters") as caught:
+            read(["a few words", "." * 5001], 16, "START")
+        assert (caught.value.reason, caught.value.param) == ("too_many_tokens", "text")
+
+
 def test_a_long_text_without_spaces_is_read_whole_and_right() -> None:
     tokenizer = trained("qwen")
     ours = ModelTokenizer(tokenizer.to_str().encode(), 512)
@@ -281,6 +317,40 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
     library = trained("minilm")
     for (truncate, limit), (row,) in zip(options, rows, strict=True):
         assert row.ids.tolist() == oracle(library, text, truncate, limit)
+
+
+def panicking() -> ModelTokenizer:
+    """Return a tokenizer that panics for text outside of ASCII."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    model = models.BPE({"<unk>": 0, "▁": 1, **{letter: 2 + place for place, letter in enumerate(letters)}}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_tokens(["\n"])
+    return ModelTokenizer(tokenizer.to_str().encode(), 512)
+
+
+@pytest.mark.parametrize("characters", [1, INLINE_CHARACTERS], ids=["inline", "in a thread"])
+async def test_a_panic_of_the_tokenizer_fails_only_its_own_call(characters: int) -> None:
+    pool, ours = TokenizerPool(1), panicking()
+
+    def stops() -> None:
+        raise StopIteration
+
+    calls: list[Any] = [partial(text_rows, ours, ["中文"], "END"), stops, lambda: "another text"]
+    try:
+        async with asyncio.timeout(60):
+            together = 2 * characters
+            found = await asyncio.gather(
+                *(pool.run(characters, call, together) for call in calls), return_exceptions=True
+            )
+    finally:
+        pool.close()
+    assert [type(result) for result in found] == [RuntimeError, RuntimeError, str]
+    assert "PanicException" in str(found[0])
+    assert "中" not in str(found[0])
 
 
 async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -55,6 +56,16 @@ def test_a_token_is_one_legal_word_in_a_subject_and_in_a_name(name: str) -> None
     assert re.fullmatch(r"[A-Za-z0-9_-]+", token(name))
     assert "__" not in token(name)
     assert not token(name).endswith("_")
+
+
+def test_tokens_of_long_names_stay_in_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            token(f"{number}{'x' * 60_000}")
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_that_a_lossy_encoding_would_merge() -> None:

@@ -60,3 +60,12 @@ def test_causes_are_told_in_order_and_without_end() -> None:
     first.__cause__ = second
     assert traceback_of(first).count("came from") == 9
     assert traceback_of(None) == ""
+
+
+def test_the_members_of_an_exception_group_are_logged_without_the_values_that_they_quote() -> None:
+    group = ExceptionGroup("two tasks failed", [ValueError(SECRET), ExceptionGroup("inner", [OSError("no disk")])])
+    logged = traceback_of(group)
+    assert logged.startswith("builtins.ExceptionGroup: two tasks failed")
+    assert "of which one is\nbuiltins.ValueError\n" in logged
+    assert logged.endswith("of which one is\nbuiltins.OSError: no disk")
+    assert SECRET not in logged

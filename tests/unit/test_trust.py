@@ -117,6 +117,18 @@ def test_what_the_operator_s_own_files_say_is_trusted_and_no_more(loc: str) -> N
             assert (refused is None) == ({loc, other} <= {"$.weights.path", "$.run.lora"}), "the same place"
 
 
+@pytest.mark.parametrize("weights", [{"path": "/srv/model"}, {"package": "some-distribution"}])
+@pytest.mark.parametrize("changes", [{"load": {"trust_remote_code": True}}, {"family": "of-a-plug-in"}])
+def test_trust_in_the_code_of_a_source_does_not_extend_to_an_added_source(
+    weights: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    own = entry_of(weights=weights, **changes)
+    assert trust(own).refused(own, is_here=True) is None
+    refused = trust(own).refused(entry_of(weights={**weights, **HUB}, **changes), is_here=True)
+    assert refused is not None
+    assert refused.reason == "remote_code"
+
+
 def test_paths_are_allowed_below_the_named_folders_and_the_models_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +448,14 @@ def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, mo
         accepted = replace(given, paths=(str(folder),))
         assert examined(accepted) == ""
         assert [each.id for each in own_entries(accepted)] == ["me/model"]
+
+
+def test_a_file_that_cannot_be_read_leaves_the_other_entries_of_the_models_folder_trusted(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").symlink_to("/proc/self/mem")  # reading it fails for every user
+    (tmp_path / "b.yaml").write_text("x: !!bool q\n")
+    (tmp_path / "c.yaml").write_text("[" * 200_000)
+    (tmp_path / "mine.yaml").write_text(json.dumps(PLAIN))
+    assert [each.id for each in own_entries(Allowed(models_dir=str(tmp_path)))] == ["me/model"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -24,6 +24,7 @@ from sie_store.cluster import ClusterCache
 from sie_store.weights import hub
 from sie_store.weights.download import DownloadLimits
 from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FileFact, Manifest, encode
+from sie_store.weights.selection import MAX_LORA_BYTES
 from sie_store.weights.sources import WeightSources
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(100_000)}
@@ -170,10 +171,10 @@ def test_a_listing_that_is_none_is_a_typed_failure(
 
 
 def test_a_listing_has_a_bound_of_bytes_and_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "LISTING_S", 0.5)
     with serving(lambda handler: handler.endless(b'{"id":"', PIECE)) as server:
         assert f"more than {MAX_MANIFEST_BYTES} bytes" in refused(server, tmp_path, monkeypatch)
     assert sum(server.sent) < hub.LIMITS.tries * (MAX_MANIFEST_BYTES + UNREAD_BYTES)
+    monkeypatch.setattr(hub, "LISTING_S", 0.5)
     with serving(lambda handler: handler.endless(b"{", b" ", 0.01)) as server:
         assert "not complete within 0.5 s" in refused(server, tmp_path, monkeypatch)
 
@@ -210,7 +211,7 @@ def test_a_file_that_comes_byte_by_byte_has_stalled(tmp_path: Path, monkeypatch:
 
 
 def test_a_lora_that_a_client_names_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = hub.MAX_LORA_BYTES
+    size = MAX_LORA_BYTES
     lora = [{"rfilename": "adapter_config.json", "size": 1}, {"rfilename": "adapter_model.safetensors", "size": size}]
     with serving(lambda handler: handler.whole(page(lora))) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)  # type: ignore[attr-defined]

@@ -24,10 +24,10 @@ from sie_runtime.process import configure_logging
 from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.download import DownloadLimits
-from sie_store.weights.hub import commit_of
+from sie_store.weights.hub import commit_of, hub_fetch
 from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
 from sie_store.weights.progress import FetchProgress
-from sie_store.weights.selection import wanted_by
+from sie_store.weights.selection import LORA_FILES, common, wanted_by
 from sie_store.weights.sources import WeightSources
 
 BIG = "model.safetensors"
@@ -465,8 +465,12 @@ def test_the_name_of_a_client_s_lora_is_in_no_log(
     assert "org/of-the-entry" in caplog.text
 
 
-def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(hub: HubStub, tmp_path: Path) -> None:
-    hub.lists_only_names = True
+@pytest.mark.parametrize("links_nothing", [False, True])
+def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(
+    hub: HubStub, tmp_path: Path, links_nothing: bool
+) -> None:
+    """The length of a redirection is not taken for that of its file."""
+    hub.lists_only_names, hub.links_nothing = True, links_nothing
     hub.wrong = Counter({BIG: 1})
     obtain(hub, tmp_path)
     assert is_right(tmp_path)
@@ -538,6 +542,53 @@ def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
     with pytest.raises(LoraLoadFailed, match="the store did not answer properly"):
         WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
+
+
+def test_a_model_of_the_bucket_that_is_named_as_a_lora_is_not_fetched(
+    hub: HubStub, faulty: Place, tmp_path: Path
+) -> None:
+    WeightSources(tmp_path / "pusher", True).folder(entry())
+    bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
+    with pytest.raises(LoraLoadFailed, match="was not found"):
+        WeightSources(tmp_path / "worker", False, bucket).locate_lora(f"{REPOSITORY}@{COMMIT}", entry(), None)
+    assert [path for path in (tmp_path / "worker").rglob("*") if path.is_file()] == []
+
+
+def test_a_lora_of_the_bucket_has_a_limit_and_only_its_files_are_fetched(
+    hub: HubStub, faulty: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/lora"] = {**LORA, "big.txt": bytes(9)}
+    LocalCache(tmp_path / "pusher").obtain("org/lora", COMMIT, hub_fetch("org/lora", COMMIT, common), "it")
+    bucket = in_bucket(faulty, tmp_path / "pusher", {*LORA, "big.txt"}, "org/lora")
+    folder = WeightSources(tmp_path / "worker", False, bucket).locate_lora(f"org/lora@{COMMIT}", entry(), None).folder
+    assert {path.name for path in folder.iterdir()} == {*LORA_FILES, MANIFEST}
+    monkeypatch.setattr("sie_store.weights.selection.MAX_LORA_BYTES", 9)
+    with pytest.raises(LoraLoadFailed, match="a LoRA has at most 9"):
+        WeightSources(tmp_path / "small", False, bucket).locate_lora(f"org/lora@{COMMIT}", entry(), None)
+
+
+def test_the_names_of_loras_that_do_not_exist_leave_nothing_in_the_cache(
+    hub: HubStub, faulty: Place, tmp_path: Path
+) -> None:
+    sources = WeightSources(tmp_path, True, ClusterCache(faulty.url, DownloadLimits(tries=2, pause_s=0.01)))
+    for name in (f"org/nothing@{COMMIT}", f"org/nothing@{'b' * 40}", "org/nothing", f"{REPOSITORY}@{COMMIT}"):
+        with pytest.raises(LoraLoadFailed):
+            sources.locate_lora(name, entry(), None)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["hub", "hub/.locks"]
+
+
+@pytest.mark.parametrize("name", ["/\0", "./\0", "a\0/b"])
+def test_a_lora_whose_name_has_nul_is_rejected(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LoraLoadFailed, match="NUL") as raised:
+        WeightSources(tmp_path, False).locate_lora(name, entry(), None)
+    assert raised.value.reason == "lora_rejected"
+
+
+def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
+    cache = LocalCache(tmp_path)
+    (candidate,) = cache.candidates()
+    assert cache.log_name(candidate.repository, candidate.revision) == "an unfinished download"
 
 
 def test_a_repository_without_the_files_of_a_lora_is_none(hub: HubStub, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
     sent = [asyncio.create_task(gateway.encode(f"page {number}")) for number in range(pages)]
     await adapter.until(lambda seen: seen.running == WRITTEN_AT_ONCE, "all places taken")
     adapter.hold_batches = False  # those that come from now on
-    assert (await asyncio.wait_for(gateway.encode("a text", model=OTHER), 10)).status_code == 200
+    assert (await asyncio.wait_for(gateway.encode("a text", model=OTHER), 30)).status_code == 200
     assert adapter.running == WRITTEN_AT_ONCE
     assert {len(each.groups) for each in adapter.batches if each.model == WRITER} == {1}
     adapter.let_go()
@@ -85,7 +85,7 @@ async def test_a_connection_on_which_something_was_cancelled_is_used_again(direc
 
 async def test_what_takes_longer_than_its_budget_is_cancelled(direct: Direct) -> None:
     adapter = await written(direct)
-    item = await direct.publish("a page", budget_ms=500)
+    item = await direct.publish("a page", budget_ms=1400)  # it begins before that
     await adapter.until(lambda seen: seen.cancels, "the budget is over", timeout_s=20)
     outcome = (await direct.result(item)).outcomes[0]
     assert isinstance(outcome, Failed)

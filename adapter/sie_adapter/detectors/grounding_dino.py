@@ -88,7 +88,7 @@ class GroundingDino:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        processor_of(folder, entry)
+        processor_of(folder, entry, entry.load)
         model: Any = empty_model(AutoModelForZeroShotObjectDetection, folder, entry.load, changes=_CHANGES)
         _strides(entry, model.config)
         table = model.model.text_backbone.get_input_embeddings().num_embeddings
@@ -96,7 +96,7 @@ class GroundingDino:
         return fault(tokenizer, table) or _foreign(tokenizer)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        recipe, normalisation = processor_of(folder, entry)
+        recipe, normalisation = processor_of(folder, entry, load)
         self._device = compute.device
         compute = replace(compute, dtype=torch.float32)
         self.precision = compute.precision

@@ -8,6 +8,7 @@ import io
 import re
 import zipfile
 
+from sie_contracts.errors import InvalidInput
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
@@ -26,7 +27,9 @@ _TEXTS = {
     "csv": "csv",
 }
 _HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
-_HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
+# The group of a comment is atomic: a comment ends at its first "-->", and the time to match many comments is not
+# exponential.
+_HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(?><!--.*?-->\s*)*+<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
 _MARKS = (b"\xef\xbb\xbf",)  # byte order mark of UTF-8
 _OFFICE = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
@@ -97,6 +100,8 @@ def _of_archive(data: bytes) -> str:
                 open_format = _OPEN.get(archive.read(mimetype))
                 if open_format:
                     return open_format
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except InvalidInput:
+        raise
+    except Exception as error:  # besides its own exceptions, zipfile raises those of each compression library
         raise fault("undecodable", "the document is damaged: it begins like an archive but is not one") from error
     raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sie_adapter.memory.oom import thread_state
-from sie_contracts.errors import InternalFailure, ShuttingDown
+from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
@@ -81,8 +81,13 @@ class DeviceThreads:
     def submit(self, job: DeviceJob) -> None:
         """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
         with self._choice:
-            (self._job_of_first if self._is_first_idle else self._jobs).put(job)
-            self._is_first_idle = False
+            if not self._stopping.is_set():
+                (self._job_of_first if self._is_first_idle else self._jobs).put(job)
+                self._is_first_idle = False
+                return
+        # no device thread takes a job that is queued after `stop`
+        _refuse(job, _stopped())
+        job.finished.set()
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -102,7 +107,8 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
-        self._stopping.set()
+        with self._choice:  # so that each job was queued before the end of its queue, or is refused by `submit`
+            self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:
             self._jobs.put(None)
@@ -156,7 +162,7 @@ class DeviceThreads:
         ran: tuple[Reply, int, int] | None = None
         try:
             if self._stopping.is_set():
-                job.answer(Refused(ShuttingDown("the adapter is stopping").info(), job.message.batch))
+                _refuse(job, _stopped())
                 return
             self._busy_since[number] = time.monotonic()
             if not job.is_started:
@@ -174,7 +180,7 @@ class DeviceThreads:
             # `execute` and `answer` should not raise; if one does, this thread must not end, because no other thread
             # would replace it
             _logger.exception("a device thread failed")
-            _refuse(job)
+            _refuse(job, InternalFailure("a device thread of the adapter failed, see its log"))
         finally:
             self._busy_since[number] = 0.0
             job.finished.set()
@@ -189,11 +195,13 @@ class DeviceThreads:
                 _logger.exception("a listener of the device threads failed for batch %s", job.message.batch)
 
 
-def _refuse(job: DeviceJob) -> None:
-    """Reply Refused to a batch that failed: the sidecar waits for a batch's last reply without a timeout."""
+def _stopped() -> ShuttingDown:
+    return ShuttingDown("the adapter is stopping")
+
+
+def _refuse(job: DeviceJob, error: SIEError) -> None:
+    """Reply Refused to a batch that did not run: the sidecar waits for a batch's last reply without a timeout."""
     try:
-        job.answer(
-            Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
-        )
+        job.answer(Refused(error.info(), job.message.batch))
     except Exception:  # mostly because the sidecar ended: the thread continues with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

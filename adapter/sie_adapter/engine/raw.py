@@ -6,6 +6,7 @@ RunBatch with texts and files ──► encode | score | extract of the model: a
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from sie_adapter.engine import item_results
 from sie_adapter.engine.item_results import ItemResult, ItemResults, check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomRecovery, Relief, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -26,6 +28,7 @@ from sie_contracts.models.output_schemas import parts_of
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import RunOptions
 
+_logger = logging.getLogger("sie.adapter")
 _CPU = torch.device("cpu")
 
 
@@ -71,7 +74,7 @@ def run_raw(
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
-    """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. Raises the errors of the model,
+    """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. Raises the errors of `extract`,
     and InternalFailure if the model does not return one result for each text.
 
     `preparation`: the result of the model's own `prepare` for this batch. None: a model with `prepare` tokenises here.
@@ -208,6 +211,11 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
         except SIEError as error:  # only this work item has the options that caused the error; the others still run
             return [error] * len(some)
+        except Exception as error:  # a text of this work item may have caused it; the other work items still run
+            if is_out_of_memory(error) or is_device_fatal(error):
+                raise
+            _logger.exception("one %s call of %s failed", message.operation, message.model)
+            return [InferenceFailed(f"the model code failed with {type(error).__name__}")] * len(some)
 
     results = fitting(score_texts, len(texts))
     if is_encoding:

@@ -234,7 +234,7 @@ class DualEncoder(TwoTowers):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         _model_type(folder, entry)
-        _processor(folder, entry)
+        _processor(folder, entry, entry.load)
         tokenizer = _tokenizer(folder, entry.load)
         if open_clip.is_open_clip(folder):
             model: Any = open_clip.empty_open_clip(folder, entry, tokenizer)
@@ -246,7 +246,7 @@ class DualEncoder(TwoTowers):
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         kind = _model_type(folder, entry)
         super().__init__(entry, compute)
-        recipe, normalisation = _processor(folder, entry)
+        recipe, normalisation = _processor(folder, entry, load)
         tokenizer = _tokenizer(folder, load)
         with torch.inference_mode():
             if open_clip.is_open_clip(folder):
@@ -286,8 +286,10 @@ class DualEncoder(TwoTowers):
         )
 
 
-def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
+def _processor(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Recipe, Normalisation]:
+    if open_clip.is_open_clip(folder):
+        return open_clip.processor_of_open_clip(folder, entry)
+    return processor_of(folder, entry, load)
 
 
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:

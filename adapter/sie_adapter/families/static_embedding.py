@@ -45,8 +45,8 @@ class StaticEmbedding:
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)
-        if words.get_vocab_size() > len(table):
-            return f"its tokenizer has {words.get_vocab_size()} tokens, its table {len(table)} rows"
+        if (largest := max(words.get_vocab().values(), default=-1)) >= len(table):
+            return f"the largest id of its tokenizer is {largest}, its table has {len(table)} rows"
         if (width := modules.width(table.shape[1])) != entry.outputs.get("dense"):
             return f"outputs.dense is {entry.outputs.get('dense')}, the vectors of the model are {width} wide"
         return ""

@@ -112,7 +112,7 @@ class VisionLanguage(PackedModel):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         reader = _reader(folder, entry)
-        processor_of(folder, entry)
+        processor_of(folder, entry, entry.load)
         table = reader.table_of_files(folder, entry)
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 

@@ -10,6 +10,7 @@ A row is (ids, weights): ascending unique int32 ids, strictly positive float32 w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ class MaskedLanguageHead:
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
+        return self._reduced(states, sequences, self._max_entries)
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        # a small weight of each part can be a large one of their sum, so `join` drops the smallest weights of a sum
+        return self._reduced(states, sequences, 0 if self._sums else self._max_entries)
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts, or with `sums` the sum of
+        its weights, for `max_entries` ids.
+        """
+        return [_joined(own, "sum" if self._sums else "amax", self._max_entries) for own in parts]
+
+    def _reduced(self, states: States, sequences: Int64, max_entries: int) -> Reduced:
         rows: list[Row] = []
         usable: list[Tensor] = []
         waiting: list[Tensor] = []
@@ -64,17 +78,11 @@ class MaskedLanguageHead:
             usable.append(torch.isfinite(peaks).all(1))
             waiting.append(peaks)
             if sum(map(len, waiting)) >= most:
-                rows += self._activated(torch.cat(waiting))
+                rows += self._activated(torch.cat(waiting), max_entries)
                 waiting = []
         if waiting:
-            rows += self._activated(torch.cat(waiting))
+            rows += self._activated(torch.cat(waiting), max_entries)
         return Reduced(rows, torch.cat(usable))
-
-    parts = reduce
-
-    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the sparse vector of each chunk: the largest weight of each id in its parts, for `max_entries` ids."""
-        return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
         spans = [states.span(int(sequence)) for sequence in chosen]
@@ -103,14 +111,14 @@ class MaskedLanguageHead:
         weights = logits.relu_().log1p_()
         return weights.log1p_() if self._twice else weights
 
-    def _activated(self, peaks: Tensor) -> list[Row]:
+    def _activated(self, peaks: Tensor, max_entries: int) -> list[Row]:
         """Return the sparse rows of `peaks` [sequences, vocabulary]: the largest logit of each id, or with `sums` the
-        sum of its weights.
+        sum of its weights. With `max_entries`, a row has only its largest weights.
         """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
-        if 0 < self._max_entries < self._vocabulary:
-            largest = weights.topk(self._max_entries, dim=1)
+        if 0 < max_entries < self._vocabulary:
+            largest = weights.topk(max_entries, dim=1)
             weights = torch.zeros_like(weights).scatter_(1, largest.indices, largest.values)
         return [row for part in weights.split(_rows_at_once(self._vocabulary)) for row in _rows(part)]
 
@@ -167,16 +175,18 @@ class TokenWeightHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        return [_largest(own, 0) for own in parts]
+        return [_joined(own, "amax") for own in parts]
 
 
-def _largest(rows: Sequence[Row], max_entries: int) -> Row:
-    """Return the largest weight of each id in several rows; with `max_entries`, only the largest of these weights."""
-    if len(rows) == 1:
-        return rows[0]
-    ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
-    joined = torch.cat([weights for _, weights in rows])
-    weights = torch.zeros(len(ids), device=joined.device).scatter_reduce_(0, place, joined, "amax")
+def _joined(rows: Sequence[Row], operation: Literal["amax", "sum"], max_entries: int = 0) -> Row:
+    """Return the largest weight or the sum of the weights of each id in several rows; with `max_entries`, only the
+    largest of these weights.
+    """
+    ids, weights = rows[0]
+    if len(rows) > 1:
+        ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
+        joined = torch.cat([weights for _, weights in rows])
+        weights = torch.zeros(len(ids), device=joined.device).scatter_reduce_(0, place, joined, operation)
     if 0 < max_entries < len(ids):
         chosen = weights.topk(max_entries).indices.sort().values
         ids, weights = ids[chosen], weights[chosen]

@@ -35,7 +35,7 @@ def check_weights(folder: Path) -> None:
     process needs no memory for them.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
-    _check_parts(folder)
+    loaded_files(folder)  # raises an error for a missing part
     is_quantised = "quantization_config" in read_json(folder / "config.json")
     for file in files:
         tensors = _stored(file) if file.suffix == ".safetensors" else _pickled(file)
@@ -94,15 +94,20 @@ def _broken(file: Path, why: str) -> Exception:
     return incompatible(f"{file.name} is cut off or damaged: {why}; copy or download it again")
 
 
-def _check_parts(folder: Path) -> None:
-    """Raise ModelLoadFailed if the index names a missing file. A load ignores the index if model.safetensors exists."""
-    if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
-        return
-    named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-    if absent := sorted(name for name in named if not (folder / name).is_file()):
+def loaded_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that a load reads: model.safetensors, else the files that the index names, else all
+    of `folder`. Raises ModelLoadFailed if the index names a missing file.
+    """
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    if not (folder / _INDEX).is_file():
+        return sorted(folder.glob("*.safetensors"))
+    named = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    if absent := [name for name in named if not (folder / name).is_file()]:
         raise incompatible(
             f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
         )
+    return [folder / name for name in named]
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:

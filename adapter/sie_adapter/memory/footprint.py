@@ -6,23 +6,18 @@ import json
 import math
 from pathlib import Path
 
+from sie_adapter.loading.weight_files import loaded_files
 from sie_contracts.models.load_errors import incompatible
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
     """Return how many bytes the weights in `folder` take if every float is stored in `itemsize` bytes; 0 without
-    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a truncated file.
+    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a truncated file, and the errors of `loaded_files`.
 
     Source: the safetensors format. A file has an unsigned 64-bit little-endian length, a JSON object of names, dtypes,
     shapes and offsets, then the tensors.
     """
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    return sum(_file_bytes(file, itemsize) for file in files)
+    return sum(_file_bytes(file, itemsize) for file in loaded_files(folder))
 
 
 def _file_bytes(file: Path, itemsize: int) -> int:

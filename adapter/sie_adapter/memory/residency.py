@@ -101,16 +101,16 @@ class Resident:
 
 
 def same_weights(old: Resolved, new: Resolved) -> bool:
-    """Return whether the weights loaded for `old` can be used for `new` as well."""
+    """Return whether the weights loaded for `old` can be used for `new` without another load."""
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
         # a family stores values from these fields when it is loaded, so a change of one of them needs a new load
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
-        return msgspec.json.encode(
-            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
-            order="sorted",
-        )
+        # a load checks these fields, so a change of one of them needs a new load, which may refuse the entry
+        checked = [entry.prompts, entry.default_prompt_name, entry.golden, entry.unproven]
+        weights = [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load]
+        return msgspec.json.encode([*weights, *retained, *checked], order="sorted")
 
     return facts(old) == facts(new)
 

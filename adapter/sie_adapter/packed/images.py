@@ -51,14 +51,13 @@ def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]
     return config
 
 
-def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`,
-    else of the entry, replace those of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration,
-    INCOMPATIBLE for one that cannot be reproduced.
+def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Recipe, Normalisation]:
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
+    replace those of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one that
+    cannot be reproduced.
     """
     config = read_processor(folder, entry, "image_processor")
-    options = load or entry.load
-    bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    bounds = {"min_pixels": load.min_pixels, "max_pixels": load.max_pixels}
     config |= {name: bound for name, bound in bounds.items() if bound is not None}
     try:
         return from_processor(config), Normalisation.from_processor(config)

@@ -55,13 +55,13 @@ class Donut:
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         model: Any = empty_model(VisionEncoderDecoderModel, folder, entry.load, decodes=True)
-        _processor(folder, entry, model)
+        _processor(folder, entry, entry.load, model)
         table = model.decoder.get_input_embeddings().num_embeddings
         return fault(bare_tokenizer(read_tokenizer(folder)), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         model: Any = load_model(VisionEncoderDecoderModel, folder, load, compute, decodes=True)
-        recipe, normalisation = _processor(folder, entry, model)
+        recipe, normalisation = _processor(folder, entry, load, model)
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.decoder.config._attn_implementation} padded"
@@ -130,7 +130,7 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
     return states if projection is None else projection(states)
 
 
-def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
+def _processor(folder: Path, entry: ModelEntry, load: LoadOptions, model: Any) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns pages into pixels, and their normalisation. Raises ModelLoadFailed INCOMPATIBLE for
     a model other than Donut, and the errors of `checked_processor`.
     """
@@ -139,4 +139,4 @@ def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Nor
         raise incompatible(
             f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart"
         )
-    return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)
+    return checked_processor(folder, entry, load, model, model.config.decoder.max_position_embeddings)

@@ -94,7 +94,7 @@ class Florence2:
             model: Any = empty_published(folder, entry)
         else:
             model = empty_model(Florence2ForConditionalGeneration, folder, entry.load, decodes=True)
-        checked_processor(folder, entry, model, _positions(model))
+        checked_processor(folder, entry, entry.load, model, _positions(model))
         table = model.get_input_embeddings().num_embeddings
         return fault(_tokenizer(folder, entry), table)
 
@@ -103,7 +103,7 @@ class Florence2:
             model: Any = load_published(folder, entry, compute)
         else:
             model = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
-        recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
+        recipe, normalisation = checked_processor(folder, entry, load, model, _positions(model))
         # the buffers of this module are added to features, so both need the same dtype
         model.model.multi_modal_projector.to(compute.dtype)
         self.max_tokens = entry.max_tokens

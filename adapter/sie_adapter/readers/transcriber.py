@@ -126,7 +126,7 @@ class Transcriber:
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         kind = _kind(folder)
         model: Any = empty_model(kind.model, folder, entry.load)
-        _processor(folder, entry, model)
+        _processor(folder, entry, entry.load, model)
         return fault(bare_tokenizer(read_tokenizer(folder)), model.get_input_embeddings().num_embeddings)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -134,7 +134,7 @@ class Transcriber:
         if compute.dtype == self._kind.refused:
             raise incompatible(f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16")
         model: Any = load_model(self._kind.model, folder, load, compute)
-        recipe, normalisation = _processor(folder, entry, model)
+        recipe, normalisation = _processor(folder, entry, load, model)
         self._levels = Levels(normalisation, compute.device)
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self.max_tokens = entry.max_tokens
@@ -231,5 +231,5 @@ def _kind(folder: Path) -> _TranscriberKind:
     return _KINDS[str(read_json(folder / "config.json").get("model_type"))]
 
 
-def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
-    return checked_processor(folder, entry, model, model.config.text_config.max_position_embeddings)
+def _processor(folder: Path, entry: ModelEntry, load: LoadOptions, model: Any) -> tuple[Recipe, Normalisation]:
+    return checked_processor(folder, entry, load, model, model.config.text_config.max_position_embeddings)

@@ -22,7 +22,7 @@ from sie_adapter.readers.reading import GeneratedText, GenerationModel, Generati
 from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.media.images import Normalisation, Recipe
-from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
@@ -116,12 +116,14 @@ class PagePrompt:
         """Return None: a page has a single prompt."""
 
 
-def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
+def checked_processor(
+    folder: Path, entry: ModelEntry, load: LoadOptions, model: Any, positions: int
+) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns pages into pixels, and their normalisation. `positions`: the number of positions of
     the model's decoder. Raises ModelLoadFailed for an unsupported image processor, and the errors of `check_rules`.
     """
     check_rules(entry, model, positions)
-    return processor_of(folder, entry)
+    return processor_of(folder, entry, load)
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:

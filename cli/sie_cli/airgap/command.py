@@ -86,6 +86,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
                 bundle_contents = contents(
                     replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress
                 )
+            placing.check(bundle_contents.index)
             with _bar("writing", bundle_contents.index.bytes) as progress:
                 name = write(file, bundle_contents.index, bundle_contents.open, progress)
         rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]

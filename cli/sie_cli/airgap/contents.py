@@ -165,16 +165,18 @@ class FileGathering:
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor in its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the cache folder in the archive. A LoRA with a local path is refused: the site does
-        not have this path, and it cannot be changed, because the model's fingerprint contains it.
+        """Add a LoRA of the hub to the cache folder in the archive. A LoRA with a local path, or in the models folder,
+        is refused: the site does not have this folder, and the name cannot be changed, because the model's fingerprint
+        contains it.
         """
-        if Path(name).is_absolute() or name.startswith((".", "~")):
+        is_path = Path(name).is_absolute() or name.startswith((".", "~"))
+        located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
+        if located is None or self._sources.cache.hub not in located.folder.parents:
             fix = "select other profiles with --profile, or take the LoRA from the hub"
             raise CommandRefused(
-                f"{entry.id} names the LoRA {name} by a path of this machine, and its fingerprint contains that path: "
-                f"{fix}"
+                f"{entry.id} names the LoRA {name} by a path of this machine or of SIE_MODELS_DIR, and its fingerprint "
+                f"contains that path: {fix}"
             )
-        located = self._sources.locate_lora(name, entry, self._models_dir)
         self._leases.append(located.lease)
         folder, (repository, _, revision) = located.folder, name.partition("@")
         place = f"cache/hub/models--{repository.replace('/', '--')}"
@@ -272,8 +274,9 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only the named profiles and the profiles that those extend. Raises BadParameter for a
-    profile that no entry has.
+    """Return the entries with only the named profiles and all profiles that those extend. A parent stays complete,
+    although its own parent gives nothing to the named profile, because the site serves it too. Raises BadParameter for
+    a profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:
@@ -284,7 +287,8 @@ def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[M
     chosen = []
     for entry in entries:
         own = {name for name in names if name in entry.profiles}
-        own |= {entry.profiles[name].extends for name in own}
+        while more := {entry.profiles[name].extends for name in own} - own - {""}:
+            own |= more
         profiles = {name: profile for name, profile in entry.profiles.items() if name in own}
         chosen.append(msgspec.structs.replace(entry, profiles=profiles))
     return chosen

@@ -35,6 +35,7 @@ from sie_cli.doctor.checks import (
 from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
+from sie_contracts import client_environment
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
 # matches a `sie` command without --url and --data-dir in the text of a remedy, so that --data-dir can be added
@@ -59,7 +60,7 @@ def faults_of(
                     continue
             left[name] = raw
     for name in sorted(environ):
-        if name.startswith("SIE_") and name not in BY_NAME:
+        if name.startswith("SIE_") and name not in BY_NAME and name not in client_environment.NAMES:
             near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
             fix = (
                 f"did you mean {near[0]}? `sie settings` shows all"

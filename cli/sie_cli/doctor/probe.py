@@ -29,6 +29,7 @@ from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.api.views import ClusterView
+from sie_contracts.loopback import client_options
 from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
@@ -141,7 +142,6 @@ class ClusterProbe:
         self.settings = cluster.settings
         self.data_dir = cluster.data_dir
         self.tasks: dict[Callable[..., Any], asyncio.Task[Any]] = {}
-        self._client = httpx.AsyncClient(timeout=CALL_S, trust_env=False)
         self._open: NatsBroker | None = None
 
     @property
@@ -154,18 +154,20 @@ class ClusterProbe:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         if self._open is not None:
             await self._open.close()
-        await self._client.aclose()
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
         """Send a GET. Never raises: if the server is missing or faulty, the result says why."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        asked_s = time.time()
         try:
-            async with asyncio.timeout(CALL_S):
-                response = await self._client.get(url.rstrip("/") + path, headers=headers)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+            async with (
+                asyncio.timeout(CALL_S),
+                httpx.AsyncClient(timeout=CALL_S, **client_options(url, httpx.AsyncHTTPTransport)) as client,
+            ):
+                asked_s = time.time()
+                response = await client.get(url.rstrip("/") + path, headers=headers)
+                answered_s = time.time()
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return ProbeResult(public_url(url), trouble=str(error)[:200] or type(error).__name__)
-        answered_s = time.time()
         named_s = _time_of_id(response.headers.get("x-sie-request-id", ""))
         ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
         return ProbeResult(

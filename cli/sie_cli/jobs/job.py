@@ -228,6 +228,8 @@ def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "
             values[name.strip()] = msgspec.json.decode(value)
         except msgspec.DecodeError:
             values[name.strip()] = value
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(f"{name[:80]}: expected a value in UTF-8", param_hint=option) from error
     return values
 
 

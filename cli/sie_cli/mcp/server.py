@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -56,6 +56,7 @@ INSTRUCTIONS = (
     "in it."
 )
 FAILED = "The server of the tools failed, and its log has the details. If it fails again, tell the operator."
+TOO_LONG = "The call took longer than a call may take. Send less at once, or call again later."
 _logger = logging.getLogger("sie.mcp")
 _JSON, _LINES, _TEXT = "application/json", "application/jsonl", "text/plain"
 
@@ -125,18 +126,21 @@ class AgentServer:
             parsed = msgspec.convert(arguments, tool.arguments)
         except msgspec.ValidationError as error:
             raise ToolRefused(f"The arguments do not fit: {error}. Change them and call again.") from error
-        with self._refusing(caller):
+        async with self._refusing(caller):
             return await tool.call(caller, parsed)
 
-    @contextmanager
-    def _refusing(self, caller: AgentCaller) -> Iterator[None]:
-        """Count a call while it is in progress, and convert its errors to ToolRefused."""
+    @asynccontextmanager
+    async def _refusing(self, caller: AgentCaller) -> AsyncIterator[None]:
+        """Count a call while it is in progress, end it after the time limit, and convert its errors to ToolRefused."""
         if self._calls[caller.owner] >= MAX_CALLS_OF_CALLER or self._calls.total() >= MAX_CALLS:
             raise ToolRefused("Too many calls are in progress: wait for their answers, then call again.")
         self._calls[caller.owner] += 1
         self.idle.clear()
         try:
-            yield
+            async with asyncio.timeout(self._tools.timeout_s):
+                yield
+        except TimeoutError as error:
+            raise ToolRefused(TOO_LONG) from error
         except SIEError as error:
             _logger.info("a call failed: %s", error.code or type(error).__name__)
             raise ToolRefused(sentence_of(error)) from error
@@ -205,7 +209,7 @@ class AgentServer:
         uri = str(params.uri)
         try:
             caller = self._caller_of(context)
-            with self._refusing(caller):
+            async with self._refusing(caller):
                 text = await self._content(caller, uri)
         except ToolRefused as refused:
             raise MCPError(INVALID_PARAMS, str(refused)) from refused

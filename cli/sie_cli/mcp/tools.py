@@ -72,7 +72,7 @@ class AgentTool:
 
 class AgentTools:
     """The tools. `documents`: folder whose files parse_document may read; None for none. `timeout_s`: seconds that a
-    call waits for the gateway.
+    call may take.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AgentTools:
         self._config = config
         self._results = results
         self._documents = documents
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._parsing = asyncio.Semaphore(DOCUMENTS_AT_ONCE)
         self._stores: dict[str, Sink] = {}
         for name, collection in config.collections.items():
@@ -342,9 +342,11 @@ class AgentTools:
 
     @contextlib.asynccontextmanager
     async def _turn_to_parse(self) -> AsyncIterator[None]:
-        """Wait for one of DOCUMENTS_AT_ONCE places to parse a document. Raises ToolRefused after `timeout_s`."""
+        """Wait for one of DOCUMENTS_AT_ONCE places to parse a document, for at most half of `timeout_s`. Raises
+        ToolRefused.
+        """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s / 2):
                 await self._parsing.acquire()
         except TimeoutError:
             raise ToolRefused("Other documents are being read at the moment: call again in a minute.") from None

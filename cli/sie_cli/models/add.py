@@ -10,7 +10,7 @@ from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.models.catalogue import document, report_write
 from sie_cli.models.inspect import described, source_arguments
 from sie_cli.models.service import YAML, WriteOptions, write_options
-from sie_cli.refusal import CommandRefused
+from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import packaged_folder
@@ -73,7 +73,9 @@ def add(
         raise CommandRefused(
             f"{folder} is not a local folder: name one with --models-dir, or a config service with --url"
         )
-    _write(write, *_entry_of(settings, source, name, revision), Path(folder).expanduser())
+    text, entry = _entry_of(settings, source, name, revision)
+    with refusing():
+        _write(write, text, entry, Path(folder).expanduser())
     if not write.dry_run:
         click.echo(who_reads(Path(folder).expanduser().absolute(), cluster))
 
@@ -113,11 +115,15 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
     body, kind = document(Path(source))
     try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise CommandRefused(f"{source} is not UTF-8: save it with this encoding") from error
+    try:
         parsed = read(body, kind)
         entry = checked(parsed.value, parsed)
         if isinstance(entry, ModelEntry):
             _check_weights(entry, settings)
-        return body.decode(), entry
+        return text, entry
     except SIEError as error:
         raise CommandRefused(f"{source}: {error.message}") from error
 
@@ -165,7 +171,7 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file."""
+    """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file. Raises OSError."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     # a hidden file, because processes that read the folder skip hidden files

@@ -26,6 +26,7 @@ from sie_cli.models.service import (
     shown,
     write_options,
 )
+from sie_contracts import yaml_text
 from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
@@ -286,9 +287,10 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
                 f"{change[:60]!r}: expected FIELD=VALUE such as run.pooling=mean", param_hint="FIELD=VALUE"
             )
         try:
-            value = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
-            message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
+            value = yaml_text.load(raw)
+        except yaml_text.NotYAML as error:
+            example = f"{path}='\"text\"'"
+            message = f"{path}: not a YAML value of a field ({error.message}); a text is quoted twice: {example}"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
             value = raw  # the value is a plain text that YAML reads as a map, such as the prompt `query: {text}`

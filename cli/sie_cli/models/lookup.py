@@ -46,7 +46,8 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     """
     models = settings.models_dir or USUAL
     if not is_bucket(models) and settings.models_dir:
-        Path(models).expanduser().mkdir(parents=True, exist_ok=True)
+        with refusing():
+            Path(models).expanduser().mkdir(parents=True, exist_ok=True)
     catalogue = _catalogue(settings)
     source, profile = _split(catalogue, spec)
     entry = catalogue.find(source)
@@ -61,7 +62,8 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
                 f"the catalogue lacks {source}, and nothing is written to the bucket {models}: add its entry there"
             )
         text, entry = described(settings, source, "", None)
-        added = write_entry(text, entry.id, Path(models).expanduser())
+        with refusing():
+            added = write_entry(text, entry.id, Path(models).expanduser())
     with refusing():
         resolved = Catalogue.resolve_profile(entry, profile or "default", entry.id)
     return NamedModel(resolved.canonical, entry, added)

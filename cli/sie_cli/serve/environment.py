@@ -14,13 +14,15 @@ from sie_contracts.settings import BY_NAME, Settings
 HUB = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN"})
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_")
 _BROKER = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "GOMAXPROCS", "GOMEMLIMIT")
-_BUCKETS = ("s3://", "gs://")
+_BUCKETS = ("s3://", "gs://", "az://")
 
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return the environment for a process that runs these components (gateway, config, sidecar, adapter)."""
+    # LanceDB opens the bucket of its URL by itself; other sinks are servers
+    sinks = [url.reveal().removeprefix("lancedb+") for _, url in settings.jobs_sinks or ()]
     urls: dict[str, tuple[str | None, ...]] = {
-        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
+        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ()), *sinks),
         "sidecar": (settings.payload_store_url,),
         "config": (settings.models_dir,),
         "adapter": (settings.models_dir, settings.cluster_cache),

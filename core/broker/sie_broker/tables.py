@@ -84,7 +84,7 @@ class StoredTable:
     def clear(self) -> None:
         """Discard the table, because the contents of the bucket are unknown now."""
         self.table: Placement | None = None
-        self.revision = 0  # revision of the lane's key in the bucket
+        self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
         self._sizes: dict[int, int] = {}
@@ -99,15 +99,16 @@ class StoredTable:
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key; None: it was removed, or is unreadable. Return whether the table changed."""
+        """Set the value of a key; None: it was removed, or is unreadable. Ignore a revision that is not newer than the
+        present one. Return whether the table changed.
+        """
+        if not self.has(key) or revision <= self._revisions.get(key, 0):
+            return False
+        self._revisions[key] = revision
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
-        if key == self.key:
-            if revision == self.revision:
-                return False
-            self._head, self.revision = value if isinstance(value, Placement) else None, revision
-        elif number is None:
-            return False
+        if number is None:
+            self._head = value if isinstance(value, Placement) else None
         elif stored is None or not isinstance(value, PlacementPart):
             self._parts.pop(number, None)
             self._sizes.pop(number, None)
@@ -140,6 +141,11 @@ class StoredTable:
             raised_s.update(part.raised_s)
         self.table = Placement(head.at_s, hosts, raised_s)
         return True
+
+    @property
+    def revision(self) -> int:
+        """Return the revision of the lane's key; 0 if it has no value."""
+        return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
         """Return the writes that store `table`. They succeed only if the lane's key still has the revision known here.
@@ -176,8 +182,10 @@ class StoredTable:
 
     def written(self, change: TableChange, revision: int) -> None:
         """Set this object to the result of a change that was stored with this revision."""
-        self.table, self._head, self.revision = change.table, change.head, revision
+        self.table, self._head = change.table, change.head
         self._parts, self._sizes = change.parts, change.sizes
+        # nobody else wrote within the batch, so the revision of its last write stands for all of them
+        self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
         before = self._head

@@ -47,6 +47,17 @@ def in_words(message: str) -> str:
     )
 
 
+def located(message: str) -> tuple[str, str]:
+    """Split a message of msgspec, such as "Expected `str`, got `int` - at `$.id`", into the path of the field and the
+    fault in words. The path is `$` if the message names no field.
+    """
+    text, at, where = in_words(message).rpartition(" - at ")
+    if not at:
+        return "$", where
+    field = where.removeprefix("`key` in ")  # the fault is a key of the map at the path
+    return field.strip("`"), text if field == where else f"keys: {text}"
+
+
 def _kinds(types: str) -> str:
     *first, last = (word for type_name in types.split(" | ") for word in _TYPES.get(type_name, (type_name,)))
     return f"{', '.join(first)} or {last}" if first else last

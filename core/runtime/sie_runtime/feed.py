@@ -338,15 +338,13 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     """Return all entries in the `*.yaml` files below `folder`, by id. Raises ValidationFailed, which names the file,
     for an unreadable file or an invalid entry, and OSError if the folder cannot be listed.
     """
-    import yaml
+    from sie_contracts import yaml_text
 
-    # CSafeLoader uses libyaml and is ten times as fast, but PyYAML may have been built without it
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, ModelEntry] = {}
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         try:
-            entry = parse_entry(loader(file.read_text("utf-8")).get_single_data())
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            entry = parse_entry(yaml_text.load(file.read_text("utf-8")))
+        except (yaml_text.NotYAML, UnicodeDecodeError, OSError) as error:
             raise _named(file, str(error)) from error
         except SIEError as error:
             raise _named(file, error.message) from error

@@ -60,8 +60,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, and their messages. Messages of the types
-    in QUOTING are left out, because they may quote a client's values.
+    """Return the source lines where an exception, its causes and the members of exception groups were raised, and their
+    messages. Messages of the types in QUOTING are left out, because they may quote a client's values.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -70,6 +70,8 @@ def traceback_of(error: BaseException | None) -> str:
             "".join(traceback.format_tb(error.__traceback__))
             + f"{type(error).__module__}.{type(error).__qualname__}{shown}"
         )
+        if isinstance(error, BaseExceptionGroup):
+            parts[-1] += "".join(f"\nof which one is\n{traceback_of(member)}" for member in error.exceptions[:10])
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "\ncame from\n".join(parts)
 

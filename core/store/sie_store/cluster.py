@@ -27,6 +27,7 @@ from sie_store.weights.download import Digests, DownloadLimits, Reader, RemoteFi
 from sie_store.weights.manifest import FetchFailed, Manifest, check_names, encode
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.push import Push, Pushed
+from sie_store.weights.selection import Wanted, check_size
 
 _T = TypeVar("_T")
 
@@ -58,15 +59,20 @@ class ClusterCache:
         self.url = url
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
-    def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches the snapshot; None if the bucket does not have the complete snapshot. Raises
-        FetchFailed, ManifestError.
+    def fetch(self, repository: str, revision: str, select: Wanted | None = None) -> Fetch | None:
+        """Return a function that fetches the snapshot, or its files that `select` accepts. Return None if the bucket
+        does not have the complete snapshot, or it has no such file. Raises FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
-        return None if manifest is None else functools.partial(self._fetch, manifest)
+        if manifest is not None and select is not None:
+            files = {name: fact for name, fact in manifest.files.items() if select(name)}
+            left_out = tuple(sorted({*manifest.left_out, *manifest.files} - set(files)))
+            manifest = msgspec.structs.replace(manifest, files=files, left_out=left_out)
+        return functools.partial(self._fetch, manifest, select) if manifest is not None and manifest.files else None
 
-    def _fetch(self, manifest: Manifest, folder: Path, progress: FetchProgress) -> Manifest:
+    def _fetch(self, manifest: Manifest, select: Wanted | None, folder: Path, progress: FetchProgress) -> Manifest:
+        check_size(select, manifest.bytes, progress.label)
         source = BucketSource(self._bucket, manifest, progress.label)
         self._run(SnapshotDownload(source, folder, progress).all(source.files()))
         return msgspec.structs.replace(manifest, origin="cluster")

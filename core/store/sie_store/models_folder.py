@@ -70,25 +70,16 @@ def in_use(allowed: Allowed) -> str:
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
     """Yield the readable entries of the models folder; none if `examined` refuses the folder."""
+    from sie_contracts import yaml_text
+
     for path, body in _bodies(allowed).items():
         try:
-            document = parse_document(_decoded(body))
+            document = parse_document(yaml_text.load(body))
         except (SIEError, ValueError) as error:
             _logger.warning("%s cannot be read, so its entries are not trusted: %s", path, error)
             continue
         if isinstance(document, ModelEntry):
             yield document
-
-
-def _decoded(body: bytes) -> object:
-    import yaml
-
-    try:
-        # CSafeLoader uses libyaml and is ten times as fast, but not every build of PyYAML has it
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        return loader(body).get_single_data()
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {type(error).__name__}") from error
 
 
 def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
@@ -102,23 +93,24 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
         if not root.is_dir():
             return {}
         examined(allowed)
-        return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
+        return dict(_read(root))
     except (SettingError, OSError) as error:
         _logger.warning("the models folder cannot be read, so its entries are not trusted: %s", error)
         return {}
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _read(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and the content of each readable file of a models folder."""
     for place, below, names in os.walk(root):
         below[:] = [
             name for name in below if not name.startswith(".") and not (Path(place) == root and name == "bundles")
         ]
         for name in names:
             file = Path(place, name)
-            if (
-                not name.startswith(".")
-                and name.endswith(SUFFIXES)
-                and file.is_file()
-                and file.stat().st_size <= MAX_FILE_BYTES
-            ):
-                yield file
+            if name.startswith(".") or not name.endswith(SUFFIXES):
+                continue
+            try:
+                if file.is_file() and file.stat().st_size <= MAX_FILE_BYTES:
+                    yield str(file.relative_to(root)), file.read_bytes()
+            except OSError as error:
+                _logger.warning("%s cannot be read, so its entries are not trusted: %s", file, error.strerror)

@@ -545,7 +545,8 @@ class ModelQueue:
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-        if tokens:
+        # work without a batch (tokenize, decode) has the estimate 1 for any number of tokens
+        if tokens and ran.tokens:
             ratio = tokens / estimate
             self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
         entered = self.entered.get(ticket)

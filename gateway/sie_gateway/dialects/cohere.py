@@ -47,7 +47,8 @@ async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> E
         params["max_seq_length"] = min(most, resolved.entry.max_tokens)
     with fields.named(output_types="model", dimensions="output_dimension"):
         understood = inference.understand(
-            call, InferRequest("encode", resolved, items, params, priority=fields.priority(body), side="")
+            call,
+            InferRequest("encode", resolved, items, params, priority=fields.priority(body), side="", inputs_field=name),
         )
     return _answer(
         call,

@@ -41,7 +41,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         parameters["dimensions"] = width
     parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
     with fields.named(dimensions="output_dimension", output_types="model"):
-        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
+        understood = inference.understand(
+            call, InferRequest("encode", resolved, items, parameters, side="", inputs_field="inputs")
+        )
     await openai.check_tokens(inference, call, understood, "inputs", MAX_TOKENS)
     return _answer(call, await inference.execute(call, understood), kind, is_base64=is_base64)
 

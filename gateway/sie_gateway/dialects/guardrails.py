@@ -35,7 +35,8 @@ async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         fields.whole(body, name, 0)
     names = _READ & families.row(resolved.entry.family).parameters
     parameters = {**fields.parameters(body, "labels", *names), "truncate": "NONE"}
-    finished = await inference.run(call, InferRequest("extract", resolved, (RequestItem(text),), parameters))
+    request = InferRequest("extract", resolved, (RequestItem(text),), parameters, inputs_field="text")
+    finished = await inference.run(call, request)
     ((_, outcome),) = finished.succeeded("text", labels="labels")
     began_s = time.perf_counter()
     content = await beside(raw, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))

@@ -22,7 +22,7 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply
     value = body.get("input")
     items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
-    finished = await inference.run(call, InferRequest("extract", resolved, items, params))
+    finished = await inference.run(call, InferRequest("extract", resolved, items, params, inputs_field="input"))
     began_s = time.perf_counter()
     content = {
         "object": "classify",

@@ -60,7 +60,7 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     }
     if width := fields.whole(body, "dimensions", 0):
         parameters["dimensions"] = width
-    finished = await _run(inference, call, body, resolved, items, parameters)
+    finished = await _run(inference, call, body, resolved, "input", items, parameters)
     began_s = time.perf_counter()
     vectors = finished.arrays("input", "dense")
     shared = {
@@ -88,7 +88,8 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     if body.get("prompt") in (None, ""):
         return _json({"embedding": []})
     items = (RequestItem(fields.text(body, "prompt")),)
-    finished = await _run(inference, call, body, resolved, items, {"truncate": "END", "normalize": False})
+    parameters = {"truncate": "END", "normalize": False}
+    finished = await _run(inference, call, body, resolved, "prompt", items, parameters)
     (vector,) = finished.arrays("prompt", "dense")
     finished.timing(call.received_s)
     data = orjson.dumps({"embedding": vector}, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -117,10 +118,11 @@ async def _run(
     call: Call,
     body: fields.Body,
     resolved: Resolved,
+    name: str,
     items: tuple[RequestItem, ...],
     parameters: dict[str, Any],
 ) -> RequestResult:
-    """Run the model on the inputs. Raises InvalidInput, and the errors of `Inference.execute`."""
+    """Run the model on the inputs in the field `name`. Raises InvalidInput, and the errors of `Inference.execute`."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
         raise fields.refused("options", options, "a map")
@@ -130,5 +132,7 @@ async def _run(
         parameters["max_seq_length"] = min(context, resolved.entry.max_tokens)
     parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
     with fields.named(output_types="model", normalize="model"):
-        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
+        understood = inference.understand(
+            call, InferRequest("encode", resolved, items, parameters, side="", inputs_field=name)
+        )
     return await inference.execute(call, understood)

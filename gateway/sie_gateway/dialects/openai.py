@@ -26,7 +26,7 @@ from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, cache_mode, decode_body
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
     ):
-        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
+        understood = inference.understand(
+            call, InferRequest("encode", resolved, items, parameters, side="", inputs_field="input")
+        )
     if not encoding and _has_ids(body):
         understood = understood.with_warnings(_UNNAMED)
     if format_ == "raw":
@@ -209,11 +211,14 @@ def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
 
 async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:
     """Refuse a request with more than `limit` tokens before its work is queued. `name`: name of the field with the
-    inputs. Raises InvalidInput, and the errors of `Inference.run`.
+    inputs. A request that allows only cached answers is not checked, because it queues no work. Raises InvalidInput,
+    and the errors of `Inference.run`.
 
     Only a worker can count the tokens of texts. It is asked to do so only if an upper bound of their number is above
     the limit.
     """
+    if cache_mode(call.headers) == "only":
+        return
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
@@ -222,8 +227,9 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     # is not charged for the count
     counting = replace(call, id=f"{call.id}-count", charge=None)
     whole = tuple(replace(item, chunks=None) for item in texts)
+    run = options.counting(run)
     counted = await inference.run(
-        counting, InferRequest("tokenize", request.resolved, whole, {}, run=options.counting(run))
+        counting, InferRequest("tokenize", request.resolved, whole, {}, run=run, inputs_field=name)
     )
     counted.check(name)
     total = counted.usage["total_tokens"]

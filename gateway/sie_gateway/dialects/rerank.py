@@ -58,7 +58,9 @@ async def _rerank(
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
     parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
-    infer_request = InferRequest("score", resolved, items, parameters, query, fields.priority(body))
+    infer_request = InferRequest(
+        "score", resolved, items, parameters, query, fields.priority(body), inputs_field="documents"
+    )
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
@@ -79,7 +81,8 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         _document(value, f"passages[{index}]", None, reads_images=reads_images) for index, value in enumerate(values)
     )
     cut = fields.choice(body, "truncate", ("NONE", "END"), "END")
-    finished = await scored(inference, call, InferRequest("score", resolved, items, {"truncate": cut}, query), raw=True)
+    infer_request = InferRequest("score", resolved, items, {"truncate": cut}, query, inputs_field="passages")
+    finished = await scored(inference, call, infer_request, raw=True)
     began_s = time.perf_counter()
     scores, order = _ranked(finished, "passages")
     content = {

@@ -7,6 +7,7 @@ field `error` is a string.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,7 +16,7 @@ import orjson
 
 import sie_contracts
 from sie_contracts.arrays import Array
-from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, SIEError, envelope, tei_type
 from sie_contracts.models import options
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, classifies, widths
@@ -26,7 +27,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import FailedRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
 MAP_VALUES = 10  # an entry of a sparse vector, a small map, takes as long to write as this many numbers
 _DIRECTIONS = {"left": "START", "right": "END"}
+_INPUT = re.compile(r"inputs\[(\d+)\]")
 
 
 def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -118,7 +120,9 @@ async def _encode(
     merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
     if capability == "embed":
         merged["normalize"] = fields.flag(params, "normalize", default=True)
-    understood = inference.understand(call, InferRequest("encode", resolved, items, merged, side=""))
+    understood = inference.understand(
+        call, InferRequest("encode", resolved, items, merged, side="", inputs_field="inputs")
+    )
     if capability == "embed_all":
         understood = understood.with_run(options.unpooled(resolved.entry, understood.options.run))
     return await inference.execute(call, understood)
@@ -171,9 +175,27 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refused("parameters", parameters, "a map or null")
     items = (RequestItem(bodies.utf8(source, "inputs.source_sentence")), *sentences)
-    finished = await _encode(inference, call, resolved, "embed", items, parameters or {})
-    vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
+    parameters = {**(parameters or {}), "normalize": True}  # the cosine is the product of vectors of length 1
+    try:
+        finished = await _encode(inference, call, resolved, "embed", items, parameters)
+        vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
+    except FailedRequest as failed:
+        _name_sentence(failed.error)
+        raise
+    except PayloadTooLarge as error:
+        _name_sentence(error)
+        raise
     return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
+
+
+def _name_sentence(error: SIEError) -> None:
+    """Replace the path of an input in an error by the path of the sentence: input 0 is the source sentence."""
+    path = _INPUT.match(error.param)
+    if path is not None:
+        index = int(path[1])
+        name = f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence"
+        error.message = error.message.replace(path[0], name, 1)
+        error.param = name + error.param.removeprefix(path[0])
 
 
 async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
@@ -185,7 +207,9 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    request = InferRequest("score", resolved, items, _truncation(body), RequestItem(bodies.utf8(query, "query")))
+    request = InferRequest(
+        "score", resolved, items, _truncation(body), RequestItem(bodies.utf8(query, "query")), inputs_field="texts"
+    )
     finished = await scored(inference, call, request, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -220,7 +244,7 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         **_truncation(body),
         "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
     }
-    finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params))
+    finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params, inputs_field="inputs"))
     predictions = classes(finished, "inputs")
     return _answer(call, finished, predictions[0] if is_single else predictions)
 
@@ -242,7 +266,7 @@ async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply
     resolved = model_for(inference, call, "embed", body.get("model"))
     template = _template(body, resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
-    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run))
+    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run, inputs_field="inputs"))
     replies = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
     return _answer(
         call, finished, reply.listed(replies, MAP_VALUES * sum(len(entry["ids"]) for entry in replies), row=_tokens)
@@ -274,7 +298,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     items = tuple(RequestItem(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
     resolved = model_for(inference, call, "embed", body.get("model"))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
-    finished = await inference.run(call, InferRequest("decode", resolved, items, {}, run=run))
+    finished = await inference.run(call, InferRequest("decode", resolved, items, {}, run=run, inputs_field="ids"))
     return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
 
 

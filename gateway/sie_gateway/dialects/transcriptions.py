@@ -107,7 +107,9 @@ async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -
         parameters["word_times"] = True
     item = RequestItem(None, modalities=("audio",), audio=file)
     with fields.named(**_FIELDS):
-        planned = inference.understand(call, InferRequest("extract", resolved, (item,), parameters))
+        planned = inference.understand(
+            call, InferRequest("extract", resolved, (item,), parameters, inputs_field="file")
+        )
     transcript, finished = await _read(inference, call, planned)
     finished.timing(call.received_s)
     headers = finished.headers(finished.reported_times) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}

@@ -102,7 +102,16 @@ class Placer:
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
-        self._when_looked(lambda: self._stored(topology.lane_key_of(key)).put(key, value, revision))
+        self._when_looked(lambda: self._put(key, value, revision))
+
+    def _put(self, key: str, value: StoredPart | None, revision: int) -> None:
+        lane_key = topology.lane_key_of(key)
+        if value is None and lane_key not in self._tables:
+            return
+        stored = self._stored(lane_key)
+        stored.put(key, value, revision)
+        if value is None and stored.table is None and lane_key not in map(topology.lane_key, self._planners):
+            del self._tables[lane_key]
 
     def _on_lost(self) -> None:
         self._when_looked(self._tables.clear)
@@ -133,6 +142,8 @@ class Placer:
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
+        for key in [key for key in self._tables if key.startswith(f"{pool}.")]:
+            del self._tables[key]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
         """Record work of one model that is being published. If the model has no live host, it gets one at once."""
@@ -199,7 +210,7 @@ class Placer:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
             if not live and not planner.models:  # the stream was removed with its pool, so the lane needs no planner
-                del self._planners[lane]
+                self._forget(lane, stored)
             raise
         planner.note(self._noted.pop(lane, {}))
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
@@ -207,7 +218,12 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            del self._planners[lane]
+            self._forget(lane, stored)
+
+    def _forget(self, lane: Lane, stored: StoredTable) -> None:
+        self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
+        if stored.table is None:
+            self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
         """Compute the change of the table after a step; None if it does not change. Runs in a thread."""
@@ -282,6 +298,10 @@ class Ages:
 
     def drop_pool(self, pool: str) -> None:
         for lane in [lane for lane in self._names if lane.pool == pool]:
+            prefix = topology.lane_filter(lane).removesuffix(">")
+            for subject in [subject for subject in self._looks if subject.startswith(prefix)]:
+                del self._looks[subject]
+                self._ages_s.pop(subject, None)
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:

@@ -225,8 +225,9 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        statuses_read = [(status.model, status.state, status.error) for status in beat.models]
-        rates = [status.cost_rate for status in beat.models]
+        ordered = in_order(beat.models)  # the order of the models in `taking`
+        statuses_read = [(status.model, status.state, status.error) for status in ordered]
+        rates = [status.cost_rate for status in ordered]
         worker = self._workers.get(beat.worker)
         if (
             worker is not None
@@ -236,7 +237,7 @@ class Planner:
         ):
             taking = np.array([worker.taking[0], rates])  # the usual case: the worker has the same models as before
         else:
-            statuses = {model_of(status): status for status in in_order(beat.models)}
+            statuses = {model_of(status): status for status in ordered}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
             served = [
                 (model, entry.cost_rate) for model, entry in statuses.items() if entry.state in ("loaded", "loading")
@@ -423,7 +424,7 @@ def model_of(status: ModelStatus) -> str:
     return status.model.partition(":")[0]
 
 
-def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
+def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
     """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status if a model has several."""
     if not any(":" in status.model for status in statuses):
         return statuses

@@ -231,6 +231,9 @@ def _item(value: Any, path: str) -> RequestItem:
     images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
     audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else File()
     parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
+    chunks = chunk_fields.read(value, text, path) if "chunks" in value else None
+    if chunks is not None and used:
+        raise InvalidInput.at(f"{path}.chunks", f"only an item without {used[0]} has chunks: send the text alone")
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return RequestItem(
@@ -243,7 +246,7 @@ def _item(value: Any, path: str) -> RequestItem:
         unfit=unfit or unheard or parsable.fault,
         audio=audio,
         document=parsable.document,
-        chunks=chunk_fields.read(value, text, path) if "chunks" in value else None,
+        chunks=chunks,
         instead=instead,
         unknown=unknown,
         links=links,
@@ -362,16 +365,16 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def sizes(items: Sequence[RequestItem], *, limit: int, name: str = "items") -> list[int]:
+def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Sequence[int]) -> list[int]:
     """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit`, the largest size in
-    a message of the queue.
+    a message of the queue. `name`: name of the field with the inputs. `positions`: indices of `items` in it.
     """
     lengths = [item.size for item in items]
-    for index, size in enumerate(lengths):
+    for position, size in zip(positions, lengths, strict=True):
         if size > limit:
             raise PayloadTooLarge(
-                f"{name}[{index}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
-                param=f"{name}[{index}]",
+                f"{name}[{position}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
+                param=f"{name}[{position}]",
                 extras={"limit": limit},
             )
     return lengths

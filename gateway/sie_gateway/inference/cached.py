@@ -199,6 +199,7 @@ class _CachedRun:
         self._compute = compute
         self._erasures = runs.memory.erasures
         self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
+        self._failures: dict[bytes, Failed] = {}  # failures of inputs that this request has computed
         # time until which this request waits for answers that other requests compute; None before the first wait
         self._until_s: float | None = None
 
@@ -225,7 +226,7 @@ class _CachedRun:
                 is_uniform = await self._computed(finished, own, positions, items, keys)
                 computed += len(own)
                 if is_uniform:
-                    failed = await self._joined(finished, joined, positions)
+                    failed = await self._joined(finished, joined, positions, keys)
                     # another request may have computed these inputs in the meantime
                     missing = await self._find(finished, failed, positions, keys)
         finally:
@@ -317,6 +318,8 @@ class _CachedRun:
                     is_uniform = False
                 elif self._runs.memory.erasures == self._erasures:
                     self._runs.memory.keep(self._space, keys[place], pack(result, outcome))
+            else:
+                self._failures[keys[place]] = outcome
             key = self._flight_key(keys[place])
             if self._flights.pop(key, None) is not None:
                 self._runs.end(key)
@@ -341,16 +344,21 @@ class _CachedRun:
             self._runs.end(flight_key)
 
     async def _joined(
-        self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
+        self,
+        finished: RequestResult,
+        joined: Sequence[tuple[int, Flight]],
+        positions: Sequence[int],
+        keys: Sequence[bytes],
     ) -> list[int]:
         """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the indices
-        of the inputs without an outcome.
+        of the inputs without an outcome. An input that this request has computed without success is not computed again
+        for its second occurrence.
         """
         missing = []
         for number, (place, flight) in enumerate(joined):
             if not flight.done():
                 await asyncio.wait((flight,), timeout=self._left_s())
-            outcome = flight.result() if flight.done() else None
+            outcome = (flight.result() if flight.done() else None) or self._failures.get(keys[place])
             if outcome is None:
                 missing.append(place)
             elif isinstance(outcome, Failed):

@@ -184,7 +184,8 @@ class InferRequest:
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
     whether texts are queries or documents if no parameter says it. It is empty for routes of other servers, which then
-    return the same values as the model's own library.
+    return the same values as the model's own library. `inputs_field`: field of the client's body with the inputs, for
+    errors.
     """
 
     operation: Operation
@@ -195,6 +196,7 @@ class InferRequest:
     priority: Priority | None = None  # priority from the body; a header has precedence
     run: RunOptions | None = None
     side: Side = "document"
+    inputs_field: str = "items"
 
 
 class EntryChanged(Exception):

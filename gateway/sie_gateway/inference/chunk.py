@@ -7,6 +7,7 @@ and its result have limits.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ BARE_OPTIONS_BYTES = 64
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
+PIXELS_STEP = 16  # number of images after whose headers the event loop may run other tasks
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,13 @@ def plan(
     run: RunOptions,
     limits: ChunkLimits,
     image: ImageCost = _IMAGE,
+    *,
+    name: str = "items",
+    positions: Sequence[int] | None = None,
 ) -> tuple[list[Chunk], int]:
-    """Return the chunks of a request, and the bytes of its items. `image`: cost of an image. Raises PayloadTooLarge."""
+    """Return the chunks of a request, and the bytes of its items. `image`: cost of an image. `name`: field with the
+    inputs, for errors. `positions`: indices of `items` in it, if they are not all inputs. Raises PayloadTooLarge.
+    """
     query_bytes = query.size if query else 0
     # bytes that every message of the request has in addition to its inputs
     options_bytes = len(messages.encode(run))
@@ -112,13 +119,16 @@ def plan(
         # options are always in the message, never in the payload store
         if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
-            name = "query" if is_query else "labels" if run.labels else "instruction"
-            raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
+            shared = "query" if is_query else "labels" if run.labels else "instruction"
+            raise PayloadTooLarge(f"{shared}: at most {limit} bytes are allowed", param=shared, extras={"limit": limit})
         payload_bytes = STORED_CHUNK_BYTES
-    item_sizes = sizes(items, limit=MAX_BODY_BYTES if limits.any_size else payload_bytes)
+    item_sizes = sizes(
+        items,
+        limit=MAX_BODY_BYTES if limits.any_size else payload_bytes,
+        name=name,
+        positions=range(len(items)) if positions is None else positions,
+    )
     files = _files(items, query)
-    if files:
-        _check_pixels([*items, query] if query else items)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
     parts = _chunked_parts(items, max_tokens)
@@ -131,7 +141,8 @@ def plan(
             + own.images * image.vectors
             + own.document
             for index, (size, own) in enumerate(zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False))
-        )
+        ),
+        name,
     )
     shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
     chunks = split(
@@ -149,12 +160,12 @@ def plan(
         parts=parts,
     )
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
-        name = "query" if is_query else "instruction"
+        shared = "query" if is_query else "instruction"
         message = (
-            f"{name}: its {shared_bytes} bytes are in each of {len(chunks)} messages, at most {MAX_BODY_BYTES} are "
+            f"{shared}: its {shared_bytes} bytes are in each of {len(chunks)} messages, at most {MAX_BODY_BYTES} are "
             "allowed in all"
         )
-        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
+        raise PayloadTooLarge(message, param=shared, extras={"limit": MAX_BODY_BYTES // len(chunks)})
     if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
@@ -223,29 +234,35 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
     return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
 
 
-def _check_pixels(items: Sequence[RequestItem]) -> None:
+async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, name: str) -> None:
     """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode depends on the pixels, and
     a file of some kilobytes may have any number of them. An image that is too large for a worker does not count,
-    because the worker rejects it without decoding it.
+    because the worker rejects it without decoding it. `name`: name of the field with the inputs.
     """
-    counts = (pixels(file) for item in items for file in item.images)
-    total = sum(count for count in counts if count <= MAX_DECODED_PIXELS)
+    total = 0
+    files = (file for item in (*items, *filter(None, (query,))) for file in item.images)
+    for number, file in enumerate(files, 1):
+        count = pixels(file)
+        total += count if count <= MAX_DECODED_PIXELS else 0
+        if number % PIXELS_STEP == 0:
+            await asyncio.sleep(0)
     if total > MAX_PIXELS:
         message = (
-            f"items: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a request"
+            f"{name}: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a "
+            "request"
         )
-        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_PIXELS})
+        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_PIXELS})
 
 
-def _check_reply(expected_bytes: int) -> None:
+def _check_reply(expected_bytes: int, name: str) -> None:
     """Raise PayloadTooLarge for results that are too large: the gateway keeps all results until its reply is sent."""
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
-            f"items: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
-            "send fewer items"
+            f"{name}: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
+            "send fewer inputs"
         )
-        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_RESULT_BYTES})
+        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_RESULT_BYTES})
 
 
 def split(

@@ -111,8 +111,9 @@ class Fragments:
             self.drop(oldest)
 
     def drop(self, assembly: Assembly) -> None:
-        if self._all.pop(assembly.key, None) is not assembly:
+        if self._all.get(assembly.key) is not assembly:
             return
+        del self._all[assembly.key]
         self.held_bytes -= assembly.held_bytes
         keys = self._requests[assembly.request]
         keys.discard(assembly.key)

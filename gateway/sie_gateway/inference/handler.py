@@ -292,6 +292,7 @@ class Inference:
             request.query,
             lane,
             self._priority(headers, request.priority),
+            request.inputs_field,
         )
 
     def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:

@@ -13,11 +13,23 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.documents import DocumentFile
+from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
 _NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that lie in the range of the frame markers, but begin no frame
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
+_FILL = re.compile(rb"\xff+")
+# largest number of JPEG segments that are read until the first frame: a segment can have 4 bytes, and the gateway's
+# event loop stands still meanwhile
+MAX_SEGMENTS = 1024
+
+
+class _TooManySegments(Exception):
+    """Raised for a JPEG whose first frame comes after MAX_SEGMENTS segments."""
+
+
+_UNREADABLE = (struct.error, IndexError, KeyError)
 
 
 class ImageHeader(NamedTuple):
@@ -30,19 +42,32 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of a file by its header; 0 if the header is unreadable."""
-    image = header(data)
+    """Return the number of pixels of a file by its header: 0 if the header is unreadable, MAX_DECODED_PIXELS if it has
+    too many segments.
+    """
+    try:
+        image = _header(data)
+    except _UNREADABLE:
+        return 0
+    except _TooManySegments:  # a worker may decode the file
+        return MAX_DECODED_PIXELS
     return image.width * image.height if image is not None else 0
 
 
 def header(data: bytes) -> ImageHeader | None:
-    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format or a file that is too short."""
-    for magic, read in _READERS:
+    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format, for a file that is too short,
+    and for a header with too many segments.
+    """
+    try:
+        return _header(data)
+    except (*_UNREADABLE, _TooManySegments):
+        return None
+
+
+def _header(data: bytes) -> ImageHeader | None:
+    for magic, read_format in _READERS:
         if data.startswith(magic):
-            try:
-                return read(data)
-            except (struct.error, IndexError, KeyError):
-                return None
+            return read_format(data)
     return None
 
 
@@ -63,20 +88,22 @@ def _bmp(data: bytes) -> ImageHeader:
 
 
 def _jpeg(data: bytes) -> ImageHeader | None:
-    """Return the header from the first frame. Other segments are skipped by their lengths."""
+    """Return the header from the first frame. Other segments are skipped by their lengths. Raises _TooManySegments."""
     place = 2
-    while data[place] == 0xFF:
+    for _ in range(MAX_SEGMENTS):
+        if data[place] != 0xFF:
+            return None
+        if data[place + 1] == 0xFF and (fill := _FILL.match(data, place)) is not None:  # fill bytes before a marker
+            place = fill.end() - 1
         marker = data[place + 1]
-        if marker == 0xFF:  # fill byte before a marker
-            place += 1
-        elif marker in _STANDALONE:
+        if marker in _STANDALONE:
             place += 2
         elif 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
             bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
             return ImageHeader(width, height, "jpeg", bits * channels)
         else:
             place += 2 + max(2, struct.unpack_from(">H", data, place + 2)[0])
-    return None
+    raise _TooManySegments
 
 
 def _webp(data: bytes) -> ImageHeader | None:

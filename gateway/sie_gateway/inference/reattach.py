@@ -4,6 +4,7 @@ the same request arrives again, it gets the result of this run.
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
                           └─ the same body, path, token and headers again ──► waits for this run and gets its reply
+                             (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
 requests, each with its own work in the queue. The reply of a run is bytes and headers, which are never changed
@@ -28,7 +29,7 @@ MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs 
 # headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
 _ID_HEADER = "x-sie-request-id"  # another one in each attempt
-Identity = tuple[str, int, tuple[tuple[str, str], ...]]
+Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
 A = TypeVar("A")
 _logger = logging.getLogger("sie.gateway.attach")
 
@@ -38,11 +39,17 @@ class ClientGone(Exception):
 
 
 class Caller(Protocol):
-    """Client as its request describes it. If `receive` is None, a disconnect cannot be detected."""
+    """Client as its request describes it. `client`: its address. `key`: identifies its credential; empty if it has
+    none. If `receive` is None, a disconnect cannot be detected.
+    """
 
     path: str
     headers: Any
+    client: str
     receive: Receive | None
+
+    @property
+    def key(self) -> str: ...
 
     def follow(self, previous: Any) -> None:
         """Take over the data of the caller that started a run, which this caller joins: its logs and errors then show
@@ -118,7 +125,8 @@ def _identity(caller: Caller, body: bytes) -> Identity:
         for name, value in caller.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
-    return caller.path, len(body), tuple(headers)
+    # without a credential, the address selects the target of an alias
+    return caller.path, "" if caller.key else caller.client, len(body), tuple(headers)
 
 
 class Run(Generic[A]):

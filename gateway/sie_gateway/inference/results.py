@@ -67,7 +67,9 @@ FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as th
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen."""
+    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: field
+    of the client's body with the inputs, for errors.
+    """
 
     operation: Operation
     resolved: Resolved
@@ -76,6 +78,7 @@ class PlannedRequest:
     query: RequestItem | None
     lane: Lane
     priority: Priority
+    inputs_field: str = "items"
 
     def with_run(self, run: RunOptions) -> PlannedRequest:
         return replace(self, options=replace(self.options, run=run))

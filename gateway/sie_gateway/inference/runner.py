@@ -124,6 +124,9 @@ class Runner:
             self._queue.result_bytes,
             self._queue.holds_any_size,
         )
+        with_images = has_images(items, request.query)
+        if with_images:
+            await chunk.check_pixels(items, request.query, request.inputs_field)
         chunks, size_bytes = chunk.plan(
             items,
             request.query,
@@ -131,7 +134,9 @@ class Runner:
             resolved.entry,
             request.options.run,
             limits,
-            self._admission.image_cost(resolved.residency) if has_images(items, request.query) else ImageCost(),
+            self._admission.image_cost(resolved.residency) if with_images else ImageCost(),
+            name=request.inputs_field,
+            positions=positions,
         )
         revision = self._revision(resolved.entry)
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
@@ -150,7 +155,7 @@ class Runner:
             try:
                 collector.on_taken = _result_listener(permits, collector, resolved.entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
-                build = _builder(call, request, items, chunks, revision, self._inbox.address(call.work_id))
+                build = _builder(call, request, items, positions, chunks, revision, self._inbox.address(call.work_id))
                 sending = _Sending(self._queue, self._admission, request, permits, build, collector, deadline_s)
                 try:
                     await sending.start()
@@ -276,6 +281,7 @@ def _builder(
     call: Call,
     request: PlannedRequest,
     items: Sequence[RequestItem],
+    positions: Sequence[int],
     chunks: Sequence[Chunk],
     revision: int,
     reply: str,
@@ -302,7 +308,7 @@ def _builder(
             options=request.options.run,
             reply=reply,
             budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
-            first=piece.start,
+            first=positions[piece.start],
             profile=resolved.profile,
             config_revision=revision,
             priority=request.priority,

@@ -272,13 +272,18 @@ def _has_room(beat: Heartbeat) -> bool:
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Return the cosine of each input's two dense vectors, if both are floats of the same width."""
+    """Return the cosine of each input's two dense vectors, if both are floats of the same width. An input with chunks
+    is omitted: the two models may split it at different places.
+    """
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
         return []
     values = []
     for (one_result, first), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
-        if isinstance(first, Ok) and isinstance(two, Ok) and first.outputs["dense"].shape == two.outputs["dense"].shape:
+        if not isinstance(first, Ok) or not isinstance(two, Ok):
+            continue
+        shapes = [outcome.outputs["dense"].shape for outcome in (first, two)]
+        if len(shapes[0]) == 1 and shapes[0] == shapes[1]:
             a, b = (
                 array_of(*result, "dense").astype(np.float32) for result in ((one_result, first), (two_result, two))
             )

@@ -74,7 +74,9 @@ class JobEngine:
         self._route_of = route_of
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return the job with its model's alias resolved, once for all rows. Raises SIEError if it can never run."""
+        """Return the job with its model's alias resolved, once for all rows. A job that already has a model (a retry)
+        keeps it. Raises SIEError if the job can never run.
+        """
         self.require_store()
         if job.batch is not None:
             await self._files.find(job.batch.input_file_id, call.grant.owns)
@@ -90,26 +92,26 @@ class JobEngine:
             Place.opened(request.input.url, self._urls)
         else:
             await self._files.find(request.input.file, call.grant.owns)
-        understood = self._pinned(call, request)
+        understood = self._pinned(call, request, job.model or request.model)
         if request.output.sink:
             self._check_sink(request, understood)
-        parser = self._pinned_parser(call, request) if request.input.documents else ""
+        parser = self._pinned_parser(call, job.parser or request.input.parser) if request.input.documents else ""
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane), parser=parser)
 
-    def _pinned_parser(self, call: Call, request: JobRequest) -> str:
+    def _pinned_parser(self, call: Call, parser: str) -> str:
         """Return the resolved name of the model that parses the documents of a job. Raises SIEError."""
-        resolved = self._inference.resolve(request.input.parser or DEFAULT_PARSER, call)
+        resolved = self._inference.resolve(parser or DEFAULT_PARSER, call)
         entry = resolved.entry
         if entry.family != PARSER_FAMILY:
             message = f"expected a model of the family {PARSER_FAMILY}, {entry.id} is of {entry.family}"
             raise InvalidInput.at("input.parser", message)
         return resolved.canonical
 
-    def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Return the plan of a sample request. It has the model to which the job's model name resolves now, and the job
+    def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
+        """Return the plan of a sample request. It has the model to which the name `model` resolves now, and the job
         keeps this model. Raises SIEError if the model cannot serve such a request.
         """
-        resolved = self._inference.resolve(request.model, call)
+        resolved = self._inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
         source = request.input

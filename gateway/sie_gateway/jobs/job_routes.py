@@ -10,7 +10,7 @@ A field without a counterpart is refused. The error names the field and an alter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from fastapi import Request
@@ -22,6 +22,7 @@ from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import family
 from sie_gateway.operations.handlers import call_of, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
@@ -162,7 +163,7 @@ def _authority(uri: str) -> str:
     return uri.partition("://")[2].partition("/")[0]
 
 
-def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
+def _schema_fault(error: msgspec.ValidationError) -> InvalidInput:
     """Return an InvalidInput that names the faulty field. The decoder's message ends with its path, such as `$.a.b`."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
@@ -180,12 +181,13 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
     """Decode the body as a struct. `form` may change the JSON before it is checked against the struct. Raises
     InvalidInput, which names the faulty field.
     """
+    raw = await request.body()
+    bodies.count(raw, msgpack=False)
+    body = bodies.decode(raw, msgpack=False)
     try:
-        if form is None:
-            return msgspec.json.decode(await request.body(), type=kind)
-        return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
+        return msgspec.convert(body if form is None else form(body), kind)
     # the decoder's message may be shown to the client: it has the expected type, but no value of the body
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         raise _schema_fault(error) from error
 
 
@@ -203,12 +205,23 @@ async def submit(gateway: Gateway, request: Request) -> Response:
     return _info_reply(request, await gateway.jobs.submit(call_of(request), job_request), 201)
 
 
+def _states(state: str, names: Mapping[str, str]) -> frozenset[str]:
+    """Return the states of jobs that a client selects; all for an empty text. `names`: further names of states. Raises
+    InvalidInput.
+    """
+    every = get_args(api.JobState)
+    states = frozenset(own for own in every if state in ("", own, names.get(own)))
+    if not states:
+        raise InvalidInput.at("state", f"expected one of {', '.join(dict.fromkeys((*every, *names.values())))}")
+    return states
+
+
 async def page(gateway: Gateway, request: Request) -> Response:
     query, call = request.query_params, call_of(request)
-    jobs_page = gateway.jobs.page(
-        call, whole(request.query_params, "limit", 50, 1, 1000), query.get("after", ""), query.get("state", "")
-    )
-    if call.dialect is sdk_versions.NATIVE:
+    is_native = call.dialect is sdk_versions.NATIVE
+    states = _states(query.get("state", ""), {} if is_native else _STATES)
+    jobs_page = gateway.jobs.page(call, whole(query, "limit", 50, 1, 1000), query.get("after", ""), states)
+    if is_native:
         return json_response(jobs_page)
     return json_response({"object": "list", "data": [as_public(info) for info in jobs_page.data]})
 

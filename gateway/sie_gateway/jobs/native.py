@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts.api import jobs as api
-from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
+from sie_contracts.errors import ContentConflict, ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_contracts.wire.messages import TextChunks
 from sie_gateway.answers import stored
@@ -34,6 +34,7 @@ from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, OutputLine, RowAnswer, lines_of, shard_of
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import InputRow, read
+from sie_store.datasets.sizes import SpanSize
 from sie_store.object_stores import AccessRefused, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
@@ -164,8 +165,8 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan with those shards of the earlier job that have failed rows."""
-        before = await self._places.before(self._job.retry_of)
+        """Return a plan with those shards of the earlier job that have failed rows. Raises NotFound, StoreError."""
+        before = await self._before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
             raise NotFound("the job to retry has no stored plan any more: submit a new job", param="job")
@@ -176,17 +177,32 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
+        # without the part of a deleted job, a shard could never run
+        for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
+            await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
+    async def _before(self, job_id: str) -> Before:
+        """Return an earlier job of this retry. Raises NotFound if it was deleted."""
+        try:
+            return await self._places.before(job_id)
+        except NotFound as error:
+            message = f"{job_id}, an earlier job of this retry, was deleted: submit a new job for the rows that failed"
+            raise NotFound(message, param="job") from error
+
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read the rows of a shard; for a retry, only the rows that failed before. Raises InvalidInput, StoreError."""
+        """Read the rows of a shard; for a retry, only the rows that failed before. Raises InvalidInput, NotFound,
+        ContentConflict, StoreError.
+        """
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
-                before = await self._places.before(job_id)
+                before = await self._before(job_id)
                 assert before.job.request is not None
                 data = await shards.bytes_of(before.output, part)
-                outcomes = await asyncio.to_thread(parts.outcomes, data, before.job.request.output.format)
+                outcomes = await outcomes_of(part, data, before.job.request.output.format)
+                if len(outcomes) != len(rows):
+                    raise _damaged(part, f"it has {len(outcomes)} rows instead of {len(rows)}")
                 rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
         return rows
 
@@ -236,7 +252,7 @@ class NativeJob:
     async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
         try:
             rows = await self._rows(number, span)
-        except InvalidInput as error:
+        except (InvalidInput, NotFound, ContentConflict) as error:
             raise ShardBroken(error.info()) from error
         if self._documents is not None:
             rows = await self._documents.parsed(rows)
@@ -249,6 +265,10 @@ class NativeJob:
             self._progress.rows(number, 0, len(reasons))
         about = About(self._job.id, number, self._job.model, self._fingerprint(), reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
+        try:
+            SpanSize(span).add(0, parts.id_bytes(shard, self._request.output.format))
+        except InvalidInput as error:
+            raise ShardBroken(error.info()) from error
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         return AnsweredShard(data, unsent)
 
@@ -389,6 +409,18 @@ class NativeJob:
             await stored.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
             _logger.warning("job %s: old cached answers could not be removed: %s", self._job.id, error)
+
+
+async def outcomes_of(name: str, data: bytes, format: api.OutputFormat) -> list[parts.Outcome]:
+    """Return the result of each row of the part `name`. Raises ContentConflict if somebody has damaged it."""
+    try:
+        return await asyncio.to_thread(parts.outcomes, data, format)
+    except parts.PartFault as error:
+        raise _damaged(name, str(error)) from error
+
+
+def _damaged(name: str, why: str) -> ContentConflict:
+    return ContentConflict(f"{name}: {why}: restore the file, or submit a new job")
 
 
 def _owner(job: JobRecord) -> str:

@@ -11,9 +11,9 @@ from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.engine import JobEngine
 from sie_gateway.jobs.ledger import JobLedger
-from sie_gateway.jobs.native import manifest
+from sie_gateway.jobs.native import manifest, outcomes_of
 from sie_gateway.jobs.service import broker_errors_mapped
-from sie_store.datasets import parts, shards
+from sie_store.datasets import shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
 SAMPLED = 4  # largest number of parts that are read for a sample of rows
@@ -48,7 +48,9 @@ class JobResults:
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return id, tokens and error of up to `limit` rows in SAMPLED parts. Raises NotFound, QueueUnavailable."""
+        """Return id, tokens and error of up to `limit` rows in SAMPLED parts. Raises NotFound, QueueUnavailable, and
+        ContentConflict for a part that somebody has damaged.
+        """
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
@@ -56,7 +58,7 @@ class JobResults:
         shards = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
         for shard in shards[:SAMPLED]:
             data = await self._bytes(job, shard.name)
-            for outcome in await asyncio.to_thread(parts.outcomes, data, job.request.output.format):
+            for outcome in await outcomes_of(shard.name, data, job.request.output.format):
                 if outcome.error is not None or not only_failed:
                     error = None if outcome.error is None else api.JobError(**outcome.error)
                     rows.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))

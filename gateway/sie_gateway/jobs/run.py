@@ -229,9 +229,32 @@ class JobRun:
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the previous leader may have died before it wrote the fingerprint to the record of the job
         fingerprint = next((shard.fingerprint for shard in done.values() if shard.fingerprint), self._job.fingerprint)
+        work = await self._opened(fingerprint)
+        if work is None:
+            return
         self._job = replace(self._job, fingerprint=fingerprint)
         try:
-            work = self._make(self._job, self)
+            await self._led(work)
+        finally:
+            await work.close()
+
+    async def _opened(self, fingerprint: str) -> JobWork | None:
+        """Return the work of the job. Wait for a place that cannot be opened for now. If the job ends or pauses before
+        that, write this to its record and return None.
+        """
+        works: list[JobWork] = []
+
+        async def attempt() -> None:
+            works.append(self._make(replace(self._job, fingerprint=fingerprint), self))
+
+        try:
+            if self._early_end is None:
+                ended = await self._until_told(self._patiently(attempt))
+                if ended == "pause" and not works:
+                    await self._pause(None, is_asked=True)
+                    return None
+            if not works:  # the job ends early, so nothing is waited for
+                await attempt()
         except SIEError as error:  # for example, an input or output folder is no longer allowed
             if (end := self._early_end) is None:
                 if self._job.is_planned and self._job.batch is None and not error.retryable:
@@ -239,11 +262,8 @@ class JobRun:
                 raise
             state, cause = end
             await self._end(state, error=cause or error.info())
-            return
-        try:
-            await self._led(work)
-        finally:
-            await work.close()
+            return None
+        return works[0]
 
     async def _led(self, work: JobWork) -> None:
         if (end := self._early_end) is not None:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 from msgspec.structs import replace
@@ -71,12 +71,17 @@ class JobService:
 
     # jobs
 
-    async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
+    async def submit(self, call: Call, request: api.JobRequest) -> api.JobInfo:
         """Store a new job; for a repeated Idempotency-Key, return the earlier job. Raises SIEError."""
+        return await self._submitted(call, request)
+
+    async def _submitted(
+        self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str
+    ) -> api.JobInfo:
         job_id = self._new_id(call, "job-")
         stands = self._existing(call, job_id)
         if stands is None:
-            stands = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of))
+            stands = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of, **fields))
         if stands.request is None or stands.retry_of != retry_of or not self._is_same(stands.request, request):
             raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
         return self.as_info(stands)
@@ -89,9 +94,9 @@ class JobService:
                 previous = replace(previous, input=replace(previous.input, file=request.input.file))
         return request == previous
 
-    def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Return up to `limit` of the caller's jobs (in `state`) after `after`, newest first. Raises NotFound."""
-        jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
+    def page(self, call: Call, limit: int, after: str, states: Collection[str]) -> api.JobPage:
+        """Return up to `limit` of the caller's jobs in `states` after `after`, newest first. Raises NotFound."""
+        jobs, more = self._page(call, limit, after, lambda job: job.request is not None and job.state in states)
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
     def find(self, call: Call, job_id: str) -> JobRecord:
@@ -129,7 +134,11 @@ class JobService:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
-        return await self.submit(call, job.request, retry_of=job.id)
+        # The model of the answers that exist: the alias in the request may lead to another model now, and vectors of
+        # two models do not fit together.
+        return await self._submitted(
+            call, job.request, retry_of=job.id, model=job.model, parser=job.parser, fingerprint=job.fingerprint
+        )
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
         """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises

@@ -187,13 +187,14 @@ def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
         size = files = 0
         for place in places:
             item = inputs[place].item
+            text_bytes = item.size - item.file_bytes
             if group and (
-                len(group) == GROUP_ITEMS or size + item.size > GROUP_BYTES or files + len(item.files) > GROUP_FILES
+                len(group) == GROUP_ITEMS or size + text_bytes > GROUP_BYTES or files + len(item.files) > GROUP_FILES
             ):
                 groups.append(group)
                 group, size, files = [], 0, 0
             group.append(place)
-            size += item.size - item.file_bytes
+            size += text_bytes
             files += len(item.files)
         groups.append(group)
     return groups

@@ -19,6 +19,7 @@ from sie_contracts.errors import InvalidInput, QueueUnavailable
 from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem, utf8
 from sie_gateway.operations.handlers import call_of, json_response
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 PATH = "/v1/cache"
 MAX_LISTED = 1000
 _logger = logging.getLogger("sie.gateway.cache")
-_decode = msgspec.json.Decoder(api.CacheErasure).decode
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
@@ -63,9 +63,10 @@ async def erase(gateway: Gateway, request: Request) -> Response:
 
 def _erasure(body: bytes) -> AnswerErasure:
     """Return the erasure that a body describes. Raises InvalidInput."""
+    bodies.count(body, msgpack=False)
     try:
-        selection = _decode(body)
-    except msgspec.DecodeError as error:
+        selection = msgspec.convert(bodies.decode(body, msgpack=False), api.CacheErasure)
+    except msgspec.ValidationError as error:
         raise InvalidInput.at("body", "expected a map with model, key, text, query or all") from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:

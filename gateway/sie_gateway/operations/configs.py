@@ -48,11 +48,12 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
-    headers = {name: request.headers[name] for name in _SENT if name in request.headers}
+    # as the bytes of the caller's header: for texts, the HTTP client accepts only ASCII
+    headers = {name.encode(): request.headers[name].encode("latin-1") for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
     # this gateway has checked that the caller may read, so it replaces the caller's token by its own
     if request.method == "GET" and reader is not None:
-        headers["authorization"] = f"Bearer {reader.reveal()}"
+        headers[b"authorization"] = f"Bearer {reader.reveal()}".encode()
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:
         async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False, verify=verification(url)) as client:

@@ -32,7 +32,11 @@ _EMAIL = (
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
 )
 _IPV4 = r"(?<![\d.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
-_IPV6 = r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w)"
+# An address may follow a word and a colon, as in IP:2001:db8::1. It does not begin in the middle of a longer one.
+_IPV6 = (
+    r"(?<![\w.])(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
+    r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"
+)
 # number of characters of an IBAN, by its country
 _IBAN_LENGTHS: Mapping[str, int] = {
     country: length
@@ -128,7 +132,7 @@ KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
         "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
         "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
         "email": (_checked(f"({_EMAIL})", len),),
-        "ip_address": (_checked(f"({_IPV4})", _address), _checked(f"({_IPV6})", _address)),
+        "ip_address": (_checked(f"({_IPV4})", _address), _checked(_IPV6, _address)),
         "phone_number": (_phone_numbers,),
     }
 )

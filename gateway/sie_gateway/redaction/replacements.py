@@ -32,6 +32,7 @@ _FIRST_NAMES = (
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254
+_StandIn = Callable[[str, int], str]  # writes the stand-in of a value, by the number of the value
 
 
 class ReplacedValue(NamedTuple):
@@ -53,7 +54,7 @@ class Replacer:
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:
         self._style = style
         self._key = key
-        self._numbers: dict[str, dict[str, int]] = {}
+        self._numbers: dict[str | _StandIn, dict[str, int]] = {}
 
     def replacement(self, kind: str, value: str) -> str:
         if self._style == "mask":
@@ -62,9 +63,13 @@ class Replacer:
         if self._style == "hash":
             digest = hmac.digest(self._key, f"{name}\0{value}".encode(), hashlib.sha256)
             return f"[{name}_{digest.hex()[:HASH_DIGITS]}]"
-        numbers = self._numbers.setdefault(name, {})
+        write = _stand_in_of(kind) if self._style == "synthetic" else None
+        # kinds with the same stand-ins are counted together, so that two values never get one stand-in
+        numbers = self._numbers.setdefault(write or name, {})
         number = numbers.setdefault(value, len(numbers) + 1)
-        return f"[{name}_{number}]" if self._style == "tag" else _stand_in(kind, value, number)
+        if write is not None:
+            return write(value, number)
+        return f"[{name}_{number}]" if self._style == "tag" else f"Example {plain_name(kind)} {number}"
 
 
 def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> tuple[str, list[ReplacedValue]]:
@@ -120,7 +125,7 @@ def _date(value: str, number: int) -> str:
     return (datetime.date(1900, 1, 1) + datetime.timedelta(days=number)).isoformat()
 
 
-_STAND_INS: Mapping[str, Callable[[str, int], str]] = {
+_STAND_INS: Mapping[str, _StandIn] = {
     "email": _email,
     "phone_number": _phone_number,
     "card_number": _card_number,
@@ -131,7 +136,5 @@ _STAND_INS: Mapping[str, Callable[[str, int], str]] = {
 }
 
 
-def _stand_in(kind: str, value: str, number: int) -> str:
-    plain = plain_name(kind)
-    write = _STAND_INS.get(pattern_of(kind) or plain)
-    return write(value, number) if write else f"Example {plain} {number}"
+def _stand_in_of(kind: str) -> _StandIn | None:
+    return _STAND_INS.get(pattern_of(kind) or plain_name(kind))

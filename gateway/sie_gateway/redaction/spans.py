@@ -26,7 +26,8 @@ def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None
-    for span in sorted(spans):
+    # without the score, which is None for a pattern and so has no order
+    for span in sorted(spans, key=lambda span: (span.start, span.end, span.kind, span.source)):
         if best is None or span.start >= joined[-1].end:
             joined.append(span)
             best = span

@@ -471,13 +471,14 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that tokenises in the adapter. The ids here only serve to estimate the cost. Texts and
-    documents are sent as they are. A work item with more than MAX_TOKENS tokens together with its questions is refused.
+    """Return rows for a model that tokenises in the adapter. The ids are zeros: only their number is used, to estimate
+    the cost. Texts and documents are sent as they are. A work item with more than MAX_TOKENS tokens together with its
+    questions is refused.
     """
     results = []
     for item in items:
         texts = texts_of(item)
-        contents = tokenizer.contents(texts, 1 << 30, "NONE")
+        contents = tokenizer.contents(texts, 0, "NONE")  # only counts the tokens, and reads a long text in pieces
         shared = int(item.query is not None)
         costs = _costs_with_questions(tokenizer, layout, item, contents)
         if sum(costs) > MAX_TOKENS:
@@ -487,8 +488,8 @@ def _raw(
         rows = []
         # the query, if there is one, is the first text and has the number -1, which `rows.OF_QUERY` names
         for number, (content, text, cost) in enumerate(zip(contents, texts, costs, strict=True), -shared):
-            tokens, beside = len(content.ids), len(text) // COST_CHARACTERS
-            row = TokenRow(content.ids, tokens, expanded=max(beside, cost))
+            tokens, beside = content.full, len(text) // COST_CHARACTERS
+            row = TokenRow(np.zeros(tokens, np.int32), tokens, expanded=max(beside, cost))
             if number >= 0 and (document := item.inputs[number].document) is not None:
                 row = replace(row, document=document, expanded=documents.cost(len(document.data)) + beside + tokens)
             elif (sound := item.sounds.get(number)) is not None:
@@ -510,7 +511,7 @@ def _costs_with_questions(
     most = tokenizer.max_tokens
     sizes = [len(tokens.ids) for tokens in tokenizer.contents(questions, most, "END")] if questions else []
     around = layout.questions + np.array(sizes, np.int64)
-    return [int(np.minimum(most, len(content.ids) + around).sum()) for content in contents]
+    return [int(np.minimum(most, content.full + around).sum()) for content in contents]
 
 
 _LAYOUTS = {

@@ -35,13 +35,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
+
+from sie_contracts.errors import InvalidInput
 
 # characters that are read first for each needed token: English has 4 to 5, so one piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
 MAX_PIECE_CHARACTERS = 1 << 18
+# maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
+MAX_CALL_CHARACTERS = 4 << 20
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
@@ -169,9 +173,11 @@ class LongTexts:
             going = [reading for reading, _ in pieces if count_all or reading.count <= room]
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
-    def head(self, text: str, size: int) -> str:
-        """Return the first piece of a text, with at least `size` characters unless the text is shorter."""
-        return next(self._pieces(text, size, False))[0]
+    def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
+        """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
+        The piece has at least `size` characters unless the text is shorter.
+        """
+        return next(self._pieces(text, size, from_end))
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
         """Yield each piece, with the number of tokens of the sentinel to drop at its beginning. With `from_end`, the
@@ -191,9 +197,9 @@ class LongTexts:
     def _sentinel(self) -> int:
         return len(self._tokenizer.encode(SENTINEL, add_special_tokens=False))
 
-    def _encode(self, pieces: Sequence[tuple[str, int]]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)
-        return [encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encodings, strict=True)]
+    def _encode(self, pieces: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
+        encoded = encodings(self._tokenizer, [text for text, _ in pieces])
+        return (encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encoded, strict=True))
 
     def _holds(self, places: re.Pattern[str]) -> bool:
         """Return True if difficult texts have the same ids when they are cut at every allowed position."""
@@ -231,6 +237,27 @@ class _TextReading:
     def ids(self, room: int, from_end: bool) -> NDArray[np.int32]:
         joined = np.array(list(chain.from_iterable(reversed(self._parts) if from_end else self._parts)), np.int32)
         return joined[max(0, len(joined) - room) :] if from_end else joined[:room]
+
+
+def encodings(tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False) -> Iterator[Encoding]:
+    """Yield the tokens of each text, without special tokens; with `offsets`, also their offsets. Each call of the
+    tokenizer gets at most MAX_CALL_CHARACTERS characters. Raises InvalidInput for a longer text.
+    """
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    start = characters = 0
+    for stop, text in enumerate(texts):
+        if len(text) > MAX_CALL_CHARACTERS:
+            message = (
+                f"text: it has {len(text)} characters without a place where it can be cut, at most "
+                f"{MAX_CALL_CHARACTERS} are tokenised together: send it in parts"
+            )
+            raise InvalidInput(message, reason="too_many_tokens", param="text", extras={"limit": MAX_CALL_CHARACTERS})
+        if characters + len(text) > MAX_CALL_CHARACTERS:
+            yield from encode(list(texts[start:stop]), add_special_tokens=False)
+            start, characters = stop, 0
+        characters += len(text)
+    if start < len(texts):
+        yield from encode(list(texts[start:]), add_special_tokens=False)
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.wire.messages import Truncate
-from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
+from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SENTINEL, LongTexts, encodings
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
@@ -31,6 +31,8 @@ INLINE_CHARACTERS = 4096
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
 _MAX_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # characters; a text of at most this length is always tokenised as a whole
+# bytes of memory for each byte of a tokenizer's JSON: 26 to 37 for a Unigram model, 8 for the others
+_MEMORY_PER_BYTE = 32
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class ModelTokenizer:
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
+        self.serialised = serialised
         self.max_tokens = max_tokens
         self._long_characters = long_characters
         self._tokenizer = Tokenizer.from_buffer(serialised)
@@ -77,6 +80,11 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._long = LongTexts(self._tokenizer)
         self.first, self.last = _special(self._tokenizer)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the estimated bytes of memory of the tokenizer."""
+        return _MEMORY_PER_BYTE * len(self.serialised)
 
     @cached_property
     def pair(self) -> PairTemplate:
@@ -86,14 +94,13 @@ class ModelTokenizer:
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
         part is read. With the mode NONE, the whole text is read, and the caller must refuse it if it was truncated.
+        Raises InvalidInput for a text that is too long to be tokenised as a whole and cannot be cut.
         """
         from_end = truncate == "START"
-        least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        least = self._least(room)
         long = [text for text in texts if len(text) > least]
         read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
-        whole = iter(
-            self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False)
-        )
+        whole = encodings(self._tokenizer, [text for text in texts if len(text) <= least])
         contents = []
         for text in texts:
             if len(text) > least:
@@ -102,6 +109,10 @@ class ModelTokenizer:
                 ids = np.array(next(whole).ids, np.int32)
                 contents.append(Tokens(cut(ids, room, truncate), len(ids)))
         return contents
+
+    def _least(self, room: int) -> int:
+        """Return the largest length, in characters, of a text that is tokenised as a whole."""
+        return max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
 
     @property
     def vocabulary(self) -> int:
@@ -157,28 +168,48 @@ class ModelTokenizer:
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""
+        least = self._least(room)
+        whole = encodings(self._tokenizer, [text for text in texts if len(text) <= least], offsets=True)
         spans = []
-        heads = [self._head(text, room) if truncate == "END" else text for text in texts]
-        for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
-            offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-            ids = np.array(encoding.ids, np.int32)
-            spans.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
+        for text in texts:
+            if len(text) > least:
+                spans.append(self._long_spans(text, room, truncate))
+            else:
+                ids, offsets = _ids_and_offsets(next(whole))
+                spans.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
         return spans
 
-    def _head(self, text: str, room: int) -> str:
-        """Return a beginning of the text with more than `room` tokens, which ends where the cut does not change the
-        ids. If the text is short, or this beginning has fewer tokens, return the whole text.
+    def _long_spans(self, text: str, room: int, truncate: Truncate) -> tuple[Tokens, Ids]:
+        """Return the ids and offsets of a long text as in `spans`. Only the part that has more than `room` tokens is
+        read, from the side that is not truncated. With the mode NONE, the tokens of the whole text are also counted.
         """
-        if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
-            return text
-        head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
-        return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
+        from_end = truncate == "START"
+        size = max(1, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        while True:
+            piece, dropped = self._long.first_piece(text, size, from_end)
+            (encoding,) = encodings(self._tokenizer, [piece], offsets=True)
+            ids, offsets = (part[dropped:] for part in _ids_and_offsets(encoding))
+            is_whole = not dropped and len(piece) == len(text)
+            if is_whole or len(ids) > room:
+                break
+            size *= GROWTH
+        full = len(ids)
+        if truncate == "NONE" and not is_whole:
+            ((_, full),) = self._long.read([text], 0, from_end=False, count_all=True)
+        # the piece may begin with the sentinel
+        moved = offsets + (len(text) - len(piece) if from_end else 0)
+        return Tokens(cut(ids, room, truncate), full), cut(moved, room, truncate)
 
     def prefix_of(self, text: str, room: int) -> str:
         """Return the part of the text that its first `room` tokens cover."""
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
-        offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
+        (encoding,) = encodings(self._tokenizer, [read], offsets=True)
+        offsets = encoding.offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
+
+
+def _ids_and_offsets(encoding: Encoding) -> tuple[Ids, Ids]:
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
@@ -209,6 +240,20 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
     return ids[: content[0]], ids[content[-1] + 1 :]
 
 
+def without_panic(work: Callable[[], T]) -> T:
+    """Return the result of `work`. A panic of the Rust tokenizer, which is no Exception, becomes a RuntimeError. So
+    does StopIteration, which no future accepts. The message of a panic is left out, because it may quote the text.
+    """
+    try:
+        return work()
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(f"the tokenizer ended with {type(error).__name__}") from None
+
+
 class _ThreadWork(NamedTuple):
     """Call that waits for a thread, with the future of its result. `characters`: its size."""
 
@@ -232,7 +277,7 @@ class TokenizerPool:
         that was gathered with it. `work` is called in a thread, unless both are so few that a thread would take longer.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
-            return work()
+            return without_panic(work)
         loop = asyncio.get_running_loop()
         part = _ThreadWork(characters, work, loop.create_future())
         self._parts.append(part)
@@ -275,7 +320,7 @@ def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
     results: list[Any] = []
     for part in parts:
         try:
-            results.append(part.work())
+            results.append(without_panic(part.work))
         except Exception as error:  # noqa: BLE001 raised where the caller awaits it
             results.append(error)
     return results
@@ -285,6 +330,8 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
     if running.cancelled():
         for part in parts:
             part.done.cancel()
+    elif (error := running.exception()) is not None:  # without a result, the callers would wait for ever
+        _hand_out(parts, [RuntimeError(f"a thread of the tokenizer ended with {type(error).__name__}")] * len(parts))
     else:
         _hand_out(parts, running.result())
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
+from broker_harness import STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull, TopologyMismatch
 from sie_contracts.wire.topology import TOPOLOGY_VERSION
@@ -106,10 +106,10 @@ async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness
     assert (await events.fill(4))[3] == (specs[0].name, False)
     assert sorted(await broker.consumers(STREAM.name)) == sorted(spec.name for spec in specs[1:])
     await old.ack()
-    await broker.flush()
+    await broker.flush(WAIT_S)
 
     await broker.ensure_consumer(specs[0])
-    fresh = (await box.fill(2, timeout_s=5.0))[1]
+    fresh = (await box.fill(2, timeout_s=30.0))[1]
     assert (fresh.sequence, fresh.delivered) == (1, 1)
     await fresh.ack()
     await messages_left(broker, 0)
@@ -139,11 +139,11 @@ async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_anoth
     assert await broker.consumers(STREAM.name) == []
     await broker.publish(subject_of("m"), b"new", "another id")
     await old.ack()
-    await broker.flush()
+    await broker.flush(WAIT_S)
     assert (await broker.stream_state(STREAM.name)).messages == 1
     await broker.ensure_consumer(consumer_of("m"))
     pulls.want(consumer_of("m").name, 1)
-    fresh = (await box.fill(2, timeout_s=5.0))[1]
+    fresh = (await box.fill(2, timeout_s=30.0))[1]
     assert (fresh.data, fresh.sequence, fresh.delivered) == (b"new", 1, 1)
     await fresh.ack()
     await messages_left(broker, 0)

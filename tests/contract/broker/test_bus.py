@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from broker_harness import Box, Harness
+from broker_harness import WAIT_S, Box, Harness
 
 from sie_broker import BrokerUnavailable, CoreMessage, NoResponder
 
@@ -21,7 +21,7 @@ async def test_a_request_is_confirmed_by_whoever_listens(harness: Harness) -> No
         await worker.send(message.reply, b"confirmed " + message.data)
 
     members = [await worker.subscribe("results.>", confirm, queue="gateways") for _ in range(3)]
-    answers = await asyncio.gather(*(caller.request("results.one", b"%d" % number, 5.0) for number in range(50)))
+    answers = await asyncio.gather(*(caller.request("results.one", b"%d" % number, 30.0) for number in range(50)))
     assert answers == [b"confirmed %d" % number for number in range(50)]
     assert len(handled.items) == 50
 
@@ -29,8 +29,8 @@ async def test_a_request_is_confirmed_by_whoever_listens(harness: Harness) -> No
         await member.stop()
     started_s = time.monotonic()
     with pytest.raises(NoResponder):
-        await caller.request("results.one", b"lost", 5.0)
-    assert time.monotonic() - started_s < 1.0
+        await caller.request("results.one", b"lost", 60.0)
+    assert time.monotonic() - started_s < 20.0
 
 
 async def test_a_listener_that_never_answers_ends_in_a_time_out(harness: Harness) -> None:
@@ -68,8 +68,8 @@ async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_fai
     subscription = await receiver.subscribe("beats.*", slow)
     for number in range(5000):
         await sender.send("beats.x", b"%d" % number)
-    await sender.flush()
-    await receiver.flush()
+    await sender.flush(WAIT_S)
+    await receiver.flush(WAIT_S)
     release.set()
 
     assert await box.fill(5000) == [b"%d" % number for number in range(5000)]
@@ -93,11 +93,11 @@ async def test_what_a_full_subscription_drops_is_told_with_its_subject(harness: 
     await receiver.subscribe("full.*", slow, on_dropped=dropped.append, **limit)  # type: ignore[arg-type]
     subjects = [f"full.{number}" for number in range(30)]
     await sender.send(subjects[0], bytes(1000))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), 30)
     for subject in subjects[1:]:
         await sender.send(subject, bytes(1000))
-    await sender.flush()
-    await receiver.flush()
+    await sender.flush(WAIT_S)
+    await receiver.flush(WAIT_S)
     assert dropped == subjects[11:]
     release.set()
     assert await box.fill(11) == subjects[:11]
@@ -117,9 +117,9 @@ async def test_stopping_a_subscription_handles_what_has_arrived(harness: Harness
     subscription = await broker.subscribe("beats", slow)
     for number in range(100):
         await broker.send("beats", b"%d" % number)
-    await broker.flush()
+    await broker.flush(WAIT_S)
     await subscription.stop()
     assert len(box.items) == 100
     await broker.send("beats", b"late")
-    await broker.flush()
+    await broker.flush(WAIT_S)
     assert len(box.items) == 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from broker_harness import STREAM, Box, consumer_of, publish, subject_of
+from broker_harness import STREAM, WAIT_S, Box, consumer_of, publish, subject_of
 
 from sie_broker import BrokerError, BrokerUnavailable, Delivery
 from sie_broker.memory import MemoryServer, matches, overlap
@@ -27,7 +27,7 @@ async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
     await first.in_progress()
     now_s += 9.0
     server.run_due()
-    await broker.flush()
+    await broker.flush(WAIT_S)
     assert len(box.items) == 1
     now_s += 1.0
     server.run_due()

@@ -7,7 +7,7 @@ import dataclasses
 import time
 
 import pytest
-from broker_harness import LANE, STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
+from broker_harness import LANE, STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import (
     Broker,
@@ -77,8 +77,8 @@ async def test_a_full_stream_refuses_the_newest_and_keeps_the_oldest(harness: Ha
 async def test_publishing_where_no_stream_listens_is_unavailable_at_once(broker: Broker) -> None:
     started_s = time.monotonic()
     with pytest.raises(BrokerUnavailable):
-        await broker.publish("elsewhere.a", b"x", "1", timeout_s=5.0)
-    assert time.monotonic() - started_s < 1.0
+        await broker.publish("elsewhere.a", b"x", "1", timeout_s=60.0)
+    assert time.monotonic() - started_s < 20.0
 
 
 async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connection(broker: Broker) -> None:
@@ -126,7 +126,7 @@ async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
     pulls = broker.pulls(STREAM.name, box.put)
     for credit in (2, 3, 7):
         pulls.want(spec.name, credit)
-        await broker.flush()
+        await broker.flush(WAIT_S)
     assert pulls.outstanding(spec.name) == 7
 
     await publish(broker, "a", 5)
@@ -198,7 +198,7 @@ async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
     await first.nak(0.5)
     other, again = (await box.fill(3))[1:]
 
-    assert 0.45 < time.monotonic() - naked_s < 3.0
+    assert 0.45 < time.monotonic() - naked_s < 20.0  # the ack wait is 30 s
     assert (other.sequence, other.delivered) == (2, 1)
     assert (again.sequence, again.delivered) == (1, 2)
     assert again.sent_s == first.sent_s
@@ -252,22 +252,22 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
 
 
 async def test_in_progress_extends_a_lease(broker: Broker) -> None:
-    """Refreshed every third of the ack wait it is delivered once; left alone it is delivered again with a count of
+    """Refreshed for longer than the ack wait it is delivered once; left alone it is delivered again with a count of
     2.
     """
-    spec = consumer_of("a", ack_wait_s=0.6)
+    spec = consumer_of("a", ack_wait_s=1.2)
     box, pulls = await pulling(broker, spec, published=1, wanted=1)
     (delivery,) = await box.fill(1)
     pulls.want(spec.name, 1)
 
-    for _ in range(5):
+    for _ in range(14):  # so often that the machine may stand still in between
         await delivery.in_progress()
-        await box.quiet(0.2)
+        await box.quiet(0.1)
     await delivery.in_progress()
     refreshed_s = time.monotonic()
     again = (await box.fill(2))[1]
 
-    assert time.monotonic() - refreshed_s > 0.5
+    assert time.monotonic() - refreshed_s > 1.0
     assert again.delivered == 2
     await pulls.stop()
 
@@ -331,7 +331,7 @@ async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker
     pulls = broker.pulls(STREAM.name, box.put)
     pulls.want(consumer_of("a").name, 2)
     pulls.want(consumer_of("b").name, 5)
-    await broker.flush()
+    await broker.flush(WAIT_S)
     pulls.want(consumer_of("b").name, 1)
     await box.quiet(harness.pull_expires_s + 0.5)
 
@@ -358,7 +358,7 @@ async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None
     hand_offs_s = []
     for cycle in range(200):
         pulls.want(spec.name, 1)
-        await broker.flush()
+        await broker.flush(WAIT_S)
         sent_s = time.monotonic()
         await publish(broker, "a", 1, first=cycle)
         delivery = (await box.fill(cycle + 1))[-1]
@@ -391,7 +391,7 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
         await box.fill(100 * turn)
         await open_pulls[-1].stop()
         count = len(box.items)
-        await worker.flush()
+        await worker.flush(WAIT_S)
         assert len(box.items) == count
     given = box.items
     await publishing

@@ -13,7 +13,7 @@ from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Entry, 
 
 async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broker, harness: Harness) -> None:
     """Messages wait and are leased, one of them for the second time, the broker is killed, it is back, its consumers
-    are ensured again, as gateways do, and open pulls work within 5 s, what was leased is delivered again: with its
+    are ensured again, as gateways do, and open pulls work within seconds, what was leased is delivered again: with its
     counts by a broker that kept them, from one without, nothing is lost.
     """
     spec = consumer_of("a", ack_wait_s=2.0)
@@ -34,7 +34,7 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     leased = (await box.fill(6))[1:]
     again = [delivery.sequence for delivery in leased if delivery.delivered == 2]
     assert again in ([], [1])  # the broker may serve what never went out before it hears of the nak
-    await broker.flush()
+    await broker.flush(WAIT_S)
 
     await harness.crash()
     assert pulls.outstanding(idle.name) == 0
@@ -49,9 +49,9 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     for each in (spec, idle):
         await broker.ensure_consumer(each)
 
-    await broker.publish(subject_of("idle"), b"fresh", "fresh", timeout_s=5.0)
-    await idle_box.fill(1, timeout_s=5.0)
-    assert time.monotonic() - restored_s < 5.0
+    await broker.publish(subject_of("idle"), b"fresh", "fresh", timeout_s=30.0)
+    await idle_box.fill(1)
+    assert time.monotonic() - restored_s < 15.0
     pulls.want(spec.name, 20)
     counts = {delivery.sequence: delivery.delivered for delivery in (await box.fill(16))[6:]}
     expected = (
@@ -80,7 +80,7 @@ async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker:
                 continue
 
     publishing = asyncio.gather(*(until_stored(number) for number in range(100)))
-    await broker.flush()
+    await broker.flush(WAIT_S)
     await harness.crash()
     more = asyncio.gather(*(until_stored(number) for number in range(50, 150)))
     await harness.restore()
@@ -114,7 +114,7 @@ async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
     steps: Box[str] = Box()
 
     async def first() -> None:
-        await broker.flush()
+        await broker.flush(WAIT_S)
         steps.put("first")
         raise RuntimeError("planted")
 
@@ -151,7 +151,7 @@ async def test_core_subscriptions_go_on_over_a_lost_broker(harness: Harness) -> 
     with pytest.raises(BrokerUnavailable):
         await broker.send("beats", b"nobody")
     await harness.restore()
-    await broker.flush(5.0)
+    await broker.flush(WAIT_S)
     await broker.send("beats", b"again")
     assert (await box.fill(2))[1].data == b"again"
 
@@ -161,5 +161,5 @@ async def test_a_crashed_task_of_a_connection_shows_as_not_connected(broker: Bro
         raise RuntimeError("planted")
 
     assert broker.connected
-    await asyncio.wait({broker.own(crash(), "planted")}, timeout=1.0)  # type: ignore[attr-defined]
+    await asyncio.wait({broker.own(crash(), "planted")}, timeout=30.0)  # type: ignore[attr-defined]
     assert not broker.connected

@@ -161,7 +161,7 @@ async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
 
     await watch.stop()
     await written.write([Write("k", b"unseen")])
-    await broker.flush()
+    await broker.flush(WAIT_S)
     assert len(box.items) == 304
 
 
@@ -198,7 +198,7 @@ async def test_a_removed_key_is_forgotten_after_the_age_of_removals(broker: Brok
     last = await bucket.write([Write("again", b"2", 0)])
     async with asyncio.timeout(WAIT_S):
         while any(entry.value is None for entry in await bucket.since(0)):
-            await broker.flush()  # the broker looks for old messages in its own time
+            await broker.flush(WAIT_S)  # the broker looks for old messages in its own time
     assert await bucket.entries() == [Entry("again", b"2", last), Entry("kept", b"1", 1)]
     await bucket.write([Write("removed", b"2", 0)])
 
@@ -221,7 +221,7 @@ async def test_keys_of_a_bucket_with_an_age_are_gone_after_it(broker: Broker) ->
     assert await bucket.get("old") is not None
     async with asyncio.timeout(WAIT_S):
         while await bucket.get("old") is not None:
-            await broker.flush()  # the broker looks for old messages in its own time
+            await broker.flush(WAIT_S)  # the broker looks for old messages in its own time
     assert await bucket.entries() == []
     last = await bucket.write([Write("old", b"2", 0)])
     assert await bucket.entries() == [Entry("old", b"2", last)]

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import pytest
-from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
+from broker_harness import STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, Delivery
 from sie_contracts.wire.topology import dead_letter_stream, dead_letter_subject
@@ -20,7 +20,7 @@ async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: 
     box, pulls = await pulling(broker, spec, published=2, wanted=2)
     first, second = await box.fill(2)
     await second.ack()
-    await broker.flush()
+    await broker.flush(WAIT_S)
 
     successor = await harness.connect("successor")
     for reply in (first.reply, second.reply):

@@ -142,7 +142,7 @@ def test_the_owner_of_streams_knows_every_bucket() -> None:
 
 def test_a_stranger_is_refused(server: NatsServer) -> None:
     with pytest.raises(BrokerUnavailable, match=r"(?i)authorization"):
-        asyncio.run(connect(server.url, name="stranger", timeout_s=0.3))
+        asyncio.run(connect(server.url, name="stranger", timeout_s=1.2))
 
 
 def subjects(user: str) -> dict[str, bool]:
@@ -172,7 +172,7 @@ async def test_every_operation_of_the_api_is_allowed_or_refused_as_the_table_say
     for subject in table:
         await client.publish(subject, b"{}", reply=f"{prefix}.nobody.1")
     expected = {subject for subject, is_allowed in table.items() if not is_allowed}
-    await client.flush()
+    await client.flush(WAIT_S)
     await until(lambda: len(refused) >= len(expected), "the refusals", WAIT_S)
     await client.close()
     assert {subject for subject in table if any(f'"{subject.lower()}"' in error for error in refused)} == expected
@@ -343,7 +343,7 @@ async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> 
         async with connected(server, "streams") as streams:
             bucket = RecordBucket(gateway, topology.JOBS_BUCKET)
             with pytest.raises(BrokerUnavailable, match="the owner of streams, the config service, does not answer"):
-                await asyncio.wait_for(bucket.open(), API_TIMEOUT_S / 2)
+                await asyncio.wait_for(bucket.open(), 0.9 * API_TIMEOUT_S)
             assert "the owner of streams" in gateway.troubles[topology.JOBS_BUCKET]
             await own(streams)
             await bucket.write([Write("a", b"1")])
@@ -372,7 +372,7 @@ async def test_deliveries_say_nothing_in_the_name_of_others(
                 await broker.api(f"CONSUMER.CREATE.KV_{bucket}.{name}", body, dict)
                 if kind == "pull":
                     await broker.post(f"$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.{name}", b'{"batch":9}', subject)
-                    await broker.flush()
+                    await broker.flush(WAIT_S)
         async with connected(server, "operator") as operator:
             await operator.send(topology.config_subject("default"), b"of the operator")
             await heard.fill(1)
@@ -400,10 +400,10 @@ async def test_no_answer_of_the_broker_is_a_key(server: NatsServer, state: str) 
             async with connected(server, user) as broker:
                 for number, subject in enumerate(asked):
                     await broker.post(subject, b"{}", f"$KV.{topology.KEYS_BUCKET}.{user}{number}")
-                await broker.flush()
+                await broker.flush(WAIT_S)
         async with asyncio.timeout(WAIT_S):
             while len(entries := await keys.entries()) < sum(map(len, answered.values())):
-                await operator.flush()
+                await operator.flush(WAIT_S)
         for entry in entries:
             with pytest.raises(ValueError, match=r"type|missing|field|id"):
                 decode_key(entry)

@@ -328,7 +328,16 @@ def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path,
     most.
     """
     push(faulty, source)
-    faulty.server.faults = Faults(before=lambda asked: time.sleep(0.05) if asked.range else None)
+    second = threading.Event()
+
+    def wait_for_another(asked: Request) -> None:
+        if asked.range:
+            if faulty.server.faults.now > 1:
+                second.set()
+            second.wait(LIMITS.stall_s / 2)  # the first read of all waits for the next one
+            time.sleep(0.05)
+
+    faulty.server.faults = Faults(before=wait_for_another)
     obtained(faulty, tmp_path / "cache")
     assert 1 < faulty.server.faults.most_at_once <= LIMITS.parts_at_once
     ranges = [tuple(map(int, asked.range.removeprefix("bytes=").split("-"))) for asked in faulty.server.faults.reads()]
@@ -406,11 +415,11 @@ def _length(tmp_path: Path) -> int:
 def test_a_slow_store_is_waited_for_while_bytes_come(faulty: Place, source: Path, tmp_path: Path) -> None:
     """The whole takes longer than the longest wait for the next bytes."""
     push(faulty, source)
-    faulty.server.faults = Faults(slow_from=1 << 15, piece_bytes=1 << 15, pause_s=0.05)
+    faulty.server.faults = Faults(slow_from=1 << 15, piece_bytes=1 << 15, pause_s=0.075)
     began_s = time.monotonic()
-    limits = DownloadLimits(part_bytes=1 << 20, parts_at_once=1, stall_s=1.0, tries=2, pause_s=0.01)
+    limits = DownloadLimits(part_bytes=1 << 20, parts_at_once=1, stall_s=2.2, tries=2, pause_s=0.01)
     assert files_of(obtained(faulty, tmp_path / "cache", limits)) == files_of(source)
-    assert time.monotonic() - began_s > 1.0
+    assert time.monotonic() - began_s > limits.stall_s
     assert len(faulty.server.faults.reads()) == 4
 
 
@@ -435,7 +444,7 @@ def test_a_store_that_stands_still_ends_in_a_typed_error(
             with pytest.raises(FetchFailed, match=r"within 0\.2 s|nothing came for 0\.2 s") as caught:
                 call()  # type: ignore[no-untyped-call]
             assert caught.value.error_class == "NETWORK"
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < 60
     finally:
         seaweed.resume()
     assert files_of(LocalCache(tmp_path).obtain(REPOSITORY, COMMIT, fetch, "it")) == files_of(source)

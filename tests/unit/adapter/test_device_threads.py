@@ -25,7 +25,7 @@ def answers(lanes: DeviceThreads, name: str) -> list[Reply]:
     replies: list[Reply] = []
     job = DeviceJob(batch(name), replies.append)
     lanes.submit(job)
-    assert job.finished.wait(5.0)
+    assert job.finished.wait(30.0)
     return replies
 
 
@@ -42,12 +42,12 @@ def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -
         assert [type(reply) for reply in answers(lanes, "b2")] == [BatchStarted, BatchDone]
     finally:
         arm("")
-        assert lanes.stop(5.0)
+        assert lanes.stop(30.0)
 
 
 def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
     found: list[bool] = []
-    both = threading.Barrier(2, timeout=5.0)
+    both = threading.Barrier(2, timeout=30.0)
 
     def execute(message: RunBatch) -> Reply:
         if message.batch != "alone":
@@ -63,16 +63,16 @@ def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
     jobs = [DeviceJob(batch(name), lambda reply: None) for name in "ab"]
     for job in jobs:
         lanes.submit(job)
-    assert all(job.finished.wait(5.0) for job in jobs)
+    assert all(job.finished.wait(30.0) for job in jobs)
     answers(lanes, "alone")
-    assert lanes.stop(5.0)
+    assert lanes.stop(30.0)
     assert found == [True, False, False, True]
 
 
 def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_first() -> None:
     """A second team of threads would make libgomp let all teams sleep at each barrier."""
     runs: dict[str, tuple[str, int]] = {}
-    both = threading.Barrier(2, timeout=5.0)
+    both = threading.Barrier(2, timeout=30.0)
 
     def execute(message: RunBatch) -> Reply:
         runs[message.batch] = threading.current_thread().name, torch.get_num_threads()
@@ -82,16 +82,16 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
 
     lanes = DeviceThreads(3, execute)
     for number in range(4):
-        until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+        until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
         answers(lanes, f"alone {number}")
-    until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+    until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
     jobs = [DeviceJob(batch(name), lambda reply: None) for name in ("first", "second")]
     for job in jobs:
         lanes.submit(job)
-    assert all(job.finished.wait(5.0) for job in jobs)
-    until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+    assert all(job.finished.wait(30.0) for job in jobs)
+    until(lambda: lanes._is_first_idle, 30.0, "the first lane is idle")
     answers(lanes, "again")
-    assert lanes.stop(5.0)
+    assert lanes.stop(30.0)
     alone = ("device-0", 3)
     assert [runs.pop(f"alone {number}") for number in range(4)] == [alone] * 4
     assert runs.pop("again") == alone
@@ -110,8 +110,18 @@ def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) ->
     ]
     for thread in submitting:
         thread.start()
-    assert all(job.finished.wait(10.0) for job in jobs)
+    assert all(job.finished.wait(30.0) for job in jobs)
+    assert lanes.stop(30.0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_that_is_submitted_after_the_stop_is_refused(count: int) -> None:
+    lanes = DeviceThreads(count, lambda message: BatchDone(message.batch, (), b"", 0.0))
+    until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
     assert lanes.stop(5.0)
+    (refused,) = answers(lanes, "late")
+    assert isinstance(refused, Refused)
+    assert (refused.batch, refused.error.code) == ("late", "SHUTTING_DOWN")
 
 
 def test_what_fails_on_a_new_thread_is_freed_with_its_error() -> None:

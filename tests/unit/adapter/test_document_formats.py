@@ -23,6 +23,11 @@ def archive(**members: bytes) -> bytes:
     return sink.getvalue()
 
 
+DEFLATED = archive(mimetype=ODT)
+DATA = zipfile.sizeFileHeader + len("mimetype")  # the offset of the compressed bytes
+BROKEN = DEFLATED[:DATA] + b"\xff" * 6 + DEFLATED[DATA + 6 :]
+
+
 @pytest.mark.parametrize(
     ("data", "said", "expected"),
     [
@@ -42,8 +47,10 @@ def archive(**members: bytes) -> bytes:
         (b"a,b\n1,2\n", "", "md"),
         ("# Über\n".encode(), "markdown", "md"),
         (b"plain words", "txt", "md"),
+        (b"<!-- a --> words --> <html>", "", "md"),
+        (b"<!---->" * 146 + b"words", "", "md"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None:
     assert format_of(DocumentFile(data, said)) == expected
@@ -55,6 +62,7 @@ def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None
         (b"", "", "undecodable: the document is empty"),
         (b"PK\x03\x04nonsense", "docx", "undecodable: the document is damaged"),
         (archive(**{"a.txt": b"x"}), "docx", "undecodable: the archive has no supported format, supported: pdf, docx"),
+        (BROKEN, "odt", "undecodable: the document is damaged"),
         (archive(mimetype=b"application/epub+zip"), "", "undecodable: the archive has no supported format"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1...", "doc", "undecodable: the document is of Office before 2007"),
         (b"{\\rtf1 x}", "rtf", "undecodable: the document is of RTF"),
@@ -63,7 +71,7 @@ def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None
         (b"\x89PNG\r\n\x1a\n", "", "undecodable: the content has no supported format and is not UTF-8 text"),
         (b"a\0b", "csv", "undecodable: the content has no supported format and is not UTF-8 text"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_document_is_refused(data: bytes, said: str, says: str) -> None:
     with pytest.raises(InvalidInput) as caught:

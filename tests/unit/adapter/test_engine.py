@@ -47,7 +47,7 @@ def engine(lost: list[str], tmp_path: Path) -> Any:
     """It keeps what it learns of memory in a folder of its own."""
     made = AdapterEngine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
     yield made
-    assert made.stop(5)
+    assert made.stop(30)
 
 
 def reply_of(
@@ -242,7 +242,7 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits() -> None:
 
     def execute(ran: RunBatch) -> Reply:
         running.set()
-        assert release.wait(5)
+        assert release.wait(30)
         return BatchDone(ran.batch, (), b"", 1.0)
 
     lanes = DeviceThreads(1, execute)
@@ -250,11 +250,11 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits() -> None:
     jobs = [DeviceJob(batch(name), answers[name].append) for name in answers]
     for job in jobs:
         lanes.submit(job)
-    assert running.wait(5)
+    assert running.wait(30)
     assert lanes.busy_s() > 0
     assert not lanes.stop(0.01)
     release.set()
-    assert lanes.stop(5)
+    assert lanes.stop(30)
     assert answers["first"] == [BatchStarted("first"), BatchDone("first", (), b"", 1.0)]
     refused = answers["second"][0]
     assert isinstance(refused, Refused)
@@ -272,9 +272,9 @@ def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
     jobs = [DeviceJob(batch("a"), answer), DeviceJob(batch("b"), answers.append)]
     for job in jobs:
         lanes.submit(job)
-        assert job.finished.wait(5)
+        assert job.finished.wait(30)
     assert len(answers) == 2
-    assert lanes.stop(5)
+    assert lanes.stop(30)
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_what_a_cuda_error_leaves_of_the_context(message: str, is_memory: bool, 
 def test_the_end_waits_for_a_batch_that_generates_text_until_it_is_answered(engine: AdapterEngine) -> None:
     with engine.writing():
         assert not engine.stop(0.05)
-    assert engine.stop(5)
+    assert engine.stop(30)

@@ -15,6 +15,7 @@ from unit.adapter import toys
 
 from sie_adapter.engine import device as devices
 from sie_adapter.memory.footprint import weight_bytes
+from sie_contracts.errors import ModelLoadFailed
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,16 @@ def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
     index = {"weight_map": {name: f"model-0000{name}-of-00002.safetensors" for name in "12"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert weight_bytes(tmp_path, 4) == 80
+
+
+def test_model_safetensors_counts_before_a_stale_index_and_a_missing_part_is_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadFailed, match="names 1 files that are not there: model-00001-of-00002") as refused:
+        weight_bytes(tmp_path, 4)
+    assert refused.value.extras["error_class"] == "INCOMPATIBLE"
+    save_file({"a": torch.zeros(10)}, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, 4) == 40
 
 
 def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:

@@ -69,8 +69,16 @@ def test_a_mapping_beyond_the_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_with_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="5 tokens, its table 4 rows"):
+    with pytest.raises(ModelLoadFailed, match="the largest id of its tokenizer is 4, its table has 4 rows"):
         inspected(model2vec(tmp_path / "m", embeddings=TABLE[:4].copy()))
+
+
+def test_an_id_beyond_the_table_is_refused_whatever_the_number_of_tokens(tmp_path: Path) -> None:
+    folder = model2vec(tmp_path / "m")
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "river": 9}, unk_token="[UNK]"))
+    words.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelLoadFailed, match="the largest id of its tokenizer is 9, its table has 5 rows"):
+        inspected(folder)
 
 
 def test_an_entry_of_another_width_is_refused(tmp_path: Path) -> None:

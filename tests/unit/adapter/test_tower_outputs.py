@@ -158,7 +158,7 @@ class Held:
 
     def __call__(self, images: Sequence[Shown]) -> list[Output]:
         self.began.set()
-        assert self.go.wait(10)
+        assert self.go.wait(30)
         if self._error is not None:
             raise self._error
         return Counting()(images)
@@ -176,13 +176,13 @@ def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: lis
     return thread
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("max_bytes", [1000, 0])
 def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     shared, held, read = TowerOutputs(max_bytes), Held(), Counting()
     outputs, found = shared.of_tower(), [0.0][:0]
     first = ask(outputs, image(5), held, found)
-    assert held.began.wait(10)
+    assert held.began.wait(30)
     second = ask(outputs, image(5), read, found)
     second.join(0.05)
     assert second.is_alive()
@@ -194,12 +194,12 @@ def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     assert read.read == [[6]]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_who_waits_reads_the_page_if_the_other_failed() -> None:
     held, read = Held(MemoryError()), Counting()
     outputs, found = TowerOutputs(1000).of_tower(), [0.0][:0]
     first = ask(outputs, image(5), held, found)
-    assert held.began.wait(10)
+    assert held.began.wait(30)
     second = ask(outputs, image(5), read, found)
     held.go.set()
     first.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from sie_adapter import server
 from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.server import AdapterServer
 from sie_contracts.errors import InternalFailure
@@ -57,8 +59,8 @@ def engine() -> Iterator[Writing]:
 def ours(engine: Writing) -> Iterator[socket.socket]:
     """Our end of a connection that a server attends to."""
     ours, theirs = socket.socketpair()
-    server = AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
-    attending = threading.Thread(target=server._attend, args=(theirs,))
+    adapter = AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    attending = threading.Thread(target=adapter._attend, args=(theirs,))
     attending.start()
     yield ours
     ours.close()
@@ -93,8 +95,13 @@ def test_a_sidecar_that_dies_ends_it(engine: Writing, ours: socket.socket) -> No
     assert engine.replies == [CANCELLED]
 
 
+DEEP = functools.reduce(lambda inner, _: [inner], range(2000), [])
+
+
 @pytest.mark.parametrize(
-    "value", ["\ud800", 2**64, object()], ids=["half of a surrogate pair", "an integer of 65 bits", "no plain value"]
+    "value",
+    ["\ud800", 2**64, object(), DEEP],
+    ids=["half of a surrogate pair", "an integer of 65 bits", "no plain value", "too many levels"],
 )
 def test_a_reply_that_cannot_be_encoded_is_refused_and_the_connection_is_used_again(
     value: object, engine: Writing, ours: socket.socket
@@ -107,3 +114,49 @@ def test_a_reply_that_cannot_be_encoded_is_refused_and_the_connection_is_used_ag
         refusal = received(ours)
         assert isinstance(refusal, Refused)
         assert "cannot be encoded" in refusal.error.message
+
+
+def test_a_reply_without_memory_for_its_frame_is_refused_and_the_connection_is_used_again(
+    engine: Writing, ours: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = ipc.frame
+
+    def frame(message: Reply) -> bytes:
+        if message is DONE:
+            raise MemoryError
+        return encoded(message)
+
+    monkeypatch.setattr(server.ipc, "frame", frame)
+    engine.ends.set()
+    for _ in range(2):
+        ours.sendall(encoded(MESSAGE))
+        assert received(ours) == ipc.BatchStarted("b")
+        assert isinstance(received(ours), Refused)
+
+
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_attended(
+    engine: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_is_trusted", lambda connection: True)
+    with socket.socket() as listener, socket.socket() as refused, socket.socket() as attended:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        adapter = AdapterServer(listener, engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+        refused.connect(listener.getsockname())
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            adapter._accept()
+        refused.settimeout(WAIT_S)
+        assert refused.recv(1) == b""
+        attended.connect(listener.getsockname())
+        adapter._accept()
+        engine.ends.set()
+        attended.sendall(ipc.frame(MESSAGE))
+        assert [received(attended), received(attended)] == [ipc.BatchStarted("b"), DONE]
+
+
+def test_a_failed_accept_is_followed_by_a_pause(engine: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(server, "time", mock.Mock(sleep=pauses.append))
+    with socket.socket() as listener:  # it does not listen, so `accept` fails
+        AdapterServer(listener, engine, lambda: None, mock.Mock())._accept()  # type: ignore[arg-type]  # what it needs of an engine
+    assert pauses == [server._FAILED_ACCEPT_S]

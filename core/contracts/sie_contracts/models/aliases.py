@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.names import in_words
+from sie_contracts.names import located
 
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
@@ -93,9 +93,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     try:
         parsed = msgspec.convert(plain, Alias)
     except msgspec.ValidationError as error:
-        message = in_words(str(error))
-        text, at, where = message.rpartition(" - at ")
-        raise invalid(where.strip("`") if at else "$", text if at else message) from error
+        raise invalid(*located(str(error))) from error
     if not 1 <= len(parsed.alias) <= MAX_TARGETS:
         raise invalid("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(parsed.alias)}")
     for number, target in enumerate(parsed.alias):

@@ -13,7 +13,7 @@ import msgspec
 
 from sie_contracts.errors import BundleConflict, ValidationFailed
 from sie_contracts.models.families import FAMILIES
-from sie_contracts.names import in_words
+from sie_contracts.names import located
 
 DEFAULT = "default"
 BUILT_IN = "built-in"  # value in `families` that stands for all families that need no extra dependencies
@@ -48,9 +48,7 @@ def parse_bundle(raw: object) -> BundleEntry:
     try:
         bundle = msgspec.convert(raw, BundleEntry)
     except msgspec.ValidationError as error:
-        message = in_words(str(error))
-        text, at, loc = message.rpartition(" - at ")
-        raise _invalid(loc.strip("`") if at else "$", text if at else message) from error
+        raise _invalid(*located(str(error))) from error
     if not BUNDLE_ID.fullmatch(bundle.id):
         raise _invalid("$.id", f"expected 1 to 63 characters a-z, 0-9, `.`, `_` and `-`, got {bundle.id[:100]!r}")
     for number, requirement in enumerate(bundle.requires):

@@ -15,7 +15,7 @@ import msgspec
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models import families, muvera
 from sie_contracts.models.aliases import Alias, is_alias, parse_alias
-from sie_contracts.names import in_words
+from sie_contracts.names import located
 from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -276,7 +276,7 @@ def parse_entry(raw: object) -> ModelEntry:
     try:
         entry = msgspec.convert(raw, ModelEntry)
     except msgspec.ValidationError as error:
-        raise _invalid(in_words(str(error))) from error
+        raise _invalid(str(error)) from error
     _check_id(entry.id)
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise _invalid("expected at least one of hub, package and path - at `$.weights`")
@@ -336,17 +336,25 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. Ids are used in file paths, so `..` is not allowed."""
-    return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
+    """Return whether a model or an alias may have this id. Ids are used in file paths and in the paths of URLs, so `..`
+    and segments that are empty or `.` are not allowed.
+    """
+    return (
+        bool(MODEL_ID.fullmatch(model))
+        and ".." not in model
+        and not {"", "."}.intersection(model.split("/"))
+        and not model.endswith(_RESERVED_SUFFIXES)
+    )
 
 
 def _check_id(model: str) -> None:
     if not is_id(model):
-        raise _invalid(f"id {model!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
+        raise _invalid(
+            f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, without `..`, without segments that are empty "
+            f"or `.`, and without the ends {', '.join(_RESERVED_SUFFIXES)} - at `$.id`"
+        )
 
 
 def _invalid(message: str) -> ValidationFailed:
-    text, at, where = message.rpartition(" - at ")
-    # a message of msgspec about the whole document has no path
-    text, loc = (text, where.strip("`")) if at else (message, "$")
+    loc, text = located(message)
     return ValidationFailed(f"{loc}: {text}", param=loc, extras={"errors": [{"loc": loc, "message": text}]})

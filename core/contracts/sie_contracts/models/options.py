@@ -21,8 +21,17 @@ import msgspec
 from sie_contracts.api.inference import Dtype, Item
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families, muvera, output_schemas
+from sie_contracts.models.aliases import Alias, invalid
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, ModelEntry, RunDefaults, needs_labels, templates
+from sie_contracts.models.entries import (
+    POOLING_OPTIONS,
+    VECTORS,
+    ModelEntry,
+    RunDefaults,
+    needs_labels,
+    parse_document,
+    templates,
+)
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
@@ -433,6 +442,8 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
+    if request.is_set("label_groups") != request.is_set("output_schema"):  # the other one is only a default
+        schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:
         raise InvalidInput.at(path, "expected label_groups or output_schema, got both")
     if groups is not None:
@@ -443,6 +454,41 @@ def _schema_parts(
     reads_scales = families.row(entry.family).reads_scales
     finds_spans = "entities" in entry.outputs
     return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans=finds_spans, reads_scales=reads_scales)
+
+
+def parse_written(raw: object) -> ModelEntry | Alias:
+    """Check a document before it is written, like `parse_document`, and the default options of a model by the checks of
+    a request's options. Raises ValidationFailed; its `errors` have the paths of faulty fields.
+
+    Stored documents are read with `parse_document` alone: one faulty default must not make the whole catalogue invalid.
+    """
+    document = parse_document(raw)
+    if not isinstance(document, ModelEntry):
+        return document
+    for profile in ("default", *document.profiles):
+        path = "$.run" if profile == "default" else f"$.profiles.{profile}.run"
+        try:
+            _check_defaults(document, Catalogue.resolve_profile(document, profile, document.id).run, path)
+        except InvalidInput as error:
+            message, param = error.message.removeprefix(f"{error.param}: "), error.param or path
+            loc = f"{path}.parameters.{param.removeprefix('params.')}" if param.startswith("params.") else param
+            raise invalid(loc, message) from error
+    return document
+
+
+def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
+    """Raise InvalidInput for a faulty default in `run`. The path of a parameter of the family begins with `params.`."""
+    if entry.head.muvera:
+        muvera.parse(entry.head.muvera, None, "$.head.muvera")
+    is_muvera = _muvera(entry, RunDefaults(), f"{path}.muvera", run.muvera) is not None
+    _outputs(entry, RunDefaults(), f"{path}.output_types", list(run.output_types or ()), muvera=is_muvera)
+    one_of(f"{path}.output_dtype", run.output_dtype, choices=_DTYPES, default="", reason="unsupported_dtype")
+    for width in run.dimensions or ():
+        integer(f"{path}.dimensions", width, "whole numbers of at least 1", 1, 1 << 20)
+    parameters = any_value(f"{path}.parameters", run.parameters or {})
+    names = CHECKS.keys() | families.row(entry.family).parameters
+    own = {name: value for name, value in parameters.items() if name in names}
+    _family_parameters(entry, RunDefaults(), _Parameters({"params": own}, ""), frozenset(own))
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:

@@ -354,12 +354,10 @@ def _levels(node: _SchemaNode) -> range:
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    levels = range(least, most + 1)
-    if not 1 <= len(levels) <= MAX_LEVELS:
-        raise InvalidInput.at(
-            node.path, f"got {len(levels)} levels from minimum to maximum, expected 1 to {MAX_LEVELS}"
-        )
-    return levels
+    count = most - least + 1  # not the length of the range, which must fit in 64 bits
+    if not 1 <= count <= MAX_LEVELS:
+        raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")
+    return range(least, most + 1)
 
 
 def _title(node: _SchemaNode, default: str) -> str:

@@ -19,7 +19,7 @@ from sie_contracts.errors import ValidationFailed
 from sie_contracts.models import families
 from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, Precision
 from sie_contracts.models.muvera import Muvera
-from sie_contracts.names import in_words
+from sie_contracts.names import located
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,7 @@ def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None)
     try:
         model = msgspec.convert(raw, _Model)
     except msgspec.ValidationError as error:
-        text, at, where = in_words(str(error)).rpartition(" - at ")
-        raise _refused(where.strip("`"), text) if at else _refused("$", where) from error
+        raise _refused(*located(str(error))) from error
     return _Translator(raw, model, present or {}).translation()
 
 

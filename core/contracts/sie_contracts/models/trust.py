@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
@@ -50,7 +52,8 @@ class TrustRefusal:
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
     weights = entry.weights
-    source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
+    # all sources: a load takes the first one that exists on the worker, so each of them may supply the code
+    source = msgspec.json.encode([weights.path, weights.package, weights.hub, weights.revision]).decode()
     claimed = []
     loads = {"$.load": entry.load} | {
         f"$.profiles.{name}.load": profile.load for name, profile in entry.profiles.items()
@@ -58,7 +61,7 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     runs_code = [loc for loc, load in loads.items() if load is not None and load.trust_remote_code]
     claimed += [Claim("code", f"code of {source}", f"{loc}.trust_remote_code") for loc in runs_code]
     if weights.package:
-        claimed.append(Claim("code", f"package {weights.package}", "$.weights.package"))
+        claimed.append(Claim("code", f"package of {source}", "$.weights.package"))
     if entry.family not in families:
         claimed.append(Claim("code", f"family {entry.family} of {source}", "$.family"))
     if weights.path:

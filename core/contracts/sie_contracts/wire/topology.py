@@ -87,16 +87,24 @@ OWN_CONSUMERS_REPLICATED = 256
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
+# largest number of characters of a name whose token is cached: a client may send longer ones, which would fill memory
+_MAX_CACHED = 256
 
 
-@functools.lru_cache(1 << 15)
 def token(name: str) -> str:
     """Encode a name for use in a subject: letters, digits and `-` stay, other bytes of its UTF-8 become `_xx` in hex.
     Different names have different tokens. Raises ValueError for an empty name.
     """
     if not name:
         raise ValueError("a name in a subject must not be empty")
+    return (_cached_token if len(name) <= _MAX_CACHED else _encoded)(name)
+
+
+def _encoded(name: str) -> str:
     return "".join(char if char in _PLAIN else "".join(f"_{byte:02x}" for byte in char.encode()) for char in name)
+
+
+_cached_token = functools.lru_cache(1 << 15)(_encoded)
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:

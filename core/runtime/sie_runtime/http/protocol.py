@@ -515,6 +515,8 @@ _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
+# largest number of bytes of a Host header whose check is cached: longer ones, which are no DNS names, would fill memory
+_MAX_CACHED_HOST = 255
 
 
 class HostNames:
@@ -529,10 +531,13 @@ class HostNames:
         self._address = address
         self._allowed = [name.strip().lower() for name in allowed or ()]
         self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
-        self.has = functools.lru_cache(1024)(self._has)
+        self._cached = functools.lru_cache(1024)(self._has)
+
+    def has(self, host: bytes) -> bool:
+        """Return whether `host`, a Host header with or without a port, is a name of this listener."""
+        return (self._cached if len(host) <= _MAX_CACHED_HOST else self._has)(host)
 
     def _has(self, host: bytes) -> bool:
-        """Return whether `host`, a Host header with or without a port, is a name of this listener."""
         name, port = parts(host.decode("latin-1").lower())
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 

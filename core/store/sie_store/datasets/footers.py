@@ -19,7 +19,7 @@ from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile, ParquetSchema
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
@@ -64,13 +64,25 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
             ParquetFile, file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         )
         opened = read()
-        leaves = [opened.schema.column(at) for at in range(len(opened.schema))] if compact else []
-        paths = [
-            leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.path.split(".")[0] in compact
-        ]
+        leaves = [opened.schema.column(at) for at in _leaves(opened.schema, compact)]
+        paths = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         return read(metadata=opened.metadata, read_dictionary=paths) if paths else opened
     except (pa.ArrowException, OSError) as error:
         raise malformed(entry.source) from error
+
+
+def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
+    """Return the indexes of the leaf columns in which a file stores the columns `names`, with these names. The path of
+    a leaf is the name of its column, which may have dots, and the names below it.
+    """
+    paths = [schema.column(at).path for at in range(len(schema))] if names else []
+    below = {f"{name}.": name for name in names}
+    return {
+        at: name
+        for at, path in enumerate(paths)
+        for start, name in below.items()
+        if path == name or path.startswith(start)
+    }
 
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
@@ -86,24 +98,24 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
         if metadata.num_row_groups == 0:
             return Footer(columns, ())
         schema = file.schema
-        leaves = [at for at in range(len(schema)) if schema.column(at).path.split(".")[0] in names]
+        leaves = _leaves(schema, names)
         groups = []
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             read = [group.column(at) for at in leaves]
-            for column, at in zip(read, leaves, strict=True):
+            for column, (at, name) in zip(read, leaves.items(), strict=True):
                 if schema.column(at).max_repetition_level > 0:
-                    _check_dense(entry.source, column.path_in_schema, column.num_values, column.total_uncompressed_size)
+                    _check_dense(entry.source, name, column.num_values, column.total_uncompressed_size)
             size = sum(column.total_uncompressed_size for column in read)
             groups.append(ParquetGroup(group.num_rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
 
 
-def _check_dense(source: str, path: str, values: int, size: int) -> None:
+def _check_dense(source: str, name: str, values: int, size: int) -> None:
     """Raise InvalidInput if a list column repeats a value so often that one row may need any amount of memory."""
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
-            f"{source}: column {path.split('.')[0][:64]!r} has {values} values in {size} bytes of a row group, "
+            f"{source}: column {name[:64]!r} has {values} values in {size} bytes of a row group, "
             f"expected at most {MAX_DENSE_VALUES}: write the file with fewer rows in a group",
             reason="too_large",
             param="input.url",
@@ -147,12 +159,8 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
         groups = [file.metadata.row_group(number) for number in range(cut.start, cut.end)]
-        values = sum(
-            group.column(at).num_values
-            for group in groups
-            for at in range(group.num_columns)
-            if group.column(at).path_in_schema.split(".")[0] in present
-        )
+        leaves = _leaves(file.schema, present)
+        values = sum(group.column(at).num_values for group in groups for at in leaves)
         mean = values // max(1, sum(group.num_rows for group in groups))
         try:
             batches = file.iter_batches(
@@ -165,14 +173,30 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
                 part = batch.slice(skip, cut.rows - count)
                 skip = max(0, skip - batch.num_rows)
                 size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
-                yield from _micros(part).to_pylist() if present else ({} for _ in range(len(part)))
+                yield from _objects(entry.source, _micros(part)) if present else ({} for _ in range(len(part)))
                 count += len(part)
                 if count == cut.rows:
                     break
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise malformed(entry.source) from error
     if count != cut.rows:
         raise malformed(entry.source)
+
+
+def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch as Python objects. Raises InvalidInput for a value that Python has no object for."""
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (OverflowError, ValueError) as error:
+            raise InvalidInput(
+                f"{source}: column {name[:64]!r} has a value that cannot be read, such as a text that is not UTF-8, or "
+                "a time before the year 1 or after 9999: write the file without it",
+                reason="malformed",
+                param="input.url",
+            ) from error
+    return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def _values(array: Array) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,10 @@ from sie_store.datasets.answers import About, Array, Shard, counted, kept_json
 SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
 MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
+CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
 _PIECE_ROWS = 256
+# errors of the readers of the formats for an object that is no part; RecursionError is a RuntimeError
+_FAULTS = (ValueError, OSError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 class PartFault(ValueError):
@@ -37,6 +41,11 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
     """Return the file name of part `number` (from 0) of `count` parts."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
+
+
+def id_bytes(shard: Shard, format: OutputFormat) -> int:
+    """Return the bytes of the ids of a part in NumPy, where each id has the width of the longest one; else 0."""
+    return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
@@ -51,14 +60,16 @@ def inspect(data: bytes, format: OutputFormat) -> About:
     if format == "parquet":
         try:
             return tables.inspect(data)
-        except (ValueError, OSError) as error:
+        except _FAULTS as error:
             raise PartFault("the object is no part in Parquet") from error
     try:
         if format == "jsonl":
             return _counted(data)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return msgspec.json.decode(archive.read(ABOUT), type=About)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, zipfile.BadZipFile) as error:
+    except PartFault:
+        raise
+    except _FAULTS as error:
         raise PartFault(f"the object is no part in the format {format}") from error
 
 
@@ -127,7 +138,7 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
                     data = archive.read(ROWS)
             lines = [_line.decode(line) for line in io.BytesIO(data)]
         return [Outcome(line.id, line.of_row, line.error) for line in lines if line.begins_row]
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+    except _FAULTS as error:
         raise PartFault(f"the object is no part in the format {format}") from error
 
 

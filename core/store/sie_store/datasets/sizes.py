@@ -18,7 +18,10 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
+SPARE_LEVELS = 200  # levels of nesting below the interpreter's limit that a value of a row leaves free
+# A string without an end matches as well: otherwise each of its escaped quotes would start a search to the end of
+# the row.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.S)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -65,8 +68,14 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode one JSON value of a column. Raises ValueError, RecursionError."""
-    return msgspec.json.decode(value)
+    """Decode one JSON value of a column. Raises ValueError, and RecursionError for a value that is nested too deep."""
+    if values_of(value) <= SPARE_LEVELS:
+        return msgspec.json.decode(value)
+    # The value is encoded again inside more function calls. So it is decoded in more lists, to leave levels for them.
+    whole = msgspec.json.decode(b"[" * SPARE_LEVELS + bytes(value) + b"]" * SPARE_LEVELS)
+    for _ in range(SPARE_LEVELS):
+        (whole,) = whole
+    return whole
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:

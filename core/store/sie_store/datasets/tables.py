@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
+MAX_NESTING = 30  # largest number of lists in each other; each one has two levels in Parquet, and readers allow 100
 
 
 def encode(shard: Shard) -> bytes:
@@ -99,14 +100,20 @@ def _inferred(values: list[Any]) -> pa.Array:
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         return _as_json(values)
-    return _as_json(values) if _has_map(array.type) else array
+    return array if _is_flat(array.type) else _as_json(values)
 
 
-def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map (an Arrow struct). Parquet cannot store an empty one, so it becomes JSON."""
+def _is_flat(kind: pa.DataType) -> bool:
+    """Return whether Parquet can store a type. It cannot store an empty map (an Arrow struct), and its readers refuse
+    lists that are nested deep.
+    """
     import pyarrow as pa
 
-    return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))
+    for _ in range(MAX_NESTING):
+        if not pa.types.is_list(kind):
+            return not pa.types.is_struct(kind)
+        kind = kind.value_type
+    return False
 
 
 def _as_json(values: list[Any]) -> pa.Array:

@@ -63,6 +63,12 @@ FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON
 WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 """
 
+_SEARCH_WIDTHS = """
+SELECT set_config(name, least(greatest(coalesce(nullif(current_setting(name, true), '')::int, usual), $1::int),
+                              most)::text, true)
+FROM (VALUES ('hnsw.ef_search', 40, 1000), ('ivfflat.probes', 1, 32768)) AS settings (name, usual, most)
+"""
+
 
 class PostgresDatabase:
     """Transactions in the database at a URL. Each opens a new connection, so that a broken one is never used again.
@@ -101,8 +107,12 @@ class PostgresDatabase:
             raise StoreError("PostgreSQL did not answer in time") from None
         except asyncpg.PostgresError as error:
             raise _failure(error) from None
-        except asyncpg.exceptions.ClientConfigurationError:
-            raise SinkUnsuitable("the URL of the database is not one of PostgreSQL") from None
+        except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):  # of a file that the URL names
+            raise SinkUnsuitable(
+                "the URL of the database has options that cannot be used: correct what follows the ?; "
+                "sslmode=verify-ca and verify-full need a certificate file: the one of sslrootcert, or "
+                "~/.postgresql/root.crt"
+            ) from None
         except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
             raise StoreError(f"PostgreSQL cannot be reached ({type(error).__name__})") from None
 
@@ -151,7 +161,7 @@ class PgvectorSink:
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
         rows = await self._database.transaction(search)
-        return [NearRow(row["id"], row["score"], msgspec.json.decode(row["payload"], type=dict)) for row in rows]
+        return [NearRow(row["id"], row["score"], _object(row["payload"])) for row in rows]
 
     async def close(self) -> None:
         """Do nothing: the sink has no open connection between calls."""
@@ -243,6 +253,8 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
     if _types(columns).get("embedding") != kind or extension is None:
         raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
     await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    # a scan of an index returns at most `hnsw.ef_search` rows, and those of `ivfflat.probes` lists
+    await connection.execute(_SEARCH_WIDTHS, limit)
     distance = f"embedding OPERATOR({quoted(extension)}.<=>) $1::{quoted(extension)}.vector"
     rows: list[Any] = await connection.fetch(
         f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {quoted(columns[0]['nspname'])}."  # noqa: S608  quoted
@@ -251,6 +263,12 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
         limit,
     )
     return rows
+
+
+def _object(payload: str | None) -> dict[str, Any]:
+    """Return a payload as a dict; an empty one if it is NULL or no JSON object, which other writers may have stored."""
+    value = None if payload is None else msgspec.json.decode(payload)
+    return value if isinstance(value, dict) else {}
 
 
 def _types(columns: Sequence[Any]) -> dict[str, str]:

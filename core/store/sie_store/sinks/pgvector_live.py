@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ _OPERATORS = {
     "sparsevec_ip_ops": "<#>",
 }
 COSINE, INNER_PRODUCT = "<=>", "<#>"
+INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width that an hnsw or ivfflat index takes, by type
 _TABLE = """
 SELECT c.oid, c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
 FROM pg_class c WHERE c.oid = to_regclass($1)
@@ -92,6 +93,7 @@ class _TableShape:
     comment: str  # comment of the marker column, see `_MarkerRecord`
     is_not_null: bool  # whether the column `vector` is NOT NULL
     operator: str  # SQL operator that computes a distance
+    indexes: tuple[str, ...]  # names of the hnsw and ivfflat indexes of the column `vector`
 
     def column(self, side: Side) -> str:
         """Return the column with the vectors of a side (the old or the new model)."""
@@ -229,15 +231,31 @@ class PgvectorLive:
         # without an index: the cosine, and for sparse vectors the inner product, for which their models are trained
         default = INNER_PRODUCT if kind[1] == "sparsevec" else COSINE
         operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), default)
-        id_type = columns[id_column]
         return _TableShape(
-            extension, vector, kind[1], id_column, id_type, columns, in_use, comment or "", is_not_null, operator
+            extension,
+            vector,
+            kind[1],
+            id_column,
+            columns[id_column],
+            columns,
+            in_use,
+            comment or "",
+            is_not_null,
+            operator,
+            tuple(index["name"] for index in indexes),
         )
 
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         if dims > (most := MAX_WIDTHS[shape.output]):
             raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {most}")
+        # `build_indexes` would fail only after every row was embedded
+        if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
+            raise SinkUnsuitable(
+                f"the new model has vectors of {dims} numbers, and the index {shape.indexes[0]} of the column "
+                f"{shape.vector}, of type {shape.kind}, takes at most {most}: drop the index, or choose a model with "
+                "fewer dimensions"
+            )
         fingerprint = self._source.fingerprints["new"]
         if not shape.is_begun:
             if shape.vector + NEXT in shape.columns:
@@ -245,13 +263,17 @@ class PgvectorLive:
                     f"the table {self._source.collection} has a column {shape.vector + NEXT} that no migration has "
                     "created: rename or drop it"
                 )
-            record = msgspec.json.encode(_MarkerRecord(fingerprint, shape.is_not_null)).decode()
-            await self._alter(
-                f"ALTER TABLE {self._table} ADD COLUMN {quoted(shape.column('new'))} {shape.type}({dims}), "
-                f"ADD COLUMN {quoted(shape.marker)} bytea",
-                f"COMMENT ON COLUMN {self._table}.{quoted(shape.marker)} IS {_literal(record)}",
-            )
-            return
+
+            def begun(shape: _TableShape) -> Sequence[str]:
+                record = msgspec.json.encode(_MarkerRecord(fingerprint, shape.is_not_null)).decode()
+                return (
+                    f"ALTER TABLE {self._table} ADD COLUMN {quoted(shape.column('new'))} {shape.type}({dims}), "
+                    f"ADD COLUMN {quoted(shape.marker)} bytea",
+                    f"COMMENT ON COLUMN {self._table}.{quoted(shape.marker)} IS {_literal(record)}",
+                )
+
+            await self._alter(lambda shape: () if shape.is_begun else begun(shape))
+            shape = self._opened()
         column = shape.column("new")
         actual = (shape.columns.get(column, "").rpartition(".")[2]) or f"no column {column}"
         if actual != f"{shape.kind}({dims})" and not (shape.in_use == "new" and actual == shape.kind):
@@ -425,16 +447,19 @@ class PgvectorLive:
                 )
 
     async def switch(self, side: Side) -> None:
-        shape = self._opened()
-        if shape.in_use == side:
+        if self._opened().in_use == side:
             return
-        away = quoted(shape.vector + (BEFORE if side == "new" else NEXT))
-        await self._alter(
-            f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.vector)} TO {away}",
-            f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.column(side))} TO {quoted(shape.vector)}",
-            # rows that are written from now on have no vector of the side that is not in use
-            f"ALTER TABLE {self._table} ALTER COLUMN {away} DROP NOT NULL",
-        )
+
+        def switched(shape: _TableShape) -> Sequence[str]:
+            away = quoted(shape.vector + (BEFORE if side == "new" else NEXT))
+            return (
+                f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.vector)} TO {away}",
+                f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.column(side))} TO {quoted(shape.vector)}",
+                # rows that are written from now on have no vector of the side that is not in use
+                f"ALTER TABLE {self._table} ALTER COLUMN {away} DROP NOT NULL",
+            )
+
+        await self._alter(lambda shape: () if shape.in_use == side else switched(shape))
         await self.open()
 
     async def clean_up(self) -> None:
@@ -447,7 +472,7 @@ class PgvectorLive:
         ]
         if self._record().not_null and not shape.is_not_null and not await self._has_gaps(shape):
             statements.append(f"ALTER TABLE {self._table} ALTER COLUMN {quoted(shape.vector)} SET NOT NULL")
-        await self._alter(*statements)
+        await self._alter(lambda shape: statements if shape.is_begun else ())
         await self.open()
 
     async def _has_gaps(self, shape: _TableShape) -> bool:
@@ -471,12 +496,17 @@ class PgvectorLive:
                 f"the comment of the column {self._opened().marker} is not one of a migration: drop the column"
             ) from None
 
-    async def _alter(self, *statements: str) -> None:
-        """Run statements that change the table, in one transaction, and read its columns again."""
+    async def _alter(self, statements: Callable[[_TableShape], Sequence[str]]) -> None:
+        """Run statements that change the table, in one transaction, and read its columns again. `statements`: function
+        that returns them for the table's present columns; none if the table is already as wanted, because a transaction
+        whose answer was lost is run again.
+        """
 
         async def run(connection: Any) -> None:
             await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
-            for statement in statements:
+            # locked before the columns are read, because the lost transaction may not have ended yet
+            await connection.execute(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE")
+            for statement in statements(await self._read_shape(connection)):
                 await connection.execute(statement)
 
         await self._database.transaction(run)

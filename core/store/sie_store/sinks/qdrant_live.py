@@ -35,7 +35,7 @@ from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
-SCAN_POINTS = 256
+SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
 COPIED_POINTS = 64  # points whose other vectors (not migrated) are read at a time; halved if the reply is too large
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a single point has at most half of that
 # settings that the new collection gets too; _CONFIGS: name in a collection's description -> name in a request
@@ -345,7 +345,7 @@ class QdrantLive:
         while True:
             batch = ids[: self._copied_points]
             try:
-                points = await self._points(
+                points = await self._point_page(
                     layout.names[side], batch, with_payload=False, with_vector=layout.more_vectors
                 )
             except AnswerTooLarge:
@@ -395,9 +395,12 @@ class QdrantLive:
                 continue
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
-        body = {"query": {"sample": "random"}, "limit": count, "with_payload": True}
-        page = await self._read("POST", self._points_path(self._opened().in_use, "/query"), _PointPage, body)
-        return [LiveRow(str(point.id), _plain(point)) for point in page.points]
+        layout = self._opened()
+        # the payloads are read apart, because those of all points may be larger than a reply
+        body = {"query": {"sample": "random"}, "limit": count, "with_payload": False}
+        page = await self._read("POST", self._points_path(layout.in_use, "/query"), _PointPage, body)
+        points = await self._points(layout.names[layout.in_use], [point.id for point in page.points])
+        return [LiveRow(str(point.id), _plain(point)) for point in points.values()]
 
     async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         name = self._opened().vector
@@ -471,9 +474,16 @@ class QdrantLive:
     async def _scroll(self, collection: str, *, with_payload: bool = True) -> AsyncIterator[tuple[_Point, ...]]:
         """Yield all points, ordered by id."""
         offset: int | str | None = None
+        limit = SCAN_POINTS
         while True:
-            body = {"limit": SCAN_POINTS, "offset": offset, "with_payload": with_payload, "with_vector": False}
-            page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
+            body = {"limit": limit, "offset": offset, "with_payload": with_payload, "with_vector": False}
+            try:
+                page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
+            except AnswerTooLarge:
+                if limit == 1:
+                    raise
+                limit //= 2
+                continue
             if page.points:
                 yield page.points
             offset = page.next_page_offset
@@ -481,6 +491,24 @@ class QdrantLive:
                 return
 
     async def _points(
+        self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
+    ) -> dict[int | str, _Point]:
+        """Read points by id, in several requests if one reply cannot hold them. Missing ones are left out."""
+        points: dict[int | str, _Point] = {}
+        first, limit = 0, len(ids)
+        while first < len(ids):
+            batch = ids[first : first + limit]
+            try:
+                points |= await self._point_page(collection, batch, with_payload=with_payload)
+            except AnswerTooLarge:
+                if len(batch) == 1:
+                    raise
+                limit = len(batch) // 2
+                continue
+            first += len(batch)
+        return points
+
+    async def _point_page(
         self,
         collection: str,
         ids: Sequence[int | str],
@@ -488,7 +516,7 @@ class QdrantLive:
         with_payload: bool = True,
         with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
-        """Read points by id. Missing ones are left out."""
+        """Read points by id in one request. Missing ones are left out. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}

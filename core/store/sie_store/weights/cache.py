@@ -137,8 +137,13 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return a snapshot's name for logs. A LoRA is not named, because a client may have chosen its name."""
-        return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
+        """Return a snapshot's name for logs. A LoRA is not named, because a client may have chosen its name. An
+        unfinished download may be one.
+        """
+        place = self.place(repository, revision)
+        if not place.exists():
+            return "an unfinished download"
+        return "a LoRA" if any((place / name).exists() for name in LORA_FILES) else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
         """Return the manifest of a snapshot; None if missing, or of another snapshot. The files are not checked."""
@@ -199,7 +204,9 @@ class LocalCache:
                     self.place(repository, revision),
                     self._folder_of(repository) / "partial" / revision,
                 )
-                partial.mkdir(parents=True, exist_ok=True)
+                while not partial.is_dir():
+                    with contextlib.suppress(FileNotFoundError):  # `clean` may remove a folder above it meanwhile
+                        partial.mkdir(parents=True, exist_ok=True)
                 _link_files(place, partial)
                 progress.on_expect, progress.on_step = self.room, functools.partial(_note, lock)
                 manifest = fetch(partial, progress)
@@ -328,11 +335,33 @@ class LocalCache:
                     shutil.rmtree(folder)
         return True
 
+    def clean(self, repository: str, revision: str) -> None:
+        """Remove the lock files and the empty folders of a snapshot that was not found, unless a process uses or
+        fetches it: clients may name any number of LoRAs. A started download stays.
+        """
+        use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
+        with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
+            if (lock := try_lock(use, shared=False)) is None:
+                return
+            with lock:
+                if self.place(repository, revision).exists():
+                    return
+                with contextlib.suppress(FileNotFoundError):
+                    (folder / "partial" / revision).rmdir()
+                # every fetch has a lease, so no process has this lock
+                self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
+                use.unlink()
+            use.parent.rmdir()
+        for empty in (folder / "partial", folder):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
     def outstanding_bytes(self) -> int:
         """Return the bytes that the running fetches of all processes of this node have yet to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
-            with contextlib.suppress(PermissionError):  # the lock file belongs to another user and cannot be read
+            # the lock file belongs to another user and cannot be read, or was removed meanwhile
+            with contextlib.suppress(PermissionError, FileNotFoundError):
                 lock = try_lock(path, shared=False)
                 if lock is None:
                     noted = _noted(path.read_bytes())

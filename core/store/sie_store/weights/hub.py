@@ -24,14 +24,12 @@ from sie_store.weights.cache import Fetch
 from sie_store.weights.download import DownloadLimits, Piece, RemoteFile, SnapshotDownload
 from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
 from sie_store.weights.progress import FetchProgress
-from sie_store.weights.selection import Wanted, of_lora
+from sie_store.weights.selection import Wanted, check_size
 
 # part_bytes=0: one request reads all missing bytes of a file, because the hub limits the number of requests and
 # redirects each of them to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # seconds in which the hub must have sent the whole listing
-# largest size of all files of a LoRA: clients may name any LoRA, and must not use up the disk space for models
-MAX_LORA_BYTES = 4 << 30
 
 
 class _Lfs(msgspec.Struct):
@@ -99,8 +97,7 @@ async def _fetched(repository: str, revision: str, select: Wanted, folder: Path,
             raise FetchFailed("INCOMPATIBLE", f"{label} has none of the files that a model of its kind needs")
         url = f"{constants.ENDPOINT}/{repository}/resolve/{quote(revision, safe='')}"
         files = [await _file(session, url, siblings[name], label) for name in names]
-        if select is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
-            raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
+        check_size(select, sum(file.size for file in files), label)
         facts = await SnapshotDownload(_Hub(session, url, label), folder, progress).all(files)
     left_out = tuple(sorted(name for name in siblings if not select(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
@@ -137,11 +134,14 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         sha256, blob = (sibling.lfs.sha256, "") if sibling.lfs else ("", sibling.blob_id or "")
         return RemoteFile(name, sibling.size, sha256, blob)
 
-    async def header(*names: str) -> str:
-        """Return the first of these headers that the hub, or the server to which it redirects, sends, or ""."""
+    async def header(linked: str, own: str) -> str:
+        """Return the header `linked` of the hub or of a server to which it redirects, else the header `own` of the last
+        server; "" if there is neither. The header `own` of a redirection describes the redirection and not the file.
+        """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
-            return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
+            values = (answer.headers[linked] for answer in answers if linked in answer.headers)
+            return str(next(values, response.headers.get(own, "")))
 
     size = await LIMITS.repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
     if not size.isdecimal():

@@ -17,8 +17,8 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """Lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise one
-    process could lock a new file while another still holds the lock on the removed file.
+    """Lock that is held until `close`, or until the object is destroyed. Its file may be removed only by the holder of
+    the exclusive lock: `try_lock` never returns the lock of a removed file.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
@@ -67,7 +67,8 @@ class Lock:
 
 
 def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """Acquire the lock at `path` without waiting; return None if another lock excludes it. Raises OSError.
+    """Acquire the lock at `path` without waiting; return None if another lock excludes it, or its file was removed
+    meanwhile. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
     on it. If the file cannot be opened or created at all, the returned shared lock is a dummy, so that a snapshot in a
@@ -77,6 +78,8 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:  # the holder of the exclusive lock has removed the folder
+        return None
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
@@ -95,4 +98,9 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     except OSError as error:
         os.close(descriptor)
         raise (refused or error) from None
-    return Lock(descriptor, is_use=is_use)
+    lock = Lock(descriptor, is_use=is_use)
+    try:
+        is_there = os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        is_there = False
+    return lock if is_there else None

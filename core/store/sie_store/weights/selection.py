@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.families import FAMILIES
-from sie_store.weights.manifest import MANIFEST
+from sie_store.weights.manifest import MANIFEST, FetchFailed
 
 FILES = (
     "*.json",
@@ -25,6 +25,8 @@ FILES = (
 PICKLED = "pytorch_model.bin"
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
+# largest size of all files of a LoRA: clients may name any LoRA, and must not use up the disk space for models
+MAX_LORA_BYTES = 4 << 30
 
 Wanted = Callable[[str], bool]
 
@@ -44,6 +46,12 @@ def _matching(patterns: tuple[str, ...]) -> Wanted:
 
 common = _matching(FILES)
 of_lora = _matching(LORA_FILES)
+
+
+def check_size(select: Wanted | None, size: int, label: str) -> None:
+    """Raise FetchFailed if `select` selects the files of a LoRA, and these have too many bytes. `label`: its name."""
+    if select is of_lora and size > MAX_LORA_BYTES:
+        raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:

@@ -245,6 +245,8 @@ class WeightSources:
         for other paths, because the name may be text of a client.
         """
         is_named = name in named_loras(entry)
+        if "\0" in name:
+            raise lora_rejected(name, "a name must not have the character NUL")
         path = Path(name).expanduser() if is_named else Path(name)
         root = Path(models_dir or "models").resolve()
         if path.is_absolute() or name.startswith("."):
@@ -280,16 +282,26 @@ class WeightSources:
         LoRA. Raises FetchFailed, ManifestError.
         """
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
-        lease, label = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
+        lease = self.cache.lease(repository, commit)
+        try:
+            return Located(self._lora_folder(repository, commit, private), lease)
+        except FetchFailed:
+            lease.close()
+            self.cache.clean(repository, commit)
+            raise
+
+    def _lora_folder(self, repository: str, commit: str, private: str) -> Path:
+        """Return the folder of a LoRA at a commit, downloaded if necessary. Raises FetchFailed, ManifestError."""
+        label = private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
-            return Located(folder, lease)
+            return folder
         failed: FetchFailed | None = None
         if self.cluster is not None:
             try:
-                if (fetch := self.cluster.fetch(repository, commit)) is not None:
+                if (fetch := self.cluster.fetch(repository, commit, of_lora)) is not None:
                     self.cache.obtain(repository, commit, fetch, label, select=of_lora)
                     if (folder := self._whole_lora(repository, commit)) is not None:
-                        return Located(folder, lease)
+                        return folder
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
@@ -299,7 +311,7 @@ class WeightSources:
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
         if not self.may_download:
             if fits:
-                return Located(unverified, lease)
+                return unverified
             raise failed or FetchFailed("NOT_FOUND", f"{label} was not found")
         try:
             fetched = self.cache.obtain(
@@ -307,11 +319,11 @@ class WeightSources:
             )
         except FetchFailed:
             if fits:
-                return Located(unverified, lease)
+                return unverified
             raise
         if not _has_lora(fetched):
             raise FetchFailed("INCOMPATIBLE", f"{label} has not {' and '.join(LORA_FILES)}")
-        return Located(fetched, lease)
+        return fetched
 
     def _whole_lora(self, repository: str, commit: str) -> Path | None:
         folder = self.cache.find(repository, commit, of_lora)

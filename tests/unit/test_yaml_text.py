@@ -1,0 +1,38 @@
+"""YAML that people write: whatever a file or an argument has, it is a value or one kind of error."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie_contracts.yaml_text import NotYAML, load, load_with_node
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "x: !!bool q",
+        "x: !!timestamp a",
+        "x: !!int abc",
+        "x: !!python/name:os.system",
+        "x: 2024-13-45",
+        "x: " + "9" * 5000,
+        "[" * 100 + "]" * 100,
+        "[" * 200_000,
+        "- " * 100 + "x",
+        "a: &a [*a]",
+        "a: 1\na: 2",
+        "a: 1\n---\nb: 2",
+    ],
+)
+def test_a_text_that_is_not_accepted_is_one_kind_of_error(text: str) -> None:
+    with pytest.raises(NotYAML):
+        load(text)
+
+
+def test_a_document_has_its_value_and_its_lines() -> None:
+    value, node = load_with_node(b"a: [1, x]\nb: 2024-01-02 03:04:05\n")
+    assert value["a"] == [1, "x"]
+    assert node is not None
+    assert [key.start_mark.line for key, _ in node.value] == [0, 1]
+    assert load("") is None
