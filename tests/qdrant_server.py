@@ -298,7 +298,7 @@ def _query(shard: Any, body: bytes) -> Any:
         vector = asked.query.nearest if isinstance(asked.query, models.NearestQuery) else asked.query
         vector = _stored(vector)
         query = Query.Nearest(vector, using=asked.using) if asked.using else Query.Nearest(vector)
-    found = shard.query(QueryRequest(limit=asked.limit or 10, query=query, with_payload=True))
+    found = shard.query(QueryRequest(limit=asked.limit or 10, query=query, with_payload=bool(asked.with_payload)))
     return {
         "points": [
             {"id": _id(each.id), "version": each.version, "score": each.score, "payload": each.payload}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare import layouts
@@ -19,3 +21,15 @@ def text_rows(
     (made,) = layouts.make(tokenizer, Rows(), [WorkItemInput([Input(text) for text in texts], None, options)])
     assert made.error is None
     return made.rows
+
+
+def panicking() -> Tokenizer:
+    """Return a tokenizer whose Rust code panics for a text outside of ASCII."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "▁": 1, **{letter: 2 + at for at, letter in enumerate(letters)}}, []))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_tokens(["\n"])
+    return tokenizer

@@ -7,8 +7,10 @@ sie repair STREAM ──► the stream is created again: with its readable entri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ import click
 import msgspec
 
 import sie_contracts
-from sie_broker import Entry, KeyValue, Write
+from sie_broker import KeyValue, Write, WrongRevision
 from sie_broker.record import retry_conflicts
 from sie_cli.access import write_private
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
@@ -40,7 +42,7 @@ KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
 # Buckets whose entries `sie repair` writes back, and `sie restore` if a backup has them. Shards come before their jobs,
 # because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
-DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams
+DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams, and for salvaged entries
 
 
 class Backup(msgspec.Struct, frozen=True):
@@ -86,10 +88,14 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         return Backup(sie_contracts.__version__, time.time(), keys, await store.backup(), entries)
 
     snapshot = cluster.at_broker("sie-backup", body)
-    content = msgspec.msgpack.encode(snapshot)
     with refusing():
-        write_private(file, FORMAT + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        _write_backup(file, snapshot)
     click.echo(f"{file}: {_contents(snapshot)}")
+
+
+def _write_backup(file: Path, snapshot: Backup) -> None:
+    content = msgspec.msgpack.encode(snapshot)
+    write_private(file, FORMAT + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def read_backup(file: Path) -> Backup:
@@ -133,7 +139,8 @@ def restore(cluster: Cluster, file: Path) -> None:
 
     async def body(broker: NatsBroker) -> list[str]:
         replicas = cluster.settings.stream_replicas
-        lines = [f"keys: {await _write_keys(await KeyBuckets.open(broker, replicas), saved.keys)} written"]
+        buckets = await KeyBuckets.open(broker, replicas)
+        lines = [f"keys: {await retry_conflicts(lambda: _write_keys(buckets, saved.keys))} written"]
         store = await open_store(broker, cluster.settings)
         lost = await retry_conflicts(lambda: store.recover(saved.catalogue))
         lines.append(f"models and aliases: {len(lost)} written")
@@ -150,7 +157,8 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
     """Write keys to the bucket of keys and to its copy. If a key has two records, keep the stricter one. A key that was
-    removed from one of the two buckets is not written. Return the number of keys written to the main bucket.
+    removed from one of the two buckets is not written. Return the number of keys written to the main bucket. Raises
+    WrongRevision if another process changes a key meanwhile.
     """
     written = 0
     removed = {
@@ -171,15 +179,28 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
+    """Write the entries whose keys a bucket lacks. Return their number."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []
+    written = 0
     for write in missing:
         batch.append(write)
         if len(batch) == BATCH or sum(len(entry.value or b"") for entry in batch) > BATCH_BYTES or write is missing[-1]:
-            await bucket.write(batch)
+            written += await _write_batch(bucket, batch)
             batch = []
-    return len(missing)
+    return written
+
+
+async def _write_batch(bucket: KeyValue, batch: list[Write]) -> int:
+    """Write new entries without those whose keys another process has written meanwhile. Return their number."""
+    try:
+        await bucket.write(batch)
+        return len(batch)
+    except WrongRevision:
+        if len(batch) == 1:
+            return 0
+    return sum([await _write_batch(bucket, [write]) for write in batch])
 
 
 @click.command(short_help="Make a stream anew whose files are damaged.")
@@ -195,6 +216,9 @@ def repair(cluster: Cluster, stream: str) -> None:
     KV_sie_jobs, KV_sie_shards                 filled with the readable entries; `sie restore FILE` writes the rest
     KV_sie_pools                               filled with the readable entries
     all others                                 empty: placement, demand, leases, poison, work and dead letters
+
+    A bucket that can be read stays as it is. Salvaged entries are in a file of the folder `damaged` until the stream is
+    created again: `sie restore` writes them back if the command is interrupted.
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
     `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
@@ -227,10 +251,26 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
     return f"the files of {stream} are in {place} now; `{cluster.serve}` makes the stream anew"
 
 
+@contextlib.contextmanager
+def _saved(
+    cluster: Cluster, stream: str, keys: list[Key], entries: dict[str, list[tuple[str, bytes]]]
+) -> Iterator[None]:
+    """Save entries in a file that `sie restore` reads, and remove it when the context ends without an error."""
+    file = cluster.data_dir / DAMAGED / f"{stream}-{time.time_ns()}.sie"
+    nothing: dict[str, list[tuple[str, bytes]]] = {name: [] for name in LASTING}
+    with refusing():
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_backup(file, Backup(sie_contracts.__version__, time.time(), keys, [], nothing | entries))
+    click.echo(f"the salvaged entries are in {file}; if this is interrupted: sie restore {file}", err=True)
+    yield
+    file.unlink()
+
+
 async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
     from sie_broker.nats.operator import damage, remake, salvage
 
     keys: dict[str, Key] = {}
+    damaged: list[StreamInfo] = []
     for stream in KEYS:
         info = await broker.stream_info(stream)
         if info is None:
@@ -238,24 +278,35 @@ async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
         for key, _ in key_records.readable(await salvage(broker, stream)):
             keys[key.id] = key_records.stricter(keys.get(key.id), key) or key
         if await damage(broker, info):
+            damaged.append(info)
+    with _saved(cluster, KEYS[0], list(keys.values()), {}):
+        for info in damaged:
             await remake(broker, info)
-    buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
-    written = await _write_keys(buckets, list(keys.values()))
+        buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+        written = await retry_conflicts(lambda: _write_keys(buckets, list(keys.values())))
     return f"{KEYS[0]} has {counted(len(keys), 'key')}, of which {written} were written; {KEYS[1]} has the same"
 
 
 async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str:
-    from sie_broker.nats.operator import remake, salvage
+    from sie_broker.nats.operator import damage, remake, salvage
 
     stream = str(info.config["name"])
     bucket = stream.removeprefix("KV_")
-    left: list[Entry] = await salvage(broker, stream) if bucket in LASTING else []
-    await remake(broker, info)
     if bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
+        await remake(broker, info)
         store = await open_store(broker, cluster.settings)
         await retry_conflicts(store.recover)
         return f"{stream} is made anew, with what was written over the API; the config service adds what folders have"
-    if left:
-        entries = [(entry.key, entry.value) for entry in left if entry.value is not None]
-        await _write_missing(await broker.key_value(bucket), entries)
-    return f"{stream} is made anew, with {counted(len(left), 'entry', 'entries')}"
+    # a bucket whose entries are only fewer than those of another one is no better after it is created again
+    if bucket != stream and not await damage(broker, info):
+        more = "; `sie restore FILE` writes the entries that it lacks" if bucket in LASTING else ""
+        return f"{stream} can be read, so it stays as it is{more}"
+    if bucket not in LASTING:
+        await remake(broker, info)
+        return f"{stream} is made anew, without entries"
+    left = await salvage(broker, stream)
+    entries = [(entry.key, entry.value) for entry in left if entry.value is not None]
+    with _saved(cluster, stream, [], {bucket: entries}):
+        await remake(broker, info)
+        written = await _write_missing(await broker.key_value(bucket), entries)
+    return f"{stream} is made anew, with {counted(written, 'entry', 'entries')}"

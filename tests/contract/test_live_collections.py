@@ -756,6 +756,25 @@ async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Poi
         await migrator.live.close()
 
 
+async def test_points_are_migrated_though_a_page_of_their_payloads_is_larger_than_a_reply(
+    points: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qdrant_live, "ANSWER_BYTES", 100_000)
+    texts = {str(number): f"text {number} " + "x" * 5_000 for number in range(40)}
+    await points.create(WIDTHS["old"])
+    await points.write({key: (text, vector_of(text, "old")) for key, text in texts.items()})
+    migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
+    await migrator.live.open()
+    await migrator.live.begin(WIDTHS["new"])
+    assert await migrator.scan("new") == len(texts)
+    assert await migrator.scan("new") == 0
+    sampled = await migrator.live.sample(len(texts))
+    assert {row.id: row.columns["body"] for row in sampled} == texts
+    await migrator.live.switch("new")
+    assert await migrator.scan("new") == 0
+    await migrator.live.close()
+
+
 async def test_vectors_of_other_names_are_copied_though_a_page_of_them_is_larger_than_a_reply(
     points: Points, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -513,7 +513,7 @@ def test_files_that_are_not_a_lora(engine: AdapterEngine, base: Folders, root: P
         ("~/lora", "hub repository"),
         ("a/b/c", "hub repository"),
         ("org/none", "SIE_HF_FALLBACK"),
-        ("{root}/\0", "null byte"),
+        ("{root}/\0", "character NUL"),
     ],
 )
 def test_names_of_clients_reach_nothing_outside_the_models_folder(

@@ -133,7 +133,7 @@ def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> Non
         for line in ("keys list", "models rm a"):
             found = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])
             assert found.exit_code == 2
-            assert "the `sie serve` at http://127.0.0.1:1 has no" in found.output
+            assert "the `sie serve` at http://127.0.0.1:1 did not start" in found.output
         cluster = Cluster.locate(load(environ={}), tmp_path)
         with service_of(cluster, writes=False) as service:
             assert service.url == "http://127.0.0.1:1"

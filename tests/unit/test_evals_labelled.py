@@ -264,7 +264,7 @@ def test_a_task_and_a_source_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(CommandRefused, match="a/b has neither vectors nor scores"):
             evaluation._check_sources(wrong, [source], kind)  # type: ignore[arg-type]
-    with pytest.raises(CommandRefused, match="-s patterns: patterns find no entities"):
+    with pytest.raises(CommandRefused, match="-s patterns: patterns cannot answer a task of entities"):
         Patterns().facts(task, task.texts)
     with pytest.raises(CommandRefused, match="-s patterns: patterns have neither vectors nor scores"):
         Patterns().scores("a", ["b"])

@@ -56,7 +56,7 @@ def test_a_body_that_is_no_json_is_told_in_plain_words_with_the_place(body: byte
 @pytest.mark.parametrize("text", ["\U0001f600", "\\ud800 is written out", 'a "quoted" word', "\\", "\u00e9"])
 def test_strings_that_are_right_are_not_blamed(text: str) -> None:
     assert decode(json.dumps({"a": text}).encode()) == {"a": text}
-    with pytest.raises(ValueError, match="NaN is no number"):
+    with pytest.raises(ValueError, match="NaN is not a number"):
         decode(json.dumps({"a": text, "b": float("nan")}).encode())
 
 

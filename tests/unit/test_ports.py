@@ -50,5 +50,5 @@ def test_it_says_when_there_is_none(few_ports: None) -> None:
     with contextlib.suppress(SettingError):
         for _ in FEW:
             ports.free_port()
-    with pytest.raises(SettingError, match="no 1 free ports"):
+    with pytest.raises(SettingError, match="no 1 consecutive free ports"):
         ports.free_port()

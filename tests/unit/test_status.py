@@ -156,6 +156,25 @@ async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster
     assert "secret" not in answer.text
 
 
+async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess) -> None:
+    """A header may have bytes outside of ASCII, here in an ETag."""
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 412 Precondition Failed\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        token = "admin-token-of-a-test"
+        gateway = await cluster.gateway(SIE_CONFIG_SERVICE_URL=f"http://127.0.0.1:{port}", SIE_ADMIN_TOKEN=token)
+        headers = {"if-match": '"é"'.encode(), "authorization": f"Bearer {token}".encode()}
+        reply = await gateway.client.delete("/console/configs/toy/one", headers=headers)
+    assert reply.status_code == 412
+    assert '\r\nif-match: "é"\r\n'.encode() in heads[0].replace(b"If-Match", b"if-match")
+
+
 async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(cluster: InProcess) -> None:
     """401 and 403 are plain HTTP responses in the envelope, and so is an unknown path."""
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")

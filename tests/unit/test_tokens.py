@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import long_but
-from text_rows import text_rows
+from text_rows import panicking, text_rows
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from sie_contracts.errors import InvalidInput
@@ -319,22 +319,9 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
         assert row.ids.tolist() == oracle(library, text, truncate, limit)
 
 
-def panicking() -> ModelTokenizer:
-    """Return a tokenizer that panics for text outside of ASCII."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    model = models.BPE({"<unk>": 0, "▁": 1, **{letter: 2 + place for place, letter in enumerate(letters)}}, [])
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.add_tokens(["\n"])
-    return ModelTokenizer(tokenizer.to_str().encode(), 512)
-
-
 @pytest.mark.parametrize("characters", [1, INLINE_CHARACTERS], ids=["inline", "in a thread"])
 async def test_a_panic_of_the_tokenizer_fails_only_its_own_call(characters: int) -> None:
-    pool, ours = TokenizerPool(1), panicking()
+    pool, ours = TokenizerPool(1), ModelTokenizer(panicking().to_str().encode(), 512)
 
     def stops() -> None:
         raise StopIteration

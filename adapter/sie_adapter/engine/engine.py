@@ -429,13 +429,6 @@ class BatchRun:
 
     def run(self) -> BatchDone:
         """Return a result or an error for every input. Raises errors of the device, except a lack of memory."""
-
-        def refuse(item: int) -> None:
-            self._errors[item] = oom.exhausted()
-
-        def halves(items: Int64) -> tuple[Int64, Int64]:
-            return _halves(items, self._prepared.costs)
-
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
@@ -444,7 +437,11 @@ class BatchRun:
             part, chosen = split_off(
                 chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
             )
-            self._recovery.run(self._recorded, part, refuse, halves=halves, learn=self._learn)
+            is_tried = not oom.thread_state.is_unusable
+            if is_tried and _fits(self._recorded, part):
+                self._learn(part, True)
+            else:
+                self._recover(part, is_tried=is_tried)
         if self._late is not None:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
                 self._rows[head] += rows
@@ -487,6 +484,19 @@ class BatchRun:
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
         return np.flatnonzero(needing)
+
+    def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
+        """Run items in as many passes as the memory requires, on a new thread if oneDNN cannot run new shapes on this
+        one. `is_tried`: memory ran out when all of them ran in one pass.
+        """
+
+        def refuse(item: int) -> None:
+            self._errors[item] = oom.exhausted()
+
+        def halves(items: Int64) -> tuple[Int64, Int64]:
+            return _halves(items, self._prepared.costs)
+
+        self._recovery.run(self._recorded, chosen, refuse, halves=halves, learn=self._learn, is_tried=is_tried)
 
     def _learn(self, chosen: Int64, fitted: bool) -> None:
         if self._batch_limits is not None:
@@ -599,7 +609,11 @@ class BatchRun:
                 results[item] = result
 
         try:
-            self._recovery.run(answer, np.arange(len(units)), lambda item: None)
+            places = np.arange(len(units))
+            if oom.thread_state.is_unusable:
+                self._recovery.run(answer, places, lambda item: None)
+            elif len(units) and not _fits(answer, places):
+                self._recovery.run(answer, places, lambda item: None, is_tried=True)
         except SIEError as error:
             return [error] * len(units)
         except Exception as error:
@@ -661,6 +675,19 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
+
+
+def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
+    """Call `work` with all the items. Return False if memory ran out."""
+    # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
+    # block of the caller, the traceback would still refer to them.
+    try:
+        work(items)
+    except (RuntimeError, MemoryError) as error:
+        if not oom.ran_out(error):
+            raise
+        return False
+    return True
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:

@@ -76,7 +76,7 @@ class PackedModel:
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        return ModelLoras(lambda: model, compute, self.backbone.sampled)
+        return ModelLoras(model, lambda: model, compute, self.backbone.sampled)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
@@ -199,7 +199,7 @@ class TextEncoder(PackedModel):
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         if self._twin is None:
             return super()._loras(model, compute)
-        return ModelLoras(self._twin.model, compute, self._twin.sampled)
+        return ModelLoras(model, self._twin.model, compute, self._twin.sampled)
 
     def _add_bytes(self, nbytes: int) -> None:
         self.memory_bytes += nbytes

@@ -140,10 +140,11 @@ class OomRecovery:
         *,
         halves: Callable[[Items], tuple[Items, Items]] = halved,
         learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+        is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone, and `learn` for each part, with whether it fitted. Raises the errors of `work`, except
-        a lack of memory.
+        that does not fit alone, and `learn` for each part, with whether it fitted. `is_tried`: the caller already ran
+        the work on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 
@@ -153,7 +154,7 @@ class OomRecovery:
             self.count("terminal_failures")
             refuse(item)
 
-        if self._ran_out(work, items, refusing, halves, learn):
+        if self._ran_out(work, items, refusing, halves, learn, is_tried=is_tried):
             self.count("recoveries_attempted")
             if not refused:
                 self.count("recoveries_succeeded")
@@ -165,12 +166,14 @@ class OomRecovery:
         refuse: Callable[[int], None],
         halves: Callable[[Items], tuple[Items, Items]],
         learn: Callable[[Items, bool], None],
+        *,
+        is_tried: bool = False,
     ) -> bool:
         if not len(items):
             return False
         tries = 0
         is_last = False
-        while not self._fits(work, items):
+        while (is_tried and not tries) or not self._fits(work, items):
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")

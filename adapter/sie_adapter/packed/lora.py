@@ -94,12 +94,15 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class ModelLoras:
-    """LoRAs of one model. Thread-safe. `adapted` returns the module that LoRAs change. `run` returns the states of a
-    short, constant sample: a LoRA that does not change these states is refused.
+    """LoRAs of one model. Thread-safe. `model` has the layers to which a LoRA is compared, and may be without weights.
+    `adapted` returns the module that LoRAs change, and may load its weights first. `run` returns the states of a short,
+    constant sample: a LoRA that does not change these states is refused.
     """
 
-    def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
-        self._adapted, self._compute, self._run = adapted, compute, run
+    def __init__(
+        self, model: nn.Module, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]
+    ) -> None:
+        self._model, self._adapted, self._compute, self._run = model, adapted, compute, run
         self._lock = threading.Lock()
         # name of a LoRA -> its matrices, and the digest of its files
         self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()
@@ -155,7 +158,7 @@ class ModelLoras:
                 name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors"
             )
         _check_config(name, config)
-        layers = {path: module for path, module in self._adapted().named_modules() if hasattr(module, "in_features")}
+        layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in load_file(file).items():
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -165,13 +168,16 @@ class ModelLoras:
             halves.setdefault(path, {})[half] = tensor
         if not halves:
             raise lora_rejected(name, "it holds no matrices")
-        return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
+        for path, matrices in halves.items():
+            _check_matrices(name, path, layers[path], matrices, config)
+        model = self._adapted()
+        return {path: self._scaled(model.get_submodule(path), matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
         """Return the path in this model of the layer that a LoRA names `path`, else an empty string. The model that the
         LoRA was trained on may have other prefixes than this model.
         """
-        prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
+        prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
         in_language = bare.removeprefix("language_model.").removeprefix("text_model.")
         for candidate in (path, path.removeprefix(prefix), bare, in_language):
@@ -179,25 +185,9 @@ class ModelLoras:
                 return candidate
         return ""
 
-    def _scaled(
-        self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        if set(halves) != {"lora_A", "lora_B"}:
-            raise lora_rejected(name, f"{path} has only one of its two matrices")
+    def _scaled(self, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         first, second = halves["lora_A"], halves["lora_B"]
         rank = len(first)
-        if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
-            widths = f"{layer.in_features} to {layer.out_features}"
-            raise lora_rejected(
-                name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
-            )
-        ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
-        if rank not in ranks:
-            raise lora_rejected(
-                name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}"
-            )
-        if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
-            raise lora_rejected(name, f"the matrices of {path} are not finite")
         scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
         device, weight = self._compute.device, getattr(layer, "weight", None)
         dtype = self._compute.dtype if weight is None else weight.dtype
@@ -219,6 +209,26 @@ def _digest(folder: Path) -> str:
         with (folder / name).open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
+
+
+def _check_matrices(name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Raise LoraLoadFailed for matrices that do not fit the layer or the configuration, or are not finite."""
+    if set(halves) != {"lora_A", "lora_B"}:
+        raise lora_rejected(name, f"{path} has only one of its two matrices")
+    first, second = halves["lora_A"], halves["lora_B"]
+    rank = len(first)
+    if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
+        widths = f"{layer.in_features} to {layer.out_features}"
+        raise lora_rejected(
+            name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
+    if rank not in ranks:
+        raise lora_rejected(
+            name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}"
+        )
+    if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
+        raise lora_rejected(name, f"the matrices of {path} are not finite")
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:

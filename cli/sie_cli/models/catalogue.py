@@ -290,7 +290,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             value = yaml_text.load(raw)
         except yaml_text.NotYAML as error:
             example = f"{path}='\"text\"'"
-            message = f"{path}: not a YAML value of a field ({error.message}); a text is quoted twice: {example}"
+            message = f"{path}: the value is {error.message}; a text is quoted twice: {example}"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
             value = raw  # the value is a plain text that YAML reads as a map, such as the prompt `query: {text}`

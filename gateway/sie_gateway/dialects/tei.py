@@ -115,11 +115,16 @@ async def _encode(
     capability: Capability,
     items: tuple[RequestItem, ...],
     params: Mapping[str, Any],
+    *,
+    is_cosine: bool = False,
 ) -> RequestResult:
+    """Encode the inputs. `is_cosine`: normalise the vectors, whatever `params` say. Raises InvalidInput, and the errors
+    of `Inference.execute`.
+    """
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
     if capability == "embed":
-        merged["normalize"] = fields.flag(params, "normalize", default=True)
+        merged["normalize"] = fields.flag(params, "normalize", default=True) or is_cosine
     understood = inference.understand(
         call, InferRequest("encode", resolved, items, merged, side="", inputs_field="inputs")
     )
@@ -175,9 +180,9 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refused("parameters", parameters, "a map or null")
     items = (RequestItem(bodies.utf8(source, "inputs.source_sentence")), *sentences)
-    parameters = {**(parameters or {}), "normalize": True}  # the cosine is the product of vectors of length 1
     try:
-        finished = await _encode(inference, call, resolved, "embed", items, parameters)
+        # the cosine is the product of vectors of length 1
+        finished = await _encode(inference, call, resolved, "embed", items, parameters or {}, is_cosine=True)
         vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
     except FailedRequest as failed:
         _name_sentence(failed.error)

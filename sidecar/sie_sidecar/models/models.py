@@ -232,7 +232,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Forget which LoRAs are loaded. Each is requested again at its next use: fast, if the adapter still has it."""
+        """Mark all LoRAs as not loaded. Each is requested again at its next use: fast, if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 

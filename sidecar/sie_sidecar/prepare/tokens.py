@@ -100,7 +100,11 @@ class ModelTokenizer:
         least = self._least(room)
         long = [text for text in texts if len(text) > least]
         read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
-        whole = encodings(self._tokenizer, [text for text in texts if len(text) <= least])
+        short = [text for text in texts if len(text) <= least]
+        if sum(map(len, short)) <= INLINE_CHARACTERS:
+            whole = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
+        else:
+            whole = encodings(self._tokenizer, short)
         contents = []
         for text in texts:
             if len(text) > least:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from text_rows import panicking
 from tokenizers import Tokenizer, processors
 from torch import nn
 from transformers import (
@@ -34,7 +35,7 @@ from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import load_model
 from sie_adapter.loading.loading import Loader, family_of
 from sie_adapter.loading.modules import read_modules
-from sie_adapter.loading.tokenizer import load_tokenizer
+from sie_adapter.loading.tokenizer import fault, load_tokenizer
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, Resolved
@@ -401,6 +402,10 @@ def test_a_post_processor_that_cannot_be_extended_is_refused(bert: Path, tmp_pat
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
     with pytest.raises(ModelLoadFailed, match="BertProcessing"):
         load_tokenizer(folder, LoadOptions(append_eos=True))
+
+
+def test_a_tokenizer_that_panics_on_the_texts_of_one_script_is_refused() -> None:
+    assert "fails on a plain sentence" in fault(panicking(), 1000)
 
 
 def test_an_end_token_that_there_is_not_fails_the_load(bert: Path) -> None:

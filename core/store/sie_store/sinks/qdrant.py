@@ -270,7 +270,9 @@ async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
     async for piece in response.aiter_raw():
         data += piece
         if len(data) > answer_bytes:
-            raise AnswerTooLarge(f"the answer of Qdrant has more than {answer_bytes} bytes, which are not read: store less in the payloads")
+            raise AnswerTooLarge(
+                f"an answer has more than {answer_bytes} bytes: ask for fewer rows, or store less in each payload"
+            )
     return bytes(data)
 
 
