@@ -257,10 +257,10 @@ def _saved(
 ) -> Iterator[None]:
     """Save entries in a file that `sie restore` reads, and remove it when the context ends without an error."""
     file = cluster.data_dir / DAMAGED / f"{stream}-{time.time_ns()}.sie"
-    nothing: dict[str, list[tuple[str, bytes]]] = {name: [] for name in LASTING}
+    empty: dict[str, list[tuple[str, bytes]]] = {name: [] for name in LASTING}
     with refusing():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_backup(file, Backup(sie_contracts.__version__, time.time(), keys, [], nothing | entries))
+        _write_backup(file, Backup(sie_contracts.__version__, time.time(), keys, [], empty | entries))
     click.echo(f"the salvaged entries are in {file}; if this is interrupted: sie restore {file}", err=True)
     yield
     file.unlink()

@@ -279,7 +279,8 @@ async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(one
     one.broker.start()
 
     def is_back() -> bool:
-        return one.call("GET", path).status_code == 200 and one.revisions(MODEL)[0] == first + 1
+        answer = one.call("GET", f"{path}/history")
+        return answer.status_code == 200 and answer.json()["revisions"][0]["revision"] == first + 1
 
     await asyncio.to_thread(until, is_back, WITHIN_S, "the lost write")
     assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == first + 2

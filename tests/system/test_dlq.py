@@ -144,6 +144,8 @@ async def test_letters_are_replayed_and_purged_from_the_command_line(
     assert "letter 3 cannot be read by this version" in listed
     assert "its message cannot be decoded" in await sie(nats, "replay", name, status=1)
     assert "Aborted" in await sie(nats, "purge", status=1)
+    for command in (("purge", "--yes", ""), ("replay", ""), ("show", "")):
+        assert "the ID is empty" in await sie(nats, *command, status=1)
     assert "1 removed" in await sie(nats, "purge", "--yes")
     assert "0 removed" in await sie(nats, "purge", "--yes")
 

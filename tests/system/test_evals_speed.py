@@ -59,9 +59,10 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     result = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
     (row,) = result["rows"]
     assert row["errors"] == {}
-    assert 0.5 <= row["scores"]["items_per_s"] * BATCH_MS / 1000 <= 1.03
-    # four clients whose requests are always under way: throughput and latency tell of each other, on a busy machine too
-    assert row["scores"]["items_per_s"] == pytest.approx(4000 / row["scores"]["p50_ms"], rel=0.3)
+    assert 0.3 <= row["scores"]["items_per_s"] * BATCH_MS / 1000 <= 1.03
+    # four clients whose requests are always under way: throughput and latency agree, on a busy machine too,
+    # but for two seconds of the five in which it stands still
+    assert 0.4 <= row["scores"]["items_per_s"] * row["scores"]["p50_ms"] / 4000 <= 1.3
     assert row["scores"]["p50_ms"] >= BATCH_MS
     assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
 

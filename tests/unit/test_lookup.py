@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def test_a_model_of_the_catalogue_is_taken_as_it_is(tmp_path: Path, monkeypatch:
     assert (model.name, model.added, model.message) == (MINI, None, "")
     assert look_up(settings_at(tmp_path), MINI.lower()).name == MINI
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "/proc/absent"])
+def test_a_models_folder_that_cannot_be_created_is_refused_with_its_path(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    settings = replace(settings_at(tmp_path), models_dir=str(tmp_path / place))
+    with pytest.raises(CommandRefused, match=place):
+        look_up(settings, "org/mini")
 
 
 def test_an_id_of_the_hub_is_added_with_its_present_commit_and_found_the_next_time(

@@ -292,6 +292,23 @@ def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_
     done("rm", "org/file", "--url", served.url)
 
 
+@pytest.mark.parametrize(
+    ("folder", "encoding", "message"),
+    [
+        ("entry.yaml", "utf-8", "entry.yaml/org"),  # a file
+        ("/proc/absent", "utf-8", "/proc/absent"),
+        ("models", "utf-16", "entry.yaml is not UTF-8"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_or_written_is_refused_in_one_line(
+    tmp_path: Path, folder: str, encoding: str, message: str
+) -> None:
+    entry = tmp_path / "entry.yaml"
+    entry.write_text(ENTRY, encoding)
+    refused = sie("add", str(entry), "--models-dir", str(tmp_path / folder))
+    assert (refused.exit_code, refused.output.splitlines()[-1].count(message)) == (1, 1), refused.output
+
+
 class Others(BaseHTTPRequestHandler):
     """What is at a URL that is not a config service's: a gateway, and pages."""
 

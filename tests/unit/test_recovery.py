@@ -5,6 +5,7 @@ of keys are repaired from each other.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,16 @@ from click.testing import CliRunner
 from diagnosis import Examined, commands
 from nats_server import NatsServer
 
-from sie_broker import Write
-from sie_broker.nats import connect
+from sie_broker import BrokerUnavailable, Entry, Write
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import NatsBroker, connect, operator
+from sie_broker.nats.api import StreamInfo
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.main import main
+from sie_cli.recovery import _write_missing
 from sie_cli.serve.readiness import unread_stream
+from sie_contracts.wire import topology
 from sie_runtime.keys import KeyBuckets, create, encode, readable
 
 STARTS = "[1] [INF]   Starting restore for stream '$G > {}'"
@@ -54,21 +59,101 @@ def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: 
     assert "there are no files of a stream KV_sie_keys" in again.output
 
 
-@pytest.mark.parametrize("revoked", ["bucket", "copy"])
-async def test_a_repair_keeps_the_revocation_that_one_bucket_of_keys_lost(tmp_path: Path, revoked: str) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
     with NatsServer(tmp_path / "nats") as server:
-        broker = await connect(server.url, name="test")
-        try:
-            buckets = await KeyBuckets.open(broker, 1)
-            key, _ = create("one", ("read",), now_s=1.0)
-            for name in ("bucket", "copy"):
-                record = msgspec.structs.replace(key, revoked_s=2.0) if name == revoked else key
-                await getattr(buckets, name).write([Write(key.id, encode(record), 0)])
-            command = ["repair", "KV_sie_keys", "--url", server.url]
-            done = await asyncio.to_thread(CliRunner().invoke, main, command, env=NONE)
-            assert done.exit_code == 0, done.output
-            for bucket in (buckets.bucket, buckets.copy):
-                ((record, _),) = readable(await bucket.entries())
-                assert record.revoked_s == 2.0
-        finally:
-            await broker.close()
+        yield server
+
+
+@pytest.fixture
+async def broker(server: NatsServer) -> AsyncIterator[NatsBroker]:
+    broker = await connect(server.url, name="test")
+    yield broker
+    await broker.close()
+
+
+async def ran(server: NatsServer, data: Path, *command: str, status: int = 0) -> str:
+    """What a command prints. `data`: the parent of its data directory."""
+    environ = {**NONE, "XDG_DATA_HOME": str(data)}
+    done = await asyncio.to_thread(CliRunner().invoke, main, [*command, "--url", server.url], env=environ)
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("revoked", ["bucket", "copy"])
+async def test_a_repair_keeps_the_revocation_that_one_bucket_of_keys_lost(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path, revoked: str
+) -> None:
+    buckets = await KeyBuckets.open(broker, 1)
+    key, _ = create("one", ("read",), now_s=1.0)
+    for name in ("bucket", "copy"):
+        record = msgspec.structs.replace(key, revoked_s=2.0) if name == revoked else key
+        await getattr(buckets, name).write([Write(key.id, encode(record), 0)])
+    await ran(server, tmp_path, "repair", "KV_sie_keys")
+    for bucket in (buckets.bucket, buckets.copy):
+        ((record, _),) = readable(await bucket.entries())
+        assert record.revoked_s == 2.0
+
+
+async def test_a_restore_does_not_write_a_key_that_was_forgotten_since_the_backup(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path
+) -> None:
+    await ran(server, tmp_path, "keys", "create", "one")
+    await ran(server, tmp_path, "backup", str(tmp_path / "b.sie"))
+    await ran(server, tmp_path, "keys", "revoke", "one", "--forget")
+    assert "keys: 0 written" in await ran(server, tmp_path, "restore", str(tmp_path / "b.sie"))
+    assert await (await KeyBuckets.open(broker, 1)).read() == []
+
+
+async def test_a_bucket_that_can_be_read_is_not_created_again(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path
+) -> None:
+    jobs = await broker.key_value(topology.JOBS_BUCKET)
+    await jobs.write([Write("job.1", b"one", 0)])
+    before = await jobs.epoch()
+    assert "can be read, so it stays as it is" in await ran(server, tmp_path, "repair", "KV_sie_jobs")
+    assert await jobs.epoch() == before
+
+
+async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from_their_file(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = await broker.key_value(topology.JOBS_BUCKET)
+    await jobs.write([Write("job.1", b"one", 0)])
+
+    async def damage(*_: object) -> str:
+        return "it is damaged"
+
+    async def remake_in_part(repairing: NatsBroker, info: StreamInfo) -> None:
+        await repairing.delete_stream(str(info.config["name"]))
+        raise BrokerUnavailable("the connection is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(operator, "damage", damage)
+        patched.setattr(operator, "remake", remake_in_part)
+        printed = await ran(server, tmp_path, "repair", "KV_sie_jobs", status=2)
+    (file,) = (tmp_path / "sie" / "damaged").iterdir()
+    assert f"sie restore {file}" in printed
+    assert file.stat().st_mode & 0o777 == 0o600
+    await ran(server, tmp_path, "restore", str(file))
+    assert [(entry.key, entry.value) for entry in await jobs.entries()] == [("job.1", b"one")]
+    with monkeypatch.context() as patched:
+        patched.setattr(operator, "damage", damage)
+        assert "made anew, with 1 entry" in await ran(server, tmp_path, "repair", "KV_sie_jobs")
+    assert [*(tmp_path / "sie" / "damaged").iterdir()] == [file]
+    assert [(entry.key, entry.value) for entry in await jobs.entries()] == [("job.1", b"one")]
+
+
+async def test_an_entry_that_another_process_writes_during_a_restore_stays_and_the_others_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = await MemoryServer().connect("test").key_value("jobs")
+    await bucket.write([Write("b", b"newer", 0)])
+
+    async def entries_before() -> list[Entry]:
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket, "entries", entries_before)
+        assert await _write_missing(bucket, [("a", b"old"), ("b", b"old"), ("c", b"old")]) == 2
+    assert {entry.key: entry.value for entry in await bucket.entries()} == {"a": b"old", "b": b"newer", "c": b"old"}

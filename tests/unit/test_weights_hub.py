@@ -584,6 +584,23 @@ def test_a_lora_whose_name_has_nul_is_rejected(tmp_path: Path, name: str) -> Non
     assert raised.value.reason == "lora_rejected"
 
 
+def test_a_file_of_the_hubs_own_client_is_removed_with_the_last_snapshot_that_has_it(tmp_path: Path) -> None:
+    cache = LocalCache(tmp_path)
+    blobs = tmp_path / "hub" / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    for commit, names in ((COMMIT, ("own", "shared")), ("b" * 40, ("shared", "other"))):
+        folder = cache.place(REPOSITORY, commit)
+        (folder / "below").mkdir(parents=True)
+        for name in names:
+            (blobs / name).write_text(name)
+            (folder / "below" / name).symlink_to(f"../../../blobs/{name}")
+    (blobs / "of-a-running-download.incomplete").touch()
+    assert cache.remove(REPOSITORY, COMMIT)
+    assert {path.name for path in blobs.iterdir()} == {"shared", "other", "of-a-running-download.incomplete"}
+    assert cache.remove(REPOSITORY, "b" * 40)
+    assert {path.name for path in blobs.iterdir()} == {"of-a-running-download.incomplete"}
+
+
 def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
     cache = LocalCache(tmp_path)

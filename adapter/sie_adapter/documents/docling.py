@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import torch
 from tokenizers import Tokenizer, models
 
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.documents.parsers import ParserNotStarted, Parsers
-from sie_adapter.engine.device import Compute, usable_cores
+from sie_adapter.engine.device import Compute, memory, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
 from sie_adapter.readers.written import IsGone
-from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
+from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
+
+_HOST = torch.device("cpu")
+_OBJECT_BYTES = 8  # of the Python objects of a tree for each byte of its JSON, measured for many short paragraphs
 
 
 class DoclingModel:
@@ -102,6 +106,10 @@ def _result(parsed: Parsed | SIEError) -> Result:
         return InvalidInput(f"document: {parsed.message}", reason=parsed.reason, param="document")
     if isinstance(parsed, SIEError):
         return parsed
+    if parsed.tree and memory(_HOST, _OBJECT_BYTES * len(parsed.tree)).percent > 100:
+        return ResourceExhausted(
+            "the machine has too little memory for the tree of the document: the option tree false leaves it out"
+        )
     try:
         tree = {"document": msgspec.json.decode(parsed.tree)} if parsed.tree else {}
     except (msgspec.DecodeError, RecursionError):

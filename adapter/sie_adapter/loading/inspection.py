@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-import yaml
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
@@ -32,6 +31,7 @@ from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
+from sie_contracts import yaml_text
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
@@ -533,8 +533,8 @@ def _licence(folder: Path) -> str:
     if len(parts) < 3 or parts[0].strip():
         return ""
     try:
-        front = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        front = yaml_text.load(parts[1])
+    except yaml_text.NotYAML:
         return ""
     named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None
     return str(named) if named else ""

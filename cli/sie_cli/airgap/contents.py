@@ -315,7 +315,8 @@ def _stated_licence(folder: Path) -> str:
 
     try:
         card = metadata_load(folder / "README.md") or {}
-    except (FileNotFoundError, ValueError, yaml.YAMLError):
+    # PyYAML lets the errors of Python's constructors through, such as KeyError for !!bool
+    except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         return ""
     return str(card.get("license_name") or card.get("license") or "")
 

@@ -56,7 +56,8 @@ class GatewayClients:
             self._gateway_url,
             api_key=api_key,
             timeout_s=self._timeout_s,
-            capacity_budget_s=self._timeout_s,
+            # less than the whole time, so that the reason of the wait is reported before the call ends
+            capacity_budget_s=self._timeout_s / 2,
             connection_budget_s=CONNECTION_S,
             progress=False,
         )

@@ -15,10 +15,10 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NotYAML(ValueError):
-    """Error for a text that is not accepted as YAML. `line`: the line of the fault, counted from 1, if it is known."""
+    """Error for a text that is not accepted as YAML. `line`: the line of the fault, counted from 1, None if unknown."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message if line is None else f"{message} (line {line})")
         self.message = message
         self.line = line
 

@@ -354,9 +354,9 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
     """Return all bundles in the `*.yaml` files of a folder, by id. Raises ValidationFailed for an invalid bundle."""
-    import yaml
+    from sie_contracts import yaml_text
 
-    bundles = (parse_bundle(yaml.safe_load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))
+    bundles = (parse_bundle(yaml_text.load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))
     return {bundle.id: bundle for bundle in bundles}
 
 

@@ -210,7 +210,7 @@ class Placer:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
             if not live and not planner.models:  # the stream was removed with its pool, so the lane needs no planner
-                self._forget(lane, stored)
+                self._drop(lane, stored)
             raise
         planner.note(self._noted.pop(lane, {}))
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
@@ -218,9 +218,9 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            self._forget(lane, stored)
+            self._drop(lane, stored)
 
-    def _forget(self, lane: Lane, stored: StoredTable) -> None:
+    def _drop(self, lane: Lane, stored: StoredTable) -> None:
         self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
         if stored.table is None:
             self._tables.pop(stored.key, None)

@@ -135,10 +135,8 @@ class JobService:
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
         # The model of the answers that exist: the alias in the request may lead to another model now, and vectors of
-        # two models do not fit together.
-        return await self._submitted(
-            call, job.request, retry_of=job.id, model=job.model, parser=job.parser, fingerprint=job.fingerprint
-        )
+        # two models do not fit together. The entry of the model may have changed, so that its rows do not fail again.
+        return await self._submitted(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
         """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises

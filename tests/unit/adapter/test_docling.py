@@ -19,7 +19,7 @@ from sie_adapter.documents.docling import DoclingModel
 from sie_adapter.documents.parsers import Parsers
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.loading import Loader
-from sie_contracts.errors import InternalFailure, InvalidInput, ModelLoadFailed
+from sie_contracts.errors import InternalFailure, InvalidInput, ModelLoadFailed, ResourceExhausted
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
@@ -91,6 +91,16 @@ def test_extract_leaves_the_tree_out_without_the_parameter_tree(model: DoclingMo
     assert isinstance(whole, dict)
     assert whole["data"].pop("document") == {"name": "fake"}
     assert bare == whole
+
+
+def test_a_tree_that_does_not_fit_the_memory_of_the_machine_is_refused(
+    model: DoclingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docling, "_OBJECT_BYTES", 1 << 60)
+    options = [ExtractOptions((), parameters={"tree": has_tree}) for has_tree in (False, True)]
+    bare, refused = model.reading(None, lambda: False).extract([""] * 2, options, [DocumentFile(b"a")] * 2)
+    assert isinstance(bare, dict)
+    assert isinstance(refused, ResourceExhausted)
 
 
 def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingModel) -> None:

@@ -61,7 +61,7 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     runs_code = [loc for loc, load in loads.items() if load is not None and load.trust_remote_code]
     claimed += [Claim("code", f"code of {source}", f"{loc}.trust_remote_code") for loc in runs_code]
     if weights.package:
-        claimed.append(Claim("code", f"package of {source}", "$.weights.package"))
+        claimed.append(Claim("code", f"package {weights.package}", "$.weights.package"))
     if entry.family not in families:
         claimed.append(Claim("code", f"family {entry.family} of {source}", "$.family"))
     if weights.path:

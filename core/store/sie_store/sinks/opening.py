@@ -42,7 +42,7 @@ def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
         return LanceSink(LanceDatabase(_lance_address(url), patience))
     from sie_store.sinks.qdrant import QdrantSink
 
-    return QdrantSink(*_address(url), patience)
+    return QdrantSink(*_address(url, setting), patience)
 
 
 def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolicy = PATIENCE) -> LiveCollection:
@@ -63,7 +63,7 @@ def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolic
     from sie_store.sinks.qdrant import QdrantConnection
     from sie_store.sinks.qdrant_live import ANSWER_BYTES, QdrantLive
 
-    return QdrantLive(QdrantConnection(*_address(url), patience, ANSWER_BYTES), source)
+    return QdrantLive(QdrantConnection(*_address(url, setting), patience, ANSWER_BYTES), source)
 
 
 def _scheme(url: str, setting: str) -> str:
@@ -73,10 +73,12 @@ def _scheme(url: str, setting: str) -> str:
     try:
         pieces = urlsplit(url)
         _ = pieces.port
+        (pieces.hostname or "").encode("idna")  # refuses what no resolver takes; UnicodeError is a ValueError
     except ValueError:
         raise SettingError(setting, "the URL of a database has no valid host and port") from None
     if pieces.scheme in ("qdrant", "qdrants"):
-        if not pieces.hostname or pieces.password is not None or pieces.path.strip("/") or pieces.query:
+        more = pieces.path.strip("/") or pieces.query or pieces.fragment
+        if not pieces.hostname or pieces.password is not None or more:
             raise SettingError(setting, "the URL of Qdrant is qdrant://[api-key@]host:port, or qdrants:// for TLS")
     elif pieces.scheme == "postgresql":
         if not pieces.hostname or not pieces.path.strip("/"):
@@ -105,12 +107,21 @@ def _lance_address(url: str) -> str:
     return unquote(urlsplit(url).path) if url.startswith("lancedb:") else url.removeprefix("lancedb+")
 
 
-def _address(url: str) -> tuple[str, str]:
-    """Return the HTTP URL of a Qdrant server, and its API key."""
+def _address(url: str, setting: str) -> tuple[str, str]:
+    """Return the HTTP URL of a Qdrant server, and its API key. Raises SettingError."""
+    import httpx
+
     pieces = urlsplit(url)
     host = f"[{pieces.hostname}]" if ":" in (pieces.hostname or "") else pieces.hostname
     scheme = "https" if pieces.scheme == "qdrants" else "http"
-    return f"{scheme}://{host}:{pieces.port or QDRANT_PORT}", unquote(pieces.username or "")
+    address, key = f"{scheme}://{host}:{pieces.port or QDRANT_PORT}", unquote(pieces.username or "")
+    try:
+        httpx.URL(address)
+    except httpx.InvalidURL:
+        raise SettingError(setting, "the URL of Qdrant has no valid host") from None
+    if not (key.isascii() and key.isprintable()):
+        raise SettingError(setting, "the API key of Qdrant must have only printable ASCII characters")
+    return address, key
 
 
 def outputs(url: str) -> tuple[Output, ...]:

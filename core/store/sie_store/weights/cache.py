@@ -317,7 +317,11 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError."""
+        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError.
+
+        The hub's own client stores files in `blobs`, and a snapshot has links to them. A file is removed with the last
+        snapshot that has a link to it.
+        """
         repository, revision = candidate.repository, candidate.revision
         lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:
@@ -325,14 +329,18 @@ class LocalCache:
         with lock:
             place, partial = self.place(repository, revision), self._folder_of(repository) / "partial"
             removed = partial / f"{revision}{REMOVED}"
+            blobs = self._blobs(repository, removed)
             if removed.exists():
                 shutil.rmtree(removed)
             if place.exists() and not candidate.is_partial:
+                blobs |= self._blobs(repository, place)
                 partial.mkdir(parents=True, exist_ok=True)
                 os.rename(place, removed)  # renaming is atomic, so that no process sees a part of the snapshot
             for folder in (removed, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
+            for blob in blobs - self._blobs(repository, place.parent):
+                blob.unlink(missing_ok=True)
         return True
 
     def clean(self, repository: str, revision: str) -> None:
@@ -372,6 +380,12 @@ class LocalCache:
 
     def _folder_of(self, repository: str) -> Path:
         return self.hub / f"models--{repository.replace('/', '--')}"
+
+    def _blobs(self, repository: str, folder: Path) -> set[Path]:
+        """Return the files of the hub's own client to which links below `folder` point."""
+        blobs = (self._folder_of(repository) / "blobs").resolve()
+        targets = (path.resolve() for path in folder.rglob("*") if path.is_symlink())
+        return {target for target in targets if target.parent == blobs}
 
     def _lock_file(self, repository: str, revision: str, kind: str) -> Path:
         return self.hub / ".locks" / self._folder_of(repository).name / f"{revision}.{kind}"
