@@ -194,7 +194,9 @@ async def test_every_tool_is_listed_and_called_over_both_transports(
         # no worker of this cluster parses documents
         parsed = await client.call_tool("parse_document", {"data": "JVBERi0=", "model": "docling"})
         assert parsed.is_error
-        assert parsed.content[0].text.startswith("The model is not ready yet: ")
+        assert parsed.content[0].text.startswith(
+            ("The model is not ready yet: ", "The call took longer than a call may take")
+        )
         names.remove("parse_document")
         assert not names
 
