@@ -30,6 +30,7 @@ from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLinks
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.intake.pool_membership import PoolMembership
+from sie_sidecar.intake.pull import AHEAD_AGAIN_S
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.status import WorkerStatus, worker_app
 from sie_sidecar.worker import Worker, WorkerIdentity
@@ -192,18 +193,21 @@ async def _verified(queue: Queue, stream: str) -> bool:
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`."""
+    """Serve the pool that gateways assign to this worker, and follow changes of the assignment, until `stop`. Load its
+    pinned models at once, and again every AHEAD_AGAIN_S seconds if they are not loaded.
+    """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
         if pool == worker.source.pool:
             trouble.passed()
-            await stop.wait_woken(admission.changed)
+            if pool is not None:
+                worker.loading.ahead(admission.pinned)
+            await stop.wait_woken(admission.changed, AHEAD_AGAIN_S)
             continue
         _logger.info("pool that this worker now serves: %s", pool or "none, because no gateway assigns one to it")
         try:
             await worker.source.serve(pool)
-            worker.loading.ahead(admission.pinned)
         except BrokerError as error:
             trouble.met(error)
             await stop.wait_woken(admission.changed, SERVE_RETRY_S)

@@ -155,6 +155,7 @@ class Worker:
                 on_loaded=self._on_loaded,
                 on_failed=lambda hosted, error: self._metrics.not_loaded(hosted.name, error),
                 on_role=lambda hosted: self.source.pulling.refill_all(),
+                everywhere=lambda: self.models,
                 device=link.number,
             )
         )

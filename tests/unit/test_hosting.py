@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.models import models as sidecar_models
 from sie_sidecar.models.models import Hosting, ModelState
 
 
@@ -29,6 +31,7 @@ class Link:
         self.questions: list[ipc.Request] = []
         self.loads: list[ipc.EnsureReady] = []
         self.failure: SIEError | None = None
+        self.tokenizers: dict[str, bytes] = {}  # by model; of any other model TOKENIZER
         self.dropped: Callable[[tuple[str, ...]], None] = lambda names: None
         self.reliefs: list[tuple[str, ...]] = []
         self.memory_bytes = 0  # of each model
@@ -55,7 +58,9 @@ class Link:
             raise self.failure
         self.loading.set()
         await self.may_load.wait()
-        return ipc.Ready(self.loaded(question.model), TOKENIZER, 512, {"encode": ipc.Rows()})
+        return ipc.Ready(
+            self.loaded(question.model), self.tokenizers.get(question.model, TOKENIZER), 512, {"encode": ipc.Rows()}
+        )
 
     def loaded(self, model: str) -> ipc.LoadedModel:
         return ipc.LoadedModel(model, "local", "f", "float32", "toy", self.memory_bytes)
@@ -253,3 +258,71 @@ async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_pre
     async with asyncio.timeout(30):
         await asyncio.gather(first, second)
     assert (hosted.state, hosted.error, hosted.attempts) == ("loaded", None, 0)
+
+
+def letters_only(letters: str) -> bytes:
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.parametrize("serialised", [letters_only("ACGT"), b"{}"], ids=["without a token for x", "no tokenizer"])
+async def test_a_model_whose_tokenizer_the_sidecar_cannot_use_fails_its_load_for_good(serialised: bytes) -> None:
+    sidecar = Sidecar()
+    sidecar.link.tokenizers["toy/a"] = serialised
+    for _ in range(2):
+        with pytest.raises(ModelLoadFailed, match=r"its tokenizer cannot be used .*: take tokenizer.json") as raised:
+            await sidecar.load(sidecar.a)
+        assert raised.value.extras == {"error_class": "INCOMPATIBLE", "attempts": 1, "permanent": True}
+        sidecar.now_s += 1000
+    assert (sidecar.a.state, len(sidecar.link.loads)) == ("failed", 1)
+
+
+async def test_models_with_equal_tokenizers_share_one_and_a_reload_creates_none() -> None:
+    sidecar = Sidecar()
+    sidecar.link.tokenizers["toy/c"] = letters_only("xyz")
+    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
+    first = sidecar.a.tokenizer
+    sidecar.link.dropped(("toy/a",))
+    await sidecar.load(sidecar.a)
+    assert sidecar.a.tokenizer is sidecar.b.tokenizer is first
+    assert sidecar.c.tokenizer is not first
+
+
+async def test_tokenizers_of_unloaded_models_stay_up_to_a_bound_and_the_least_recently_used_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sidecar = Sidecar()
+    states = [sidecar.a, sidecar.b, sidecar.c]
+    for hosted, letters in zip(states, ("xa", "xb", "xc"), strict=True):
+        sidecar.now_s += 1
+        sidecar.link.tokenizers[hosted.name] = letters_only(letters)
+        await sidecar.load(hosted)
+    assert sidecar.a.tokenizer is not None
+    monkeypatch.setattr(sidecar_models, "SPARE_TOKENIZER_BYTES", sidecar.a.tokenizer.memory_bytes)
+    sidecar.link.dropped(("toy/a", "toy/b"))
+    more = sidecar.hosting.obtain(Catalogue({"toy/d": toy_entry("toy/d")}).resolve("toy/d"))
+    await sidecar.load(more)
+    assert [hosted.tokenizer is not None for hosted in (*states, more)] == [False, True, True, True]
+
+
+async def test_a_model_that_gets_work_while_another_is_evicted_for_idleness_stays() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
+    sidecar.now_s += 100
+    sidecar.link.answers.clear()
+
+    async def until_asked(times: int) -> None:
+        async with asyncio.timeout(60):
+            while len(sidecar.link.questions) < times:
+                sidecar.link.asked.clear()
+                await sidecar.link.asked.wait()
+
+    running = asyncio.create_task(sidecar.hosting.run(60))
+    await until_asked(1)
+    sidecar.hosting.add_items(sidecar.b)
+    sidecar.link.answers.set()
+    await until_asked(2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert sidecar.link.questions == [ipc.Release("toy/a"), ipc.Release("toy/c")]

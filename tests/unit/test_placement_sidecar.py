@@ -119,6 +119,18 @@ async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulle
         await host.assignment.stop()
 
 
+async def test_a_repeated_start_waits_for_the_first_table_only_once(tmp_path: Path) -> None:
+    """The start is repeated if the stream cannot be read after the table."""
+    async with InProcess(tmp_path) as cluster:
+        host = Host(cluster.server)
+        await host.assignment.start()
+        first = host.assignment._first
+        assert first is not None
+        await host.assignment.start()
+        assert first.cancelled()
+        await host.assignment.stop()
+
+
 async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -> None:
     async with InProcess(tmp_path) as cluster:
         await put(cluster, {"a": ("w2", "w1"), "b": ("w1", "w2"), "c": ("w1",)})

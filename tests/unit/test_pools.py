@@ -29,6 +29,7 @@ from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
+from sie_sidecar import process
 
 # who gets which worker
 
@@ -538,6 +539,16 @@ async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservat
     answer = await town.gateways[0].client.post("/v1/pools", json={**SPEC, "pinned_models": ["toy/one"]})
     assert answer.json()["spec"]["pinned_models"] == ["toy/one"]
     await until(lambda: adapter.loads == ["toy/one"], "the pinned model is loaded")
+
+
+async def test_a_pinned_model_that_was_unloaded_is_loaded_again(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "AHEAD_AGAIN_S", 0.1)
+    await town.worker()
+    [adapter] = town.adapters
+    await town.gateways[0].client.post("/v1/pools", json={**SPEC, "pinned_models": ["toy/one"]})
+    await until(lambda: adapter.loads == ["toy/one"], "the pinned model is loaded")
+    await adapter.die()
+    await until(lambda: adapter.loads == ["toy/one"] * 2, "it is loaded again, though no work needs it")
 
 
 async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town) -> None:

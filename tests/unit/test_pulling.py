@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.intake.pull import Pulling
+from sie_sidecar.intake.pull import Pulling, WorkSource
 
 LANE = Lane("_default", "cpu", "default")
 LIMITS = BatchLimits(cost=1000, requests=10, wait_s=0.01)
@@ -153,3 +154,13 @@ async def test_work_is_answered_at_its_deadline_though_the_load_goes_on(cluster:
     good = await cluster.publish("good")
     assert is_right(await cluster.result(good), good, 0)
     assert len(adapter.loads) == 1
+
+
+def test_a_consumer_stays_paused_until_the_last_group_that_pauses_it_goes_on(broker: MemoryBroker) -> None:
+    queues = Mock(limits=LIMITS, is_full_of=Mock(return_value=False))
+    source = WorkSource(broker, LANE, "w0", Mock(), queues, Mock(), Mock(), Mock(), lambda: 0.0)
+    with source.paused({"a"}):
+        with source.paused({"a", "b"}):
+            assert [source._role(name) for name in "abc"] == ["none", "none", "pull"]
+        assert [source._role(name) for name in "abc"] == ["none", "pull", "pull"]
+    assert source._role("a") == "pull"

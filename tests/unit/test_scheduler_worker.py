@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_adapter import SPECIAL, toy_entry
@@ -20,7 +21,9 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.replay.replay import Machine, plan_of, replay
 from sie_cli.replay.trace import read
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device import recording
+from sie_sidecar.intake.intake import WorkIntake
 
 TURNS = 20  # of the loop between two deliveries: all that follows from one is done before the next
 
@@ -130,6 +133,15 @@ async def test_deliveries_on_their_way_are_gathered_and_tokenised_together(tmp_p
     together, _ = await gatherings(tmp_path / "long", 61, **long)
     assert one_by_one > 55
     assert together < 15
+
+
+async def test_a_gathering_whose_deliveries_were_all_cancelled_is_not_counted() -> None:
+    metrics, queues = Mock(), Mock(all=[Mock()])
+    intake = WorkIntake(Mock(), Mock(), queues, Mock(), Mock(), Quantum(0.0, 0.0, 1.0), metrics, None, lambda: 0.0)
+    intake.arrived = [Mock(settled=True)]
+    intake._arrival.set()
+    assert (await intake.next(lambda: False, lambda: False)).groups == []
+    metrics.gathered.observe.assert_not_called()
 
 
 async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:

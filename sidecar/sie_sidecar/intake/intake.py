@@ -158,7 +158,8 @@ class WorkIntake:
             last_s = self._clock()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
-        self._metrics.gathered.observe(len(arrived))
+        if arrived:  # not if all were cancelled meanwhile
+            self._metrics.gathered.observe(len(arrived))
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered

@@ -49,7 +49,8 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 class PoolMembership:
     """Asks gateways which pool this worker serves. If a gateway does not answer, the next one is asked. `asked` is set
-    after the first round, also if it failed. `changed` is set when the worker must serve another pool.
+    after the first round, also if it failed. `changed` is set when the worker must serve another pool or load other
+    models.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
@@ -79,7 +80,7 @@ class PoolMembership:
 
     async def run(self, stop: Stop) -> None:
         """Request the pools from the gateways now, every ASK_S seconds, and after each hint, until `stop`."""
-        trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
+        trouble, assigned = Trouble(_logger, "no gateway assigns a pool", START_S), (self.pool(), self.pinned)
         try:
             while True:
                 if reason := await self._ask_any():
@@ -87,8 +88,8 @@ class PoolMembership:
                 else:
                     trouble.passed()
                 self.asked.set()
-                if pool != self.pool():
-                    pool = self.pool()
+                if assigned != (self.pool(), self.pinned):
+                    assigned = self.pool(), self.pinned
                     self.changed.set()
                 if await stop.wait_woken(self._again, ASK_S):
                     return

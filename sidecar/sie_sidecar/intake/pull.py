@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
 
@@ -116,6 +117,7 @@ class HostAssignment:
             self._await_table()
 
     def _await_table(self) -> None:
+        self._end_wait()  # `start` may be repeated
         self._was_up = self._is_up()
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
@@ -438,7 +440,7 @@ class WorkSource:
         self._inventory = inventory
         self._accept = accept
         self.pool: str | None = None  # pool from which it pulls now, None if it does not pull
-        self._paused: set[str] = set()
+        self._paused: Counter[str] = Counter()  # by name of a consumer: number of blocks of `paused` that it is in
         self._refilling = False
         self._open(lane)
 
@@ -557,11 +559,11 @@ class WorkSource:
         """Context manager: pull nothing from these consumers in its block. Meanwhile the worker waits for newer
         catalogue entries of their models.
         """
-        self._paused.update(consumers)
+        self._paused += Counter(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)
         try:
             yield
         finally:
-            self._paused.difference_update(consumers)
+            self._paused -= Counter(consumers)
             self.pulling.refill_all()

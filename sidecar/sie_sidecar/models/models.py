@@ -35,7 +35,7 @@ import msgspec
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.media.images import max_blocks, max_ids
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, profile_fingerprint
-from sie_contracts.models.load_errors import MAX_ATTEMPTS
+from sie_contracts.models.load_errors import MAX_ATTEMPTS, incompatible
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import (
     REPORTED_LORAS,
@@ -49,7 +49,7 @@ from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models import devices
 from sie_sidecar.models.devices import DeviceView, SecondCopies
-from sie_sidecar.prepare.tokens import ModelTokenizer
+from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
@@ -62,6 +62,8 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
+# estimated bytes of memory that the tokenizers of models that are not loaded may use together
+SPARE_TOKENIZER_BYTES = 1 << 30
 # maximum number of seconds after its load for which a model with work stays open to new work. It is short, because a
 # request for another model waits until then, and after that for its own load: at most SIE_LOAD_HOLD_S in all
 MAX_TURN_S = 5.0
@@ -247,11 +249,13 @@ class ModelStates:
         *,
         assigned: Callable[[], frozenset[str] | None] = lambda: None,
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
+        everywhere: Callable[[], Iterable[ModelState]] | None = None,
         device: int = 0,
     ) -> None:
         """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before another model,
         which has work, is closed to new work to make room. `assigned()`: models that the placement table assigns to
-        this worker, None if unknown. `fetching()`: progress of downloads by id of the catalogue entry.
+        this worker, None if unknown. `fetching()`: progress of downloads by id of the catalogue entry. `everywhere()`:
+        states on all devices of this worker, which share tokenizers; None: the worker has only this device.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -259,6 +263,7 @@ class ModelStates:
         self._swap_after_s = swap_after_s
         self._assigned = assigned
         self._fetching = fetching
+        self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
         # bytes of the device that models may use, computed when no load was running; None before the first time
@@ -390,11 +395,31 @@ class ModelStates:
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
+    def _tokenizer_of(self, ready: ipc.Ready) -> ModelTokenizer:
+        """Return the tokenizer of a model that the adapter has loaded. An equal one of any model is used again: to
+        create one takes up to a second, in which the event loop runs nothing, because the library does not release the
+        interpreter lock. Raises ModelLoadFailed if the tokenizer cannot be used.
+        """
+        states = list(self._everywhere())
+        for state in states:
+            tokenizer = state.tokenizer
+            if tokenizer and tokenizer.max_tokens == ready.max_tokens and tokenizer.serialised == ready.tokenizer:
+                return tokenizer
+        _drop_spare_tokenizers(states)
+        try:
+            return without_panic(lambda: ModelTokenizer(ready.tokenizer, ready.max_tokens))
+        except Exception as error:  # the library raises no narrower exception
+            cause = f"its tokenizer cannot be used ({error})"
+            fix = "take tokenizer.json and tokenizer_config.json from the repository that the weights come from"
+            raise incompatible(f"{cause}: {fix}") from error
+
     def loaded(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
-        """Record that the adapter has loaded `hosted`, which took `load_s` seconds."""
+        """Record that the adapter has loaded `hosted`, which took `load_s` seconds. Raises ModelLoadFailed, and records
+        nothing, if its tokenizer cannot be used.
+        """
+        hosted.tokenizer = self._tokenizer_of(ready)
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.loaded_revision = hosted.revision
-        hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
         hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
@@ -414,6 +439,24 @@ class ModelStates:
         for hosted in unloaded:
             hosted.mark_unloaded()
         return unloaded
+
+
+def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
+    """Drop tokenizers that no loaded model uses until the others need at most SPARE_TOKENIZER_BYTES. Those of the least
+    recently used models are dropped first. The next request to tokenize loads the model again.
+    """
+    having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
+    retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
+    left_bytes = SPARE_TOKENIZER_BYTES
+    for state in having:
+        assert state.tokenizer is not None
+        if id(state.tokenizer) in retained:
+            continue
+        left_bytes -= state.tokenizer.memory_bytes
+        if left_bytes >= 0:
+            retained.add(id(state.tokenizer))
+        else:
+            state.tokenizer = None
 
 
 # seconds without use until a model may be evicted, so that a model in steady use is not loaded again and again
@@ -441,13 +484,22 @@ class Hosting(ModelStates):
         on_loaded: Callable[[ModelState], object] = lambda hosted: None,
         on_failed: Callable[[ModelState, SIEError], object] = lambda hosted, error: None,
         on_role: Callable[[ModelState], object] = lambda hosted: None,
+        everywhere: Callable[[], Iterable[ModelState]] | None = None,
         device: int = 0,
     ) -> None:
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
         worker, None if unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
+        `everywhere()`: as in `ModelStates`.
         """
-        super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
+        super().__init__(
+            clock,
+            swap_after_s,
+            assigned=assigned,
+            fetching=lambda: link.fetching,
+            everywhere=everywhere,
+            device=device,
+        )
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # loads that were requested from the adapter since the start
@@ -586,13 +638,17 @@ class Hosting(ModelStates):
             # if the model has a new catalogue entry now, the error is about the old one, and is not recorded
             if hosted.resolved.entry != resolved.entry:
                 raise
-            failure = self.failed(hosted, error)
-            self._on_failed(hosted, failure)
-            _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
-            raise SIEError.from_info(failure.info()) from error
+            raise self._load_failed(hosted, error) from error
         finally:
             hosted.arriving = False
             self._look_again()
+
+    def _load_failed(self, hosted: ModelState, error: SIEError) -> SIEError:
+        """Record and log that a model could not be loaded. Return the exception for the callers that wait for it."""
+        failure = self.failed(hosted, error)
+        self._on_failed(hosted, failure)
+        _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
+        return SIEError.from_info(failure.info())
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
         """Return True if the memory is used by models that an earlier process of this sidecar began to load, and that
@@ -687,7 +743,10 @@ class Hosting(ModelStates):
         self._look_again()
 
     def _ready(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
-        self.loaded(hosted, ready, load_s)
+        try:
+            self.loaded(hosted, ready, load_s)
+        except ModelLoadFailed as error:
+            raise self._load_failed(hosted, error) from error
         how = f"{ready.loaded.engine}, {ready.loaded.precision}, {ready.loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
         self._on_loaded(hosted)
@@ -732,7 +791,9 @@ class Hosting(ModelStates):
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
-            for hosted in self.idle(idle_evict_s) if idle_evict_s is not None else ():
+            # listed again after each unload, because work may have come meanwhile
+            while idle := self.idle(math.inf if idle_evict_s is None else idle_evict_s):
+                hosted = idle[0]
                 _logger.info(
                     "%s was idle for %d s and is being evicted", hosted.name, idle_evict_s, extra={"model": hosted.name}
                 )

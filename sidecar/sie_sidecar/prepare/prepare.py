@@ -13,7 +13,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady, SIEError
+from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady
 from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
@@ -27,7 +27,7 @@ from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, effort_of
-from sie_sidecar.prepare.tokens import TokenizerPool
+from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 from sie_sidecar.results.settle import Settle
 
 # a work item whose model is unknown here is returned to the queue, because another worker's catalogue may have the
@@ -123,7 +123,7 @@ class Prepare:
             return []
         self.tokenising += 1
         try:
-            await self._tokenise(group, hosted, together)
+            group = await self._tokenise(group, hosted, together)
         finally:
             self.tokenising -= 1
         for flight in group:
@@ -146,22 +146,49 @@ class Prepare:
             flight.given_up = changed()
             self._settle.answer_all([flight], flight.given_up)
 
-    async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        assert hosted.tokenizer is not None
-        assert hosted.ready is not None
+    async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> list[InFlight]:
+        """Build the rows of each work item. Return the work items that have rows. The others are answered with their
+        own errors here, because they may be of other clients.
+        """
+        # read before the first wait, because the model may be unloaded meanwhile
+        tokenizer, ready = hosted.tokenizer, hosted.ready
+        assert tokenizer is not None
+        assert ready is not None
         operation = group[0].item.operation
-        layout = hosted.ready.rows.get(operation)
+        layout = ready.rows.get(operation)
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
-            work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
+            decoded = await asyncio.gather(*(self._decoded(flight, layout) for flight in group))
+            work = [entry for entry in decoded if entry is not None]
+            if not work:
+                return []
         else:  # nothing to decode: built here, because tasks would add 0.13 ms to the time of a short text
-            work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
-        effort = sum(effort_of(layout, rows) for rows in work)
+            work = [
+                (flight, WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options)) for flight in group
+            ]
+        try:
+            await self._build_rows(work, tokenizer, layout, together)
+        except Exception:
+            if len(work) == 1:
+                raise
+        else:
+            return [flight for flight, _ in work]
+        for one in work:  # the call failed: alone, only the work item that caused it fails
+            with self._settle.answering([one[0]], "preparing the input"):
+                await self._build_rows([one], tokenizer, layout, together)
+        return [flight for flight, _ in work if not flight.settled]
+
+    async def _build_rows(
+        self, work: Sequence[tuple[InFlight, WorkItemInput]], tokenizer: ModelTokenizer, layout: Rows, together: int
+    ) -> None:
+        """Build the rows of these work items in one call."""
+        inputs = [item_input for _, item_input in work]
+        effort = sum(effort_of(layout, item_input) for item_input in inputs)
         results = await self._tokenizers.run(
-            effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
+            effort, functools.partial(layouts.make, tokenizer, layout, inputs), together
         )
-        for flight, rows in zip(group, results, strict=True):
+        for (flight, _), rows in zip(work, results, strict=True):
             flight.layout, flight.rows, flight.shared, flight.refused = (
                 layout.layout,
                 rows.rows,
@@ -170,12 +197,15 @@ class Prepare:
             )
             flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
-    async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
+    async def _decoded(self, flight: InFlight, layout: Rows) -> tuple[InFlight, WorkItemInput] | None:
         """Return the data from which the rows of a work item are built. Its images and sounds are decoded if the model
-        reads them.
+        reads them. If this fails, answer the work item with the error, and return None.
         """
-        images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
-        return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
+        item = flight.item
+        with self._settle.answering([flight], "preparing the input"):
+            images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
+            return flight, WorkItemInput(item.inputs, item.query, item.options, images, sounds)
+        return None
 
     async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
         """Return by index the decoded images of each input and of the query, or the error of an unusable image."""
@@ -216,7 +246,7 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer tokenize and decode, which need only the tokenizer: it stays in memory after the model is unloaded."""
+        """Answer tokenize and decode, which need only the tokenizer. It may be in memory though the model is not."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 
@@ -224,14 +254,11 @@ class Prepare:
             item = flight.item
             work = WorkItemInput(item.inputs, None, item.options)
             flight.fingerprint = hosted.fingerprint(item.profile, item.options)
-            try:
-                work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
+            work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
+            with self._settle.answering([flight], "preparing the input"):
                 outcomes = await self._tokenizers.run(tokenizer_requests.effort_of(work), work_call, together)
-            except SIEError as error:
-                self._settle.answer_all([flight], error)
-                return
-            flight.tokenised_s = self._clock()
-            self._settle.answer(flight, outcomes)
+                flight.tokenised_s = self._clock()
+                self._settle.answer(flight, outcomes)
 
         await asyncio.gather(*map(answer, group))
 

@@ -348,8 +348,16 @@ class WeightSources:
 
 
 def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]:
-    """Return the ids of the models whose weights this machine has. Files are not compared with their digests."""
-    return tuple(entry.id for entry in entries if _is_on_disk(entry.weights, entry, cache))
+    """Return the ids of the models whose weights this machine has. Files are not compared with their digests. A model
+    whose weights cannot be looked up, for example in an unreadable folder, is left out.
+    """
+    models = []
+    for entry in entries:
+        # RuntimeError: the path begins with ~ and a user that this machine does not have
+        with contextlib.suppress(OSError, RuntimeError):
+            if _is_on_disk(entry.weights, entry, cache):
+                models.append(entry.id)
+    return tuple(models)
 
 
 def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
