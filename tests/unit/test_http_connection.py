@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from body_times import TIME_S, BodyTime, body_times
 from inprocess import until
 
 from sie_runtime.http import protocol
@@ -232,43 +233,14 @@ def test_a_body_that_comes_too_slowly_is_refused(
     run(scenario())
 
 
-class Measured:
-    """A time in which the rate of a body is measured, in place of a timer: it is over when the test says so."""
-
-    def __init__(self, connection: protocol.Protocol) -> None:
-        self._connection = connection
-        self._before_bytes = connection._body_bytes
-        self.is_cancelled = False
-
-    @property
-    def read_bytes(self) -> int:
-        return self._connection._body_bytes - self._before_bytes
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-    def end(self) -> None:
-        assert not self.is_cancelled
-        self._connection._body_late(self._before_bytes)
-
-
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
-    """All times in which the rate of a body is measured, of a quarter of a second each."""
-    begun: list[Measured] = []
-
-    def watch(connection: Any) -> None:
-        begun.append(Measured(connection))
-        connection._body_timer = begun[-1]
-
-    monkeypatch.setattr(protocol, "RATE_S", 0.25)
-    monkeypatch.setattr(protocol.Protocol, "_watch_body", watch)
-    return begun
+def times(monkeypatch: pytest.MonkeyPatch) -> list[BodyTime]:
+    return body_times(monkeypatch)
 
 
-def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: Run, times: list[Measured]) -> None:
+def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: Run, times: list[BodyTime]) -> None:
     """And the next request of the connection has a time of its own."""
-    least = RATE // 4  # bytes in that time
+    least = int(RATE * TIME_S)  # bytes in that time
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
@@ -296,7 +268,7 @@ def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: 
 
 @pytest.mark.parametrize("headers", [(), ("expect: 100-continue",)], ids=["sent", "asked before"])
 def test_nobody_is_slow_while_the_server_does_not_read(
-    run: Run, times: list[Measured], headers: tuple[str, ...]
+    run: Run, times: list[BodyTime], headers: tuple[str, ...]
 ) -> None:
     async def scenario() -> None:
         async with serving() as (server, reader, writer):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from body_times import body_times
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from msgspec.structs import replace
@@ -27,7 +28,6 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.routes import TABLE
-from sie_runtime.http import protocol
 from sie_sidecar.results.settle import Leases
 
 STREAM = "WORK__default"
@@ -117,7 +117,7 @@ async def test_a_body_must_come_at_the_least_rate(
     cluster: InProcess, path: str, rate: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_MIN_BODY_RATE, on routes of inference, uploads and all others: of a slower body the beginning is answered."""
-    monkeypatch.setattr(protocol, "RATE_S", 0.25)
+    times = body_times(monkeypatch)
     gateway = await cluster.gateway(SIE_MIN_BODY_RATE=rate, SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -125,12 +125,16 @@ async def test_a_body_must_come_at_the_least_rate(
     head = (f"POST {path} HTTP/1.1", "host: localhost", f"content-type: {kind}", "content-length: 1000", "", "")
     writer.write("\r\n".join(head).encode())
     answered = asyncio.create_task(reader.read(12))
-    for _ in range(50):
-        writer.write(b" " if path != "/v1/files" else b"\r\n")
-        await asyncio.wait([answered], timeout=0.02)
-    assert answered.done() == bool(status)
+    for number in range(1 if status else 4):
+        await until(lambda: len(times) == number + 1, "the rate is measured")  # noqa: B023  awaited at once
+        writer.write(5 * (b"  " if path != "/v1/files" else b"\r\n"))
+        await until(lambda: times[-1].read_bytes == 10, "what was sent is read")
+        times[-1].end()
     if status:
-        assert answered.result() == b"HTTP/1.1 %d" % status
+        assert await answered == b"HTTP/1.1 %d" % status
+    else:
+        await until(lambda: len(times) == 5, "the rate is measured further on")
+        assert not answered.done()
     answered.cancel()
     writer.close()
 
