@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from inprocess import GatewayProcess, InProcess
+from opentelemetry.sdk.trace.export import SpanExportResult
 from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.serve.ports import free_port
@@ -26,7 +27,7 @@ from sie_contracts.settings import SettingError, load
 from sie_contracts.wire.trace_context import NONE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import RequestResult
-from sie_runtime import current_trace, tracing
+from sie_runtime import current_trace, spans, tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = CLIENT.split("-")[1]
@@ -156,6 +157,25 @@ async def test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nob
         for _ in range(20):
             assert (await gateway.encode("a")).status_code == 200
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_the_log_of_a_collector_that_is_away_has_no_credentials_of_its_url(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://user:secret@127.0.0.1:1"
+    exporter = spans._SpanCollector(url, protocol)
+    reasons: list[str] = []
+    monkeypatch.setattr(exporter._trouble, "met", lambda error: reasons.append(str(error)))
+
+    def fails(_spans: Any) -> SpanExportResult:
+        spans._last_log.last = f"Failed to export traces to {url.removeprefix('http://')}: UNAVAILABLE"
+        return SpanExportResult.FAILURE
+
+    monkeypatch.setattr(exporter._inner, "export", fails)
+    assert exporter.export([]) is SpanExportResult.FAILURE
+    assert reasons == ["Failed to export traces to ***@127.0.0.1:1: UNAVAILABLE"]
+    exporter.shutdown()
 
 
 @pytest.mark.parametrize("client", [None, CLIENT, UNSAMPLED])

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
+from urllib.parse import urlsplit
 
 from opentelemetry import context, trace
 from opentelemetry.exporter.otlp.proto.grpc import exporter as grpc_exporter
@@ -197,6 +198,8 @@ class _SpanCollector(SpanExporter):
         self._trouble = Trouble(
             _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not accept them"
         )
+        # user name and password of the URL, which the exporter's messages quote
+        self._credentials = urlsplit(endpoint).netloc.rpartition("@")[0]
         self._inner: SpanExporter
         if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
@@ -214,7 +217,10 @@ class _SpanCollector(SpanExporter):
         if result is SpanExportResult.SUCCESS:
             self._trouble.passed()
         else:
-            self._trouble.met(ConnectionError(_last_log.last or "no reason was given"))
+            reason = _last_log.last or "no reason was given"
+            if self._credentials:
+                reason = reason.replace(self._credentials, "***")
+            self._trouble.met(ConnectionError(reason))
         return result
 
     def shutdown(self) -> None:
