@@ -162,7 +162,10 @@ def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
     """The child that lives longest goes on while its sibling dies; the parent ends when both have drained."""
     child = """
     if number == 0:
+        while not os.path.exists(marker + " of the sibling"):
+            time.sleep(0.02)
         os._exit(1 if not os.path.exists(marker) and not open(marker, "w").close() else 0)
+    open(marker + " of the sibling", "w").close()
     while not os.path.exists(marker):
         time.sleep(0.02)
     os._exit(0)
