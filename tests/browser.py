@@ -54,7 +54,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 10.0) -> Any:
+    def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 40.0) -> Any:
         """What an expression gives once it is good. Raises AssertionError with what it gave last."""
         last: list[Any] = [None]
 
