@@ -68,7 +68,8 @@ class Page:
         try:
             until(is_good, timeout_s, code)
         except AssertionError as error:
-            raise AssertionError(f"{error}; last: {last[0]}; complaints: {self.complaints}") from None
+            page = self.evaluate("document.body?.innerText ?? ''")
+            raise AssertionError(f"{error}; last: {last[0]}; complaints: {self.complaints}; page:\n{page}") from None
         return last[0]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

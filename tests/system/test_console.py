@@ -334,7 +334,8 @@ def given_up(cluster: Cluster, name: str, text: str) -> None:
     async def write() -> None:
         broker = await connect(cluster.broker_url(), name="test")
         try:
-            await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), name)
+            published = await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), name)
+            assert not published.duplicate, f"{name} is the id of an earlier letter"
         finally:
             await broker.close()
 
@@ -444,7 +445,7 @@ POISONED = """(() => {
 def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pressed: list[str]) -> None:
     httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
     if view == "cluster":
-        given_up(cluster, "letter-3", "text")
+        given_up(cluster, "letter-4", "text")
     if view == "jobs":
         submitted(cluster)
     page.open("about:blank")
