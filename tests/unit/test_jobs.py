@@ -218,6 +218,7 @@ async def test_a_job_reads_and_writes_below_the_named_places_alone(place: Place)
         ({"file": "FILE", "text": "{t}"}, {"time_zone": "Nowhere"}, "time_zone"),
         ({"file": "FILE", "text": "{t}"}, {"windows": ["25:00-26:00"]}, "windows"),
         ({"file": "FILE", "text": "{t}"}, {"shard_rows": 0}, "shard_rows"),
+        ({"file": "FILE", "text": "{t}"}, {"deadline": 1_790_000_000_000}, "deadline"),
         ({"file": "FILE", "text": "{t}", "chunks": {"max_tokens": 9}}, {}, "input.chunks"),
         ({"file": "FILE", "text": "{t}", "chunks": {"max_tokens": 9, "tokens": 1}}, {}, "input.chunks"),
         ({"file": "FILE", "text": "{t}", "chunks": {"max_tokens": 0}}, {}, "input.chunks.max_tokens"),

@@ -710,7 +710,9 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[", "is not YAML"),
+        ("[", "not YAML"),
+        ("models: !!binary x", "not YAML"),
+        ("collections: {a: !!bool maybe}", "not YAML"),
         ("models: {encoder: x}", "unknown field `encoder`"),
         ("collections: {a: {store: s}}", "missing required field `collection`"),
         ("collections: {a: {store: s, collection: 'x;y', model: m, description: d}}", "the name of a collection"),

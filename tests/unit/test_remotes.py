@@ -509,9 +509,17 @@ def test_a_file_with_a_fault_is_refused_by_name(tmp_path: Path, change: dict[str
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["[", "remotes: !!binary x", "remotes: [!!bool maybe]", "\xff"])
+def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "remotes.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingError, match="not YAML"):
+        read_remotes(str(file))
+
+
 def test_two_remotes_of_one_name_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "remotes.yaml"
-    file.write_text(yaml.safe_dump({"remotes": [GOOD, GOOD]}))
+    file.write_text(yaml.safe_dump({"remotes": [GOOD, dict(GOOD)]}))
     with pytest.raises(SettingError, match="two remotes"):
         read_remotes(str(file))
     with pytest.raises(SettingError, match="No such file"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import yaml
 
+from sie_contracts import yaml_text
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import StoreError
 from sie_store.sinks.sink import checked_name
@@ -55,15 +55,11 @@ def read(path: Path | None) -> McpConfig:
     if path is None:
         return McpConfig()
     try:
-        config = msgspec.convert(yaml.safe_load(path.read_text("utf-8")) or {}, McpConfig)
+        config = msgspec.convert(yaml_text.load(path.read_bytes()) or {}, McpConfig)
         for collection in config.collections.values():
             checked_name(collection.collection)
     except OSError as error:
         raise SettingError("--config", f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f": look at line {mark.line + 1}" if mark else ""
-        raise SettingError("--config", f"{path} is not YAML{place}") from error
-    except (msgspec.ValidationError, StoreError) as error:
+    except (yaml_text.NotYAML, msgspec.ValidationError, StoreError) as error:
         raise SettingError("--config", f"{path}: {error}") from error
     return config

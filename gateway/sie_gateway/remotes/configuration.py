@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import httpx
 import msgspec
-import yaml
 
+from sie_contracts import yaml_text
 from sie_contracts.settings import SettingError
 from sie_contracts.url_names import quoted
 
@@ -47,8 +47,8 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
                 raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise SettingError(SETTING, f"{path}: more than {MAX_FILE_BYTES} bytes")
-        servers = msgspec.convert(yaml.safe_load(raw), _RemotesDocument).remotes
-    except (OSError, UnicodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        servers = msgspec.convert(yaml_text.load(raw), _RemotesDocument).remotes
+    except (OSError, yaml_text.NotYAML, msgspec.ValidationError) as error:
         raise SettingError(SETTING, f"{path}: {error}") from error
     for server in servers:
         if (fault := _fault(server)) or server.name == "local":

@@ -27,6 +27,7 @@ MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # maximum number of entries of `metadata`; OpenAI has the same limit
 MAX_KEEP = 100  # maximum number of input columns that are copied to the output
 MAX_WINDOWS = 16
+LATEST_S = 253_402_300_799  # end of the year 9999: a deadline in milliseconds is above it
 # maximum number of bytes of a job or batch request; its record is in the memory of every gateway
 MAX_REQUEST_BYTES = 40 << 10
 
@@ -115,7 +116,7 @@ class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_u
     tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
     windows: Annotated[tuple[_Window, ...], Meta(max_length=MAX_WINDOWS)] = ()
     time_zone: Annotated[str, Meta(max_length=64)] = "UTC"
-    deadline: Annotated[float, Meta(ge=0)] = 0.0
+    deadline: Annotated[float, Meta(ge=0, le=LATEST_S)] = 0.0
     expires: bool = False
     cache: bool = False
 
