@@ -5,16 +5,16 @@ import { SIEError } from "sie-client";
  * in place of a refusal for want of a key. */
 export function useAttempts(need = "") {
   const [isBusy, setBusy] = useState(false);
-  const [said, setSaid] = useState("");
+  const [notice, setNotice] = useState("");
   const [refusal, setRefusal] = useState("");
 
   /** `work` returns what is to be said. Returns whether it was done. */
   async function attempt(work: () => Promise<string>): Promise<boolean> {
     setBusy(true);
-    setSaid("");
+    setNotice("");
     setRefusal("");
     try {
-      setSaid(await work());
+      setNotice(await work());
       return true;
     } catch (error) {
       if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
@@ -25,5 +25,5 @@ export function useAttempts(need = "") {
       setBusy(false);
     }
   }
-  return { isBusy, said, setSaid, refusal, attempt };
+  return { isBusy, notice, setNotice, refusal, attempt };
 }

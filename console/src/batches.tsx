@@ -1,7 +1,7 @@
 import { useState } from "preact/hooks";
 import type { Batch, BatchPage as Page } from "sie-client";
 import { ask, client } from "./api";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { useAttempts } from "./attempts";
 import { Confirm } from "./confirm";
 import { save } from "./downloads";
@@ -18,7 +18,7 @@ const ENDED: readonly string[] = ["completed", "failed", "expired", "cancelled"]
 export function Batches() {
   const pages = usePages();
   const query = new URLSearchParams({ limit: `${PAGE}`, ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = useAsked<Page>(`/v1/batches?${query}`, EVERY_MS);
+  const { value, trouble } = usePolled<Page>(`/v1/batches?${query}`, EVERY_MS);
   return (
     <>
       <h2>Batches</h2>
@@ -39,21 +39,21 @@ export function Batches() {
           ))}
         </Table>
       )}
-      <Pages what="batches" pages={pages} next={value?.has_more ? (value.last_id ?? "") : ""} />
+      <Pages noun="batches" pages={pages} next={value?.has_more ? (value.last_id ?? "") : ""} />
     </>
   );
 }
 
 export function BatchPage({ id }: { id: string }) {
   const [look, setLook] = useState(0);
-  const { value, trouble } = useAsked<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
+  const { value, trouble } = usePolled<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
   if (value) return <BatchDetail batch={value} onChange={() => setLook((old) => old + 1)} />;
   return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the batch</p>;
 }
 
 function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {
   const [isAsking, setAsking] = useState(false);
-  const { isBusy, said, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, attempt } = useAttempts();
   const files: [string, string | null | undefined][] = [["input", batch.input_file_id], ["output", batch.output_file_id], ["errors", batch.error_file_id]];
   const download = (id: string) =>
     attempt(async () => {
@@ -78,7 +78,7 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
       {isAsking && (
         <Confirm name={`Confirm: cancel ${batch.id}`} question="End this batch for ever? Its answers so far stay." yes="End it" onYes={() => void cancel()} onNo={() => setAsking(false)} />
       )}
-      <p role="status">{isBusy ? "working" : said}</p>
+      <p role="status">{isBusy ? "working" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {batch.errors?.data.map((error) => <p class="bad">{`${error.code} ${error.message}`}</p>)}
       <dl class="facts">

@@ -23,18 +23,18 @@ export function Charts({ history }: { history: History }) {
 export function errorsOf(history: History): [string, number][] {
   const errors: Record<string, number> = {};
   for (const step of history.steps) for (const [code, count] of Object.entries(step.errors)) errors[code] = (errors[code] ?? 0) + count;
-  return Object.entries(errors).sort((one, other) => other[1] - one[1]);
+  return Object.entries(errors).sort((first, second) => second[1] - first[1]);
 }
 
 function seriesOf(history: History): { times: number[]; charts: [string, Series[]][] } | undefined {
   const first = history.steps[0]?.at;
   if (first === undefined) return undefined;
   // nothing was answered in the steps that are left out
-  const known = new Map(history.steps.map((step) => [step.at, step]));
+  const stepOfTime = new Map(history.steps.map((step) => [step.at, step]));
   const last = Math.floor(history.now / history.step_s) * history.step_s;
   const steps = Array.from({ length: 1 + Math.max(0, (last - first) / history.step_s) }, (_, number) => {
     const at = first + number * history.step_s;
-    return known.get(at) ?? { at, requests: 0, errors: {}, p50_ms: undefined, p99_ms: undefined };
+    return stepOfTime.get(at) ?? { at, requests: 0, errors: {}, p50_ms: undefined, p99_ms: undefined };
   });
   const rates = steps.map((step) => step.requests / history.step_s);
   const failed = steps.map((step) => Object.values(step.errors).reduce((sum, count) => sum + count, 0) / history.step_s);

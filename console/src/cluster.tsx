@@ -1,6 +1,6 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { Charts, errorsOf } from "./charts";
 import { DeadLetters } from "./dead-letters";
 import { Doctor } from "./doctor";
@@ -34,8 +34,8 @@ export function Cluster({ route: { parts, query } }: { route: Route }) {
 
 function Overview({ part, showsFailed }: { part: string; showsFailed: boolean }) {
   const [filter, setFilter] = useState("");
-  const { value: state, trouble } = useAsked<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
-  const { value: history } = useAsked<History>("/v1/history", HISTORY_EVERY_MS);
+  const { value: state, trouble } = usePolled<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value: history } = usePolled<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
   const words = trouble || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
   const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isWanted={part === name}>{content}</Part>;
@@ -76,9 +76,9 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
     if (!isWanted) return;
     setOpen(true);
     // what is above it grows while it is read: the part stays in view until somebody moves
-    const seen = new ResizeObserver(() => place.current?.scrollIntoView());
-    const end = () => seen.disconnect();
-    seen.observe(document.body);
+    const observer = new ResizeObserver(() => place.current?.scrollIntoView());
+    const end = () => observer.disconnect();
+    observer.observe(document.body);
     const timer = window.setTimeout(end, SETTLED_MS);
     for (const event of ["wheel", "keydown", "pointerdown"]) window.addEventListener(event, end, { once: true });
     return () => {

@@ -24,11 +24,11 @@ const NAMES = { true: "True", false: "False", null: "None" } as const;
 export function pythonic(value: unknown, indent = ""): string {
   const inner = `${indent}    `;
   if (Array.isArray(value)) {
-    if (!value.some((each) => each !== null && typeof each === "object")) return `[${value.map((each) => pythonic(each)).join(", ")}]`;
-    return `[\n${value.map((each) => `${inner}${pythonic(each, inner)},\n`).join("")}${indent}]`;
+    if (!value.some((value) => value !== null && typeof value === "object")) return `[${value.map((value) => pythonic(value)).join(", ")}]`;
+    return `[\n${value.map((value) => `${inner}${pythonic(value, inner)},\n`).join("")}${indent}]`;
   }
   if (value !== null && typeof value === "object") {
-    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${pythonic(each, indent)}`).join(", ")}}`;
+    return `{${Object.entries(value).map(([name, member]) => `${JSON.stringify(name)}: ${pythonic(member, indent)}`).join(", ")}}`;
   }
   const text = JSON.stringify(value);
   return text in NAMES ? NAMES[text as keyof typeof NAMES] : text;

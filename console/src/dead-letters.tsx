@@ -12,48 +12,48 @@ const PATH = "/v1/dead-letters";
 export function DeadLetters() {
   const mayRead = useScope("admin");
   const [page, setPage] = useState<DeadLetterPage>();
-  const [asked, setAsked] = useState<Record<string, string>>({}); // the filter of the list on screen
+  const [shownFilter, setShownFilter] = useState<Record<string, string>>({}); // the filter of the list on screen
   const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
   const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
   const [open, setOpen] = useState("");
   const [purging, setPurging] = useState(""); // an id, or "all"
-  const { isBusy, said, refusal, ...attempts } = useAttempts();
+  const { isBusy, notice, refusal, ...attempts } = useAttempts();
   const attempt = (work: () => Promise<string>) => {
     setPurging("");
     return attempts.attempt(work);
   };
-  const query = (more: Record<string, string> = {}, filter = asked) => {
+  const query = (more: Record<string, string> = {}, filter = shownFilter) => {
     const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
     return new URLSearchParams(named.filter(([, value]) => value));
   };
   const isShown = `${query({}, chosen)}` === `${query()}`; // else what is typed is not what "all that fit" means
   const filter = [...query()].filter(([name]) => name !== "pool").map(([name, value]) => `, ${name} ${value}`).join("");
-  const one = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
-  const read = async (more: Record<string, string> = {}, filter = asked) => setPage(await get<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
+  const letterPath = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
+  const read = async (more: Record<string, string> = {}, filter = shownFilter) => setPage(await get<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
   const older = (before: number) => attempt(async () => (await read({ before: `${before}` }), ""));
   const show = () =>
     attempt(async () => {
       await read({}, chosen);
-      setAsked(chosen);
+      setShownFilter(chosen);
       setAfter("");
       return "";
     });
   const replay = (path: string) =>
     attempt(async () => {
-      const told = await ask<Replayed | ReplayedAll>({ method: "POST", path });
-      const all = "replayed" in told ? told.replayed : [told];
-      const next = "replayed" in told ? told.next : null;
+      const outcome = await ask<Replayed | ReplayedAll>({ method: "POST", path });
+      const all = "replayed" in outcome ? outcome.replayed : [outcome];
+      const next = "replayed" in outcome ? outcome.next : null;
       setAfter(next === null ? "" : `${next}`);
       await read();
-      return (all.map((each) => `${each.id}: ${[each.state, ...each.errors.map((error) => `${error.count} ${error.code} ${error.reason}`)].join(", ")}`).join("; ") || "nothing to replay") + (next === null ? "" : "; more are left");
+      return (all.map((letter) => `${letter.id}: ${[letter.state, ...letter.errors.map((error) => `${error.count} ${error.code} ${error.reason}`)].join(", ")}`).join("; ") || "nothing to replay") + (next === null ? "" : "; more are left");
     });
   const purge = () => {
     const needsAll = ![...query().keys()].some((name) => name !== "pool");
-    const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : one(purging);
+    const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : letterPath(purging);
     return attempt(async () => {
-      const told = await ask<Purged>({ method: "DELETE", path });
+      const result = await ask<Purged>({ method: "DELETE", path });
       await read();
-      return `${told.removed} removed${told.complete ? "" : "; more are left"}`;
+      return `${result.removed} removed${result.complete ? "" : "; more are left"}`;
     });
   };
   const field = (name: string, title: string) => (
@@ -64,7 +64,7 @@ export function DeadLetters() {
   );
   return (
     <>
-      <Lacking scope="admin" what="Dead letters need" />
+      <Lacking scope="admin" subject="Dead letters need" />
       {mayRead && (
         <form class="row" onSubmit={(event) => { event.preventDefault(); void show(); }}>
           {field("pool", "Pool")}{field("code", "Code")}{field("reason", "Reason")}{field("model", "Model")}{field("lane", "Lane")}
@@ -82,10 +82,10 @@ export function DeadLetters() {
           onNo={() => setPurging("")}
         />
       )}
-      <p role="status">{isBusy ? "working" : said || refusal}</p>
+      <p role="status">{isBusy ? "working" : notice || refusal}</p>
       {page && (
         <>
-          <p class="dim">{`${page.total} in pool ${page.pool}; of the ${page.examined} looked at: ${page.counts.map((each) => `${each.count} ${each.code} ${each.reason}`).join(", ") || "none fits"}`}</p>
+          <p class="dim">{`${page.total} in pool ${page.pool}; of the ${page.examined} looked at: ${page.counts.map((entry) => `${entry.count} ${entry.code} ${entry.reason}`).join(", ") || "none fits"}`}</p>
           {page.letters.length > 0 && (
             <>
               <p class="row">
@@ -95,20 +95,20 @@ export function DeadLetters() {
                 {page.next !== null && <button type="button" disabled={isBusy} onClick={() => older(page.next ?? 0)}>Older</button>}
               </p>
               <Table label="Dead letters" rows={{ id: "dead-letters" }} columns={["time", "id", "model", "lane", "error", { number: "inputs" }, { number: "deliveries" }, { number: "deaths" }, "actions"]}>
-                {page.letters.map((each) => (
-                  <tr key={each.id}>
-                    <td>{new Date(each.at * 1000).toLocaleString()}</td>
-                    <td><button type="button" class="link" aria-expanded={open === each.id} onClick={() => setOpen(open === each.id ? "" : each.id)}>{each.id}</button></td>
-                    <td class="name">{each.model}</td><td class="name">{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
-                    <td class="number">{each.inputs ?? "?"}</td><td class="number">{each.deliveries}</td><td class="number">{each.deaths}</td>
+                {page.letters.map((letter) => (
+                  <tr key={letter.id}>
+                    <td>{new Date(letter.at * 1000).toLocaleString()}</td>
+                    <td><button type="button" class="link" aria-expanded={open === letter.id} onClick={() => setOpen(open === letter.id ? "" : letter.id)}>{letter.id}</button></td>
+                    <td class="name">{letter.model}</td><td class="name">{letter.lane}</td><td>{`${letter.code} ${letter.reason}`}</td>
+                    <td class="number">{letter.inputs ?? "?"}</td><td class="number">{letter.deliveries}</td><td class="number">{letter.deaths}</td>
                     <td>
-                      <button type="button" disabled={isBusy} aria-label={`Replay ${each.id}`} onClick={() => replay(one(each.id, "/replay"))}>Replay</button>{" "}
-                      <button type="button" disabled={isBusy} aria-label={`Purge ${each.id}`} onClick={() => setPurging(each.id)}>Purge</button>
+                      <button type="button" disabled={isBusy} aria-label={`Replay ${letter.id}`} onClick={() => replay(letterPath(letter.id, "/replay"))}>Replay</button>{" "}
+                      <button type="button" disabled={isBusy} aria-label={`Purge ${letter.id}`} onClick={() => setPurging(letter.id)}>Purge</button>
                     </td>
                   </tr>
                 ))}
               </Table>
-              {page.letters.filter((each) => each.id === open).map((each) => <pre class="code">{JSON.stringify(each, null, 2)}</pre>)}
+              {page.letters.filter((letter) => letter.id === open).map((letter) => <pre class="code">{JSON.stringify(letter, null, 2)}</pre>)}
             </>
           )}
         </>

@@ -21,13 +21,13 @@ export function Doctor() {
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {report && (
         <Table label="Findings" class="cards" rows={{ id: "findings" }} columns={["check", "state", "finding and remedy"]}>
-          {report.checks.map((each) => (
-            <tr key={each.check}>
-              <td>{each.check}</td>
-              <td data-label="state"><span class={`state ${CLASSES[each.state]}`}>{WORDS[each.state]}</span></td>
+          {report.checks.map((check) => (
+            <tr key={check.check}>
+              <td>{check.check}</td>
+              <td data-label="state"><span class={`state ${CLASSES[check.state]}`}>{WORDS[check.state]}</span></td>
               <td class="wide">
-                {each.says}
-                {each.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
+                {check.says}
+                {check.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
               </td>
             </tr>
           ))}

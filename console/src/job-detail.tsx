@@ -58,7 +58,7 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
       {broken.length > 0 && (
         <>
           <h3>Parts of the input that could not be read</h3>
-          <ul class="broken">{broken.map((each) => <li>{each}</li>)}</ul>
+          <ul class="broken">{broken.map((part) => <li>{part}</li>)}</ul>
         </>
       )}
       <JobParts job={job} />
@@ -71,7 +71,7 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
 
 function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
   const [asking, setAsking] = useState<Asking>();
-  const { isBusy, said, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, attempt } = useAttempts();
   const act = (work: () => Promise<string>) => {
     setAsking(undefined);
     return attempt(async () => {
@@ -101,7 +101,7 @@ function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
       {asking && (
         <Confirm key={asking} name={`Confirm: ${asking} ${job.id}`} question={QUESTIONS[asking]} yes={asking === "cancel" ? "End it" : "Forget it"} onYes={() => void certain[asking]()} onNo={() => setAsking(undefined)} />
       )}
-      <p role="status">{isBusy ? "working" : said}</p>
+      <p role="status">{isBusy ? "working" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
     </>
   );

@@ -28,15 +28,15 @@ const EMPTY = {
   id: "", keep: "", input: "" as InputFormat | "", format: "parquet" as OutputFormat, place: "", name: "", deadline: "", cache: false,
   expires: false, windows: "", zone: Intl.DateTimeFormat().resolvedOptions().timeZone, tokens: "", rows: "", pool: "", sink: "", collection: "",
 };
-type Given = typeof EMPTY;
-type Written = { [Name in keyof Given]: string extends Given[Name] ? Name : never }[keyof Given]; // what is any text
+type JobFields = typeof EMPTY;
+type Written = { [Name in keyof JobFields]: string extends JobFields[Name] ? Name : never }[keyof JobFields]; // what is any text
 
-const listed = (text: string): string[] => text.split(",").map((each) => each.trim()).filter(Boolean);
+const listed = (text: string): string[] => text.split(",").map((name) => name.trim()).filter(Boolean);
 
 /** Whether each text is encoded in chunks. */
-const isChunked = ({ operation, image, chunk }: Given): boolean => operation === "encode" && !image.trim() && Boolean(chunk);
+const isChunked = ({ operation, image, chunk }: JobFields): boolean => operation === "encode" && !image.trim() && Boolean(chunk);
 
-function chunksOf({ chunk, overlap, least, boundary }: Given) {
+function chunksOf({ chunk, overlap, least, boundary }: JobFields) {
   return {
     max_tokens: Number(chunk),
     ...(overlap ? { overlap_tokens: Number(overlap) } : {}),
@@ -46,43 +46,43 @@ function chunksOf({ chunk, overlap, least, boundary }: Given) {
 }
 
 /** The request of what was filled in; fields that are empty are left to the gateway. */
-function requestOf(given: Given, settings: Settings, model: Model | undefined): JobRequest {
-  const { operation, image } = given;
+function requestOf(fields: JobFields, settings: Settings, model: Model | undefined): JobRequest {
+  const { operation, image } = fields;
   // as `sie jobs submit` reads a template, so that the same words are the same job
-  const [text, query, document] = [given.text, given.query, given.document].map((each) => each.replaceAll("\\n", "\n")) as [string, string, string];
-  const [documents, parser] = [given.documents.trim(), given.parser.trim()];
-  const chunks = isChunked(given) ? { chunks: chunksOf(given), ...(given.alone ? { context: false } : {}) } : {};
+  const [text, query, document] = [fields.text, fields.query, fields.document].map((template) => template.replaceAll("\\n", "\n")) as [string, string, string];
+  const [documents, parser] = [fields.documents.trim(), fields.parser.trim()];
+  const chunks = isChunked(fields) ? { chunks: chunksOf(fields), ...(fields.alone ? { context: false } : {}) } : {};
   const read = "chunks" in chunks && documents ? { documents, ...(parser ? { parser } : {}) } : { text };
   const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { ...read, ...chunks };
-  const [keep, windows] = [listed(given.keep), listed(given.windows)];
-  const [sink, collection] = [given.sink.trim(), given.collection.trim()];
+  const [keep, windows] = [listed(fields.keep), listed(fields.windows)];
+  const [sink, collection] = [fields.sink.trim(), fields.collection.trim()];
   const params = model ? paramsOf(operation, settings, model) : {};
   if (String(params["output_types"]) === outputsOf(model)[0]) delete params["output_types"]; // what it gives by itself
   return {
-    model: given.model,
+    model: fields.model,
     operation,
     input: {
-      ...(given.url.trim() ? { url: given.url.trim() } : {}),
+      ...(fields.url.trim() ? { url: fields.url.trim() } : {}),
       ...templates,
-      ...(given.id.trim() ? { id: given.id.trim() } : {}),
+      ...(fields.id.trim() ? { id: fields.id.trim() } : {}),
       ...(keep.length ? { keep } : {}),
-      ...(given.input ? { format: given.input } : {}),
+      ...(fields.input ? { format: fields.input } : {}),
     },
     output: {
-      format: given.format,
-      ...(given.place.trim() ? { url: given.place.trim() } : {}),
+      format: fields.format,
+      ...(fields.place.trim() ? { url: fields.place.trim() } : {}),
       ...(sink ? { sink } : {}),
       ...(collection ? { collection } : {}),
     },
     ...(Object.keys(params).length ? { params } : {}),
-    ...(given.name.trim() ? { name: given.name.trim() } : {}),
-    ...(given.deadline ? { deadline: new Date(given.deadline).getTime() / 1000 } : {}),
-    ...(given.deadline && given.expires ? { expires: true } : {}),
-    ...(windows.length ? { windows, time_zone: given.zone.trim() } : {}),
-    ...(given.tokens ? { tokens_per_s: Number(given.tokens) } : {}),
-    ...(given.rows ? { shard_rows: Number(given.rows) } : {}),
-    ...(given.pool.trim() ? { pool: given.pool.trim() } : {}),
-    ...(given.cache ? { cache: true } : {}),
+    ...(fields.name.trim() ? { name: fields.name.trim() } : {}),
+    ...(fields.deadline ? { deadline: new Date(fields.deadline).getTime() / 1000 } : {}),
+    ...(fields.deadline && fields.expires ? { expires: true } : {}),
+    ...(windows.length ? { windows, time_zone: fields.zone.trim() } : {}),
+    ...(fields.tokens ? { tokens_per_s: Number(fields.tokens) } : {}),
+    ...(fields.rows ? { shard_rows: Number(fields.rows) } : {}),
+    ...(fields.pool.trim() ? { pool: fields.pool.trim() } : {}),
+    ...(fields.cache ? { cache: true } : {}),
   };
 }
 
@@ -103,36 +103,36 @@ const COLUMNS_OF_TEXT = ["text", "body", "content", "description", "title"];
 
 /** A job in three steps. `onDone`: called with the id of a job that was submitted. */
 export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (id: string) => void; onFind: (text: string) => void }) {
-  const [given, setGiven] = useState<Given>(EMPTY);
+  const [fields, setFields] = useState<JobFields>(EMPTY);
   const [settings, setSettings] = useState<Settings>({ ...UNSET, labels: "" });
   const [file, setFile] = useState<File>();
-  const [seen, setSeen] = useState<Preview>();
+  const [rowsPreview, setRowsPreview] = useState<Preview>();
   const [unread, setUnread] = useState("");
-  const { isBusy, said, refusal, attempt } = useAttempts();
-  const fitting = useMemo(() => models.filter((model) => model.tasks.includes(given.operation)), [models, given.operation]);
+  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const fitting = useMemo(() => models.filter((model) => model.tasks.includes(fields.operation)), [models, fields.operation]);
   useEffect(() => {
-    setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((one, two) => rank(one) - rank(two))[0]?.id ?? "" }));
+    setFields((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((first, second) => rank(first) - rank(second))[0]?.id ?? "" }));
   }, [fitting]);
-  const model = fitting.find((each) => each.id === given.model);
-  const isSound = !Object.values(complaintsOf(given.operation, settings, model)).some(Boolean);
-  const hasData = Boolean(file) !== Boolean(given.url.trim());
-  const isUnread = Boolean(unread) && !given.input; // whoever names the format knows better than the name of the file
-  const isReady = !isBusy && isSound && Boolean(given.model) && hasData && !isUnread;
-  const request = useMemo(() => (isSound ? requestOf(given, settings, model) : undefined), [given, settings, model, isSound]);
+  const model = fitting.find((model) => model.id === fields.model);
+  const isSound = !Object.values(complaintsOf(fields.operation, settings, model)).some(Boolean);
+  const hasData = Boolean(file) !== Boolean(fields.url.trim());
+  const isUnread = Boolean(unread) && !fields.input; // whoever names the format knows better than the name of the file
+  const isReady = !isBusy && isSound && Boolean(fields.model) && hasData && !isUnread;
+  const request = useMemo(() => (isSound ? requestOf(fields, settings, model) : undefined), [fields, settings, model, isSound]);
 
   async function pick(next: File | undefined) {
     setFile(next);
-    setSeen(undefined);
+    setRowsPreview(undefined);
     setUnread("");
     if (!next) return;
     try {
-      const found = await preview(next);
-      setSeen(found);
-      const text = COLUMNS_OF_TEXT.find((name) => found.columns.includes(name)) ?? found.columns[0];
-      setGiven((old) => ({
+      const nextPreview = await preview(next);
+      setRowsPreview(nextPreview);
+      const text = COLUMNS_OF_TEXT.find((name) => nextPreview.columns.includes(name)) ?? nextPreview.columns[0];
+      setFields((old) => ({
         ...old, // what was typed stays
         text: old.text === EMPTY.text && text ? `{${text}}` : old.text,
-        id: old.id || (found.columns.includes("id") ? "id" : ""),
+        id: old.id || (nextPreview.columns.includes("id") ? "id" : ""),
         name: old.name || next.name,
       }));
     } catch (error) {
@@ -149,37 +149,37 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
       return `Submitted as ${id}.`;
     });
   }
-  const set = <N extends keyof Given>(name: N, value: Given[N]) => setGiven((old) => ({ ...old, [name]: value }));
+  const set = <N extends keyof JobFields>(name: N, value: JobFields[N]) => setFields((old) => ({ ...old, [name]: value }));
   const field = (name: Written, title: string, placeholder = "", isNumber = false) => (
     <label>
       {title}
-      <input id={`job-${name}`} inputmode={isNumber ? "numeric" : "text"} pattern={isNumber ? "[0-9]*" : undefined} value={given[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
+      <input id={`job-${name}`} inputmode={isNumber ? "numeric" : "text"} pattern={isNumber ? "[0-9]*" : undefined} value={fields[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
   const check = (name: "cache" | "expires" | "alone", title: string) => (
     <label class="chip">
-      <input id={`job-${name}`} type="checkbox" checked={given[name]} onChange={(event) => set(name, event.currentTarget.checked)} />
+      <input id={`job-${name}`} type="checkbox" checked={fields[name]} onChange={(event) => set(name, event.currentTarget.checked)} />
       {title}
     </label>
   );
   const written = (name: "text" | "query" | "document", title: string) => (
     <label class="wide">
       {title}
-      <textarea id={`job-${name}`} rows={2} spellcheck={false} value={given[name]} onInput={(event) => set(name, event.currentTarget.value)} />
+      <textarea id={`job-${name}`} rows={2} spellcheck={false} value={fields[name]} onInput={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
-  const choice = <N extends "operation" | "input" | "format" | "boundary">(name: N, title: string, options: readonly Given[N][], names: Partial<Record<string, string>> = {}) => (
+  const choice = <N extends "operation" | "input" | "format" | "boundary">(name: N, title: string, options: readonly JobFields[N][], names: Partial<Record<string, string>> = {}) => (
     <label>
       {title}
-      <select id={`job-${name}`} value={given[name]} onChange={(event) => set(name, event.currentTarget.value as Given[N])}>
-        {options.map((each) => <option value={each}>{names[each] ?? each}</option>)}
+      <select id={`job-${name}`} value={fields[name]} onChange={(event) => set(name, event.currentTarget.value as JobFields[N])}>
+        {options.map((choice) => <option value={choice}>{names[choice] ?? choice}</option>)}
       </select>
     </label>
   );
-  const isImage = Boolean(given.image.trim());
-  const isDocument = isChunked(given) && Boolean(given.documents.trim());
-  const kept = listed(given.keep);
-  const target = given.operation === "score" ? "document" : "text";
+  const isImage = Boolean(fields.image.trim());
+  const isDocument = isChunked(fields) && Boolean(fields.documents.trim());
+  const columns = listed(fields.keep);
+  const target = fields.operation === "score" ? "document" : "text";
   return (
     <form class="steps" id="job-form" aria-label="New job" onSubmit={submit}>
       <fieldset class="panel">
@@ -192,38 +192,38 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {field("url", "or an address that the server allows", "s3://bucket/rows/")}
           {choice("input", "Format of the input", ["", ...INPUTS], { "": "by its name" })}
         </div>
-        {file && given.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
+        {file && fields.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
         {unread && <p class="bad" role="alert">{`${file?.name}: ${unread}`}</p>}
-        {seen && <Rows seen={seen} onColumn={isImage || isDocument ? undefined : (name) => set(target, given[target] === EMPTY[target] || !given[target].trim() ? `{${name}}` : `${given[target]}\n{${name}}`)} />}
+        {rowsPreview && <Rows preview={rowsPreview} onColumn={isImage || isDocument ? undefined : (name) => set(target, fields[target] === EMPTY[target] || !fields[target].trim() ? `{${name}}` : `${fields[target]}\n{${name}}`)} />}
         <div class="fields">{field("id", "Column of ids", "by default the number of the row")}</div>
       </fieldset>
       <fieldset class="panel">
         <legend>2. Model</legend>
         <div class="fields">
           {choice("operation", "Do", OPERATIONS)}
-          <Picker id="job-model" label="Model" models={fitting} value={given.model} onChange={(id) => set("model", id)} onFind={onFind} />
-          {given.operation !== "score" && field("image", "Column of images, in place of the text")}
+          <Picker id="job-model" label="Model" models={fitting} value={fields.model} onChange={(id) => set("model", id)} onFind={onFind} />
+          {fields.operation !== "score" && field("image", "Column of images, in place of the text")}
         </div>
-        {!isImage && given.operation === "encode" && (
+        {!isImage && fields.operation === "encode" && (
           <div class="fields">
             {field("chunk", "Cut each text into chunks of at most so many tokens", "texts stay whole", true)}
-            {isChunked(given) && (
+            {isChunked(fields) && (
               <>
                 {choice("boundary", "A chunk ends at the end of a", BOUNDARIES)}
                 {field("overlap", "Tokens that a chunk repeats of the one before", "0", true)}
                 {field("least", "Fewest tokens of a chunk", "0", true)}
                 {field("documents", "Column of documents (PDF, Word ..), in place of the text")}
-                {given.documents.trim() && field("parser", "Model that parses them", "docling")}
+                {fields.documents.trim() && field("parser", "Model that parses them", "docling")}
                 {check("alone", "Encode each chunk alone, without the rest of its text")}
               </>
             )}
           </div>
         )}
-        {!isImage && !isDocument && given.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
-        {!isImage && !isDocument && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
-        {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
-        <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
-        <AsJson prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        {!isImage && !isDocument && fields.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
+        {!isImage && !isDocument && rowsPreview && <FirstText preview={rowsPreview} template={fields[target].replaceAll("\\n", "\n")} />}
+        {!isImage && fields.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
+        <Controls prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        <AsJson prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
       </fieldset>
       <fieldset class="panel">
         <legend>3. Destination</legend>
@@ -233,10 +233,10 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {field("keep", "Columns copied from the input", "title, url")}
           {field("name", "Name of the job")}
         </div>
-        {seen && (
+        {rowsPreview && (
           <p class="row" id="job-copied">
             <span class="dim">Press a column to copy it:</span>
-            {seen.columns.map((name) => <button type="button" class={`chip ${kept.includes(name) ? "on" : ""}`} aria-pressed={kept.includes(name)} onClick={() => set("keep", (kept.includes(name) ? kept.filter((each) => each !== name) : [...kept, name]).join(", "))}>{name}</button>)}
+            {rowsPreview.columns.map((name) => <button type="button" class={`chip ${columns.includes(name) ? "on" : ""}`} aria-pressed={columns.includes(name)} onClick={() => set("keep", (columns.includes(name) ? columns.filter((column) => column !== name) : [...columns, name]).join(", "))}>{name}</button>)}
           </p>
         )}
         <details id="job-more">
@@ -244,16 +244,16 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           <div class="fields">
             <label>
               Deadline
-              <input id="job-deadline" type="datetime-local" value={given.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
+              <input id="job-deadline" type="datetime-local" value={fields.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
             </label>
-            {given.deadline && check("expires", "Rows that are late do not run")}
+            {fields.deadline && check("expires", "Rows that are late do not run")}
             {field("windows", "Times of the day at which it works", "22:00-06:00")}
             {field("zone", "Their time zone", "UTC")}
             {field("tokens", "At most tokens per second", "no limit", true)}
             {field("rows", "Rows of a part of the output", "10000", true)}
             {field("pool", "Pool of workers", "the default")}
             {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
-            {given.sink.trim() && field("collection", "Its collection or table")}
+            {fields.sink.trim() && field("collection", "Its collection or table")}
             {check("cache", "Take answers of earlier jobs")}
           </div>
         </details>
@@ -264,7 +264,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {!hasData && <span class="dim">Step 1 needs a file or an address.</span>}
           {isUnread && <span class="dim">Step 1 needs a file whose rows can be read, or its format.</span>}
         </span>
-        <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : said}</p>
+        <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : notice}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}
         {request && hasData && <Copies programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
       </div>
@@ -276,7 +276,7 @@ const COLUMN = /\{([^{}]+)\}/g;
 const SHOWN = 300; // characters of a text
 
 /** The text of the first row, as it will be read. */
-function FirstText({ seen: { columns, rows: [first] }, template }: { seen: Preview; template: string }) {
+function FirstText({ preview: { columns, rows: [first] }, template }: { preview: Preview; template: string }) {
   if (!first) return null;
   const text = template.replace(COLUMN, (whole, name: string) => first[columns.indexOf(name)] ?? whole);
   return (
@@ -288,7 +288,7 @@ function FirstText({ seen: { columns, rows: [first] }, template }: { seen: Previ
 }
 
 /** The first rows of a file. `onColumn`: called with a column that is pressed. */
-function Rows({ seen: { columns, rows, count }, onColumn }: { seen: Preview; onColumn?: ((name: string) => void) | undefined }) {
+function Rows({ preview: { columns, rows, count }, onColumn }: { preview: Preview; onColumn?: ((name: string) => void) | undefined }) {
   return (
     <div id="job-preview">
       <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>

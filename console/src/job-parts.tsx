@@ -16,7 +16,7 @@ export function JobParts({ job }: { job: Job }) {
   const [after, setAfter] = useState(0);
   const [trouble, setTrouble] = useState("");
   const [look, setLook] = useState(0);
-  const { isBusy, said, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, attempt } = useAttempts();
   // a page that has a next one stays as it is until the job ends; each look costs the gateway the records of all parts
   const isFull = manifest?.next != null && !hasEnded(job);
   const written = isFull ? "" : `${job.counts.shards_done} ${hasEnded(job)}`;
@@ -24,9 +24,9 @@ export function JobParts({ job }: { job: Job }) {
     let ended = false;
     async function read() {
       try {
-        const told = await get<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
+        const manifest = await get<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
         if (ended) return;
-        setManifest(told);
+        setManifest(manifest);
         setTrouble("");
       } catch (error) {
         if (!(error instanceof SIEError)) throw error;
@@ -74,7 +74,7 @@ export function JobParts({ job }: { job: Job }) {
           <button type="button" disabled={manifest.next == null} onClick={() => setAfter(manifest.next ?? 0)}>Further parts</button>
         </p>
       )}
-      <p role="status">{isBusy ? "downloading" : said}</p>
+      <p role="status">{isBusy ? "downloading" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
     </>
   );
@@ -83,12 +83,12 @@ export function JobParts({ job }: { job: Job }) {
 /** Some rows that are answered, without their values. */
 export function JobRows({ job }: { job: Job }) {
   const [rows, setRows] = useState<JobRow[]>();
-  const { isBusy, said, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, attempt } = useAttempts();
   const show = (failed: boolean) =>
     attempt(async () => {
-      const found = await client().jobs.rows(job.id, { limit: ROWS, failed });
-      setRows(found);
-      return found.length ? `${found.length} ${failed ? "rows that failed" : "answered rows"}` : `no ${failed ? "row that failed" : "answered row"} is written yet`;
+      const rows = await client().jobs.rows(job.id, { limit: ROWS, failed });
+      setRows(rows);
+      return rows.length ? `${rows.length} ${failed ? "rows that failed" : "answered rows"}` : `no ${failed ? "row that failed" : "answered row"} is written yet`;
     });
   return (
     <>
@@ -97,7 +97,7 @@ export function JobRows({ job }: { job: Job }) {
         <button type="button" class="sample" disabled={isBusy} onClick={() => show(false)}>Sample of rows</button>
         <button type="button" class="sample-failed" disabled={isBusy} onClick={() => show(true)}>Sample of failed rows</button>
       </p>
-      <p role="status">{isBusy ? "reading" : said}</p>
+      <p role="status">{isBusy ? "reading" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {rows && rows.length > 0 && (
         <Table label={`Rows of ${job.id}`} class="cards" rows={{ class: "rows" }} columns={["row", { number: "tokens" }, "error"]}>

@@ -25,9 +25,9 @@ function asCurl({ request, file }: Submission): string {
 }
 
 function asPython(submission: Submission): string {
-  const { model, input, output, ...others } = submission.request;
+  const { model, input, output, ...rest } = submission.request;
   const { file: _file, url: _url, format, ...columns } = input;
-  const options = { ...columns, ...(format ? { input_format: format } : {}), ...(output ? { output } : {}), ...others };
+  const options = { ...columns, ...(format ? { input_format: format } : {}), ...(output ? { output } : {}), ...rest };
   const named = Object.entries(options).map(([name, value]) => `        ${name}=${pythonic(value)},`);
   const source = submission.file ? `Path(${pythonic(submission.file)})` : pythonic(sourceOf(submission));
   return [
@@ -53,17 +53,17 @@ function asPython(submission: Submission): string {
 const FLAGS: Record<string, string> = { format: "input-format", windows: "window" };
 
 function asCommand(submission: Submission): string {
-  const { model, input, output = {}, params = {}, metadata = {}, deadline, ...others } = submission.request;
+  const { model, input, output = {}, params = {}, metadata = {}, deadline, ...rest } = submission.request;
   const { file: _file, url: _url, chunks, context, ...columns } = input;
   const { url, ...written } = output;
   const rule = typeof chunks === "object" && chunks ? Object.entries(chunks).map(([name, value]) => `${name}=${value}`).join(",") : chunks;
   const flag = (name: string, value: unknown): string[] => {
-    if (Array.isArray(value)) return value.flatMap((each) => flag(name, each));
+    if (Array.isArray(value)) return value.flatMap((value) => flag(name, value));
     if (value === undefined || value === false || value === "") return [];
     return [value === true ? `--${name}` : `--${name} ${quoted(String(value))}`];
   };
   const options = [
-    ...Object.entries({ ...columns, ...others }).flatMap(([name, value]) => flag(FLAGS[name] ?? name.replaceAll("_", "-"), value)),
+    ...Object.entries({ ...columns, ...rest }).flatMap(([name, value]) => flag(FLAGS[name] ?? name.replaceAll("_", "-"), value)),
     ...flag("chunks", rule),
     ...flag("no-context", context === false),
     ...flag("output", url),

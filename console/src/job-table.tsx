@@ -17,12 +17,12 @@ export function usePages(): Paging {
 }
 
 /** `next`: where the page that follows begins, empty on the last one. */
-export function Pages({ what, pages, next }: { what: string; pages: Paging; next: string }) {
+export function Pages({ noun, pages, next }: { noun: string; pages: Paging; next: string }) {
   if (!pages.after && !next) return null;
   return (
     <p class="row">
-      <button type="button" disabled={!pages.after} onClick={() => pages.setSteps((old) => old.slice(0, -1))}>{`Newer ${what}`}</button>
-      <button type="button" disabled={!next} onClick={() => pages.setSteps((old) => [...old, next])}>{`Older ${what}`}</button>
+      <button type="button" disabled={!pages.after} onClick={() => pages.setSteps((old) => old.slice(0, -1))}>{`Newer ${noun}`}</button>
+      <button type="button" disabled={!next} onClick={() => pages.setSteps((old) => [...old, next])}>{`Older ${noun}`}</button>
     </p>
   );
 }

@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import type { Job, JobPage, JobState } from "sie-client";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { BatchPage, Batches } from "./batches";
 import { JobDetail } from "./job-detail";
 import { JobForm } from "./job-form";
@@ -23,7 +23,7 @@ interface Props {
 /** Work on whole files: jobs and batches of this key, all of them for an administrator. `parts`: of the address, `new`, the
  * id of a job, or `batch` and the id of one. */
 export function Jobs({ models, parts: [first = "", second = ""], onFind }: Props) {
-  if (!useScope("infer")) return <Lacking scope="infer" what="Jobs and batches need" />;
+  if (!useScope("infer")) return <Lacking scope="infer" subject="Jobs and batches need" />;
   if (!first) return <section><JobList /><Batches /></section>;
   return (
     <section>
@@ -36,7 +36,7 @@ export function Jobs({ models, parts: [first = "", second = ""], onFind }: Props
 
 function OneJob({ id }: { id: string }) {
   const [look, setLook] = useState(0);
-  const { value, trouble } = useAsked<Job>(`/v1/jobs/${encodeURIComponent(id)}`, EVERY_MS, look);
+  const { value, trouble } = usePolled<Job>(`/v1/jobs/${encodeURIComponent(id)}`, EVERY_MS, look);
   return (
     <>
       {trouble && <p class="bad" role="alert">{trouble.startsWith("NOT_FOUND") ? `There is no job ${id}: it was deleted, or another key owns it.` : trouble}</p>}
@@ -49,7 +49,7 @@ function JobList() {
   const pages = usePages();
   const [state, setState] = useState<JobState | "">("");
   const query = new URLSearchParams({ limit: `${PAGE}`, ...(state ? { state } : {}), ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = useAsked<JobPage>(`/v1/jobs?${query}`, EVERY_MS);
+  const { value, trouble } = usePolled<JobPage>(`/v1/jobs?${query}`, EVERY_MS);
 
   function filter(next: JobState | "") {
     setState(next);
@@ -64,7 +64,7 @@ function JobList() {
           State
           <select id="job-state" value={state} onChange={(event) => filter(event.currentTarget.value as JobState | "")}>
             <option value="">all</option>
-            {STATES.map((each) => <option value={each}>{each}</option>)}
+            {STATES.map((state) => <option value={state}>{state}</option>)}
           </select>
         </label>
       </div>
@@ -91,7 +91,7 @@ function JobList() {
           })}
         </Table>
       )}
-      <Pages what="jobs" pages={pages} next={value?.next ?? ""} />
+      <Pages noun="jobs" pages={pages} next={value?.next ?? ""} />
     </>
   );
 }

@@ -26,8 +26,8 @@ export function rowNames(tokens: Token[] | undefined, count: number, side: "quer
   const read = usage.prompt_tokens;
   if (usage.truncated && read < names.length) names = [...names.slice(0, read - 1), names.at(-1) ?? ""];
   const words = names.filter((name) => !ASCII_PUNCTUATION.test(name));
-  for (const each of marked ? [names, words, names.slice(1)] : [names, names.slice(1), words]) {
-    if (each.length === count) return { names: each, known: true };
+  for (const order of marked ? [names, words, names.slice(1)] : [names, names.slice(1), words]) {
+    if (order.length === count) return { names: order, known: true };
   }
   if (side === "document" || count < names.length) return numbered;
   return { names: [...names, ...Array.from({ length: count - names.length }, () => "[fill]")], known: true };

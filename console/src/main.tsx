@@ -22,7 +22,7 @@ const TYPED_MS = 250; // of rest, after which what was typed is asked for
 const listed = (filter: Record<string, string> = {}): Promise<Listed> => get<Listed>(`/v1/models?${new URLSearchParams({ limit: `${MODELS}`, ...filter })}`);
 
 /** A model, undefined where there is none of this name. */
-const one = (id: string): Promise<Model | undefined> =>
+const modelOf = (id: string): Promise<Model | undefined> =>
   get<Model>(pathOf(id)).catch((error: unknown) => {
     if (error instanceof SIEError && error.status === 404) return undefined;
     throw error;
@@ -30,13 +30,13 @@ const one = (id: string): Promise<Model | undefined> =>
 
 /** The first models of the catalogue. Of one that is larger also those that are loaded, that `named` names, and that were
  * searched, which stay in `found`. */
-async function known(search: string, named: string[], found: Map<string, Model>): Promise<{ models: Model[]; total: number }> {
+async function modelsOf(search: string, named: string[], cached: Map<string, Model>): Promise<{ models: Model[]; total: number }> {
   const [first, searched] = await Promise.all([listed(), search ? listed({ filter: search }) : undefined]);
   const total = first.total ?? 0;
   if (total <= MODELS) return { models: first.models, total };
-  for (const model of searched?.models ?? []) found.set(model.id, model);
-  const [loaded, ...others] = await Promise.all([listed({ loaded: "true" }), ...named.filter((id) => !first.models.some((model) => model.id === id)).map(one)]);
-  const all = [...found.values(), ...others.filter((model) => model !== undefined), ...loaded.models, ...first.models];
+  for (const model of searched?.models ?? []) cached.set(model.id, model);
+  const [loaded, ...rest] = await Promise.all([listed({ loaded: "true" }), ...named.filter((id) => !first.models.some((model) => model.id === id)).map(modelOf)]);
+  const all = [...cached.values(), ...rest.filter((model) => model !== undefined), ...loaded.models, ...first.models];
   return { models: [...new Map(all.map((model) => [model.id, model])).values()], total };
 }
 
@@ -45,7 +45,7 @@ function App() {
   const { view } = route;
   const [models, setModels] = useState<Model[]>();
   const [total, setTotal] = useState(0);
-  const [wanted, setWanted] = useState("");
+  const [typedSearch, setTypedSearch] = useState("");
   const [scopes, setScopes] = useState<string[]>();
   const mine = scopes ?? [];
   const [refusal, setRefusal] = useState<SIEError>();
@@ -53,11 +53,11 @@ function App() {
   const played = useRef<Route>(undefined); // what was typed there, and what came back, stays while another view is looked at
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
-  const found = useRef(new Map<string, Model>()); // by searches of a catalogue that is not read whole
+  const cached = useRef(new Map<string, Model>()); // by searches of a catalogue that is not read whole
   const named = view === "playground" ? [route.parts.slice(1).join("/"), route.query.get("with") ?? ""].join(" ") : "";
 
   const showsModels = view !== "cluster";
-  const search = total > MODELS ? wanted.trim() : ""; // else all models are here already
+  const search = total > MODELS ? typedSearch.trim() : ""; // else all models are here already
   useEffect(() => {
     let ended = false;
     let timer = 0;
@@ -66,12 +66,12 @@ function App() {
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const [who, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), known(search, [...new Set([...named.split(" "), ...recent()])].filter(Boolean), found.current)]);
+          const [identity, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), modelsOf(search, [...new Set([...named.split(" "), ...recent()])].filter(Boolean), cached.current)]);
           if (ended) return;
           hasScopes = true;
-          if (who) setScopes(who.scopes);
+          if (identity) setScopes(identity.scopes);
           setModels(now.models);
-          everyMs = now.models.some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
+          everyMs = now.models.some((model) => model.state === "loading" || model.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
           setTotal(now.total);
           setRefusal(undefined);
           if (!showsModels) return; // the first answer told whether the key is good, and the cluster has figures of its own
@@ -126,9 +126,9 @@ function App() {
         {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page asks again by itself."}</p>}
         {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
           : view === "cluster" ? <Cluster key={signedIn} route={route} />
-          : view === "models" ? <Models models={models} total={total} route={route} onFind={setWanted} />
-          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} onFind={setWanted} />}
-        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} onFind={setWanted} /></div>}
+          : view === "models" ? <Models models={models} total={total} route={route} onFind={setTypedSearch} />
+          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} onFind={setTypedSearch} />}
+        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} onFind={setTypedSearch} /></div>}
       </main>
     </SessionContext.Provider>
   );

@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import { ask } from "./api";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { useAttempts } from "./attempts";
 import { program, quoted } from "./code";
 import { Copies } from "./copies";
@@ -17,9 +17,9 @@ const ENTRY = '{"id": "my/model", "weights": {"path": "/models/my-model"}, "fami
 export function ModelAdd({ models, wished }: { models: Model[]; wished: string }) {
   const [name, setName] = useState(wished);
   const [entry, setEntry] = useState("");
-  const { isBusy, said, refusal, attempt } = useAttempts("a key with the scope config adds models");
-  const { value: cluster } = useAsked<Cluster>("/v1/cluster", EVERY_MS);
-  const wanted = quoted(name.trim() || EXAMPLE);
+  const { isBusy, notice, refusal, attempt } = useAttempts("a key with the scope config adds models");
+  const { value: cluster } = usePolled<Cluster>("/v1/cluster", EVERY_MS);
+  const example = quoted(name.trim() || EXAMPLE);
   const wrong = complaint(entry);
   const mayWrite = useScope("config");
   const there = models.find(({ id }) => name.trim() && (id === name.trim() || id === name.trim().split("/").filter(Boolean).at(-1)));
@@ -38,7 +38,7 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
           <input id="add-name" value={name} placeholder={EXAMPLE} spellcheck={false} autocomplete="off" onInput={(event) => setName(event.currentTarget.value)} />
         </label>
         <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. Its name here is the id, or the name of the folder.</p>
-        <Copies title="" programs={[program(`sie pull ${wanted}${cluster?.data_dir ? ` --data-dir ${quoted(cluster.data_dir)}` : ""}`, "sie pull")]} open />
+        <Copies title="" programs={[program(`sie pull ${example}${cluster?.data_dir ? ` --data-dir ${quoted(cluster.data_dir)}` : ""}`, "sie pull")]} open />
         <p role="status">{there && <>It is there: <a href={href("models", [there.id])}>{there.id}</a></>}</p>
         <details>
           <summary>By its entry, as JSON</summary>
@@ -47,12 +47,12 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
             <textarea id="add-entry" class="entry" rows={5} spellcheck={false} placeholder={ENTRY} value={entry} aria-invalid={Boolean(wrong)} onInput={(event) => setEntry(event.currentTarget.value)} />
           </label>
           {wrong && <p class="bad" role="alert">{wrong}</p>}
-          <Lacking scope="config" what="This needs" />
+          <Lacking scope="config" subject="This needs" />
           <span class="row">
             <button type="button" id="add-write" disabled={isBusy || Boolean(wrong) || !entry.trim() || !mayWrite} onClick={write}>Add</button>
             {mayWrite && !entry.trim() && <span class="dim">The entry is empty.</span>}
           </span>
-          <p role="status">{isBusy ? "working" : said}{said && typeof id === "string" && <> <a href={href("models", [id])}>{id}</a></>}</p>
+          <p role="status">{isBusy ? "working" : notice}{notice && typeof id === "string" && <> <a href={href("models", [id])}>{id}</a></>}</p>
           {refusal && <p class="bad" role="alert">{refusal}</p>}
         </details>
       </div>

@@ -38,7 +38,7 @@ export function ModelDetail({ model }: { model: Model }) {
       <dl class="facts">
         {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
       </dl>
-      {downloads.map((each) => <Download key={each.worker} download={each} />)}
+      {downloads.map((download) => <Download key={download.worker} download={download} />)}
       <h3>On workers</h3>
       {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
       <ModelResidency model={model} />
@@ -58,13 +58,13 @@ function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
   return (
     <>
       <Table label={`Workers of ${model}`} class="hosts" columns={["worker", "state", { number: "memory" }, { number: "load time" }, { number: "in flight" }]}>
-        {hosts.map((each) => (
-          <tr key={each.worker}>
-            <td>{each.worker}</td>
-            <td><span class={`state ${each.state}`}>{each.state}</span></td>
-            <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
-            <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
-            <td class="number">{each.queued}</td>
+        {hosts.map((host) => (
+          <tr key={host.worker}>
+            <td>{host.worker}</td>
+            <td><span class={`state ${host.state}`}>{host.state}</span></td>
+            <td class="number">{host.memory_bytes ? bytes(host.memory_bytes) : ""}</td>
+            <td class="number">{host.load_s ? duration(host.load_s) : ""}</td>
+            <td class="number">{host.queued}</td>
           </tr>
         ))}
       </Table>
@@ -77,16 +77,16 @@ const failure = ({ code, attempts, permanent }: NonNullable<Model["hosts"][numbe
   `${code}: ${attempts} ${attempts === 1 ? "attempt" : "attempts"}${permanent ? ", no further one by itself" : ""}`;
 
 function Download({ download: { worker, done_bytes, total_bytes, bytes_per_s } }: { download: Model["downloads"][number] }) {
-  const known = total_bytes > 0;
+  const isSized = total_bytes > 0;
   const figures = [
-    known ? `${Math.floor((100 * done_bytes) / total_bytes)} %, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : bytes(done_bytes),
+    isSized ? `${Math.floor((100 * done_bytes) / total_bytes)} %, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : bytes(done_bytes),
     bytes_per_s > 0 ? `${bytes(bytes_per_s)}/s` : "",
-    known && bytes_per_s > 0 ? `${duration((total_bytes - done_bytes) / bytes_per_s)} left` : "",
+    isSized && bytes_per_s > 0 ? `${duration((total_bytes - done_bytes) / bytes_per_s)} left` : "",
   ];
   return (
     <p class="download">
       {`${worker} downloads `}
-      <progress max={known ? total_bytes : undefined} value={known ? done_bytes : undefined} aria-label={`Download at ${worker}`} />
+      <progress max={isSized ? total_bytes : undefined} value={isSized ? done_bytes : undefined} aria-label={`Download at ${worker}`} />
       {` ${figures.filter(Boolean).join(", ")}`}
     </p>
   );
@@ -97,7 +97,7 @@ const cosine = (value: number): string => `worst cosine ${value.toFixed(7)}`;
 /** The checks of a load. A model that is loaded has passed all that were made, so a check that failed is that of a worker
  * that does not have it. */
 function Certificate({ model: { certificate, hosts } }: { model: Model }) {
-  const failed = hosts.filter((each) => each.error?.code === "CERTIFICATE");
+  const failed = hosts.filter((host) => host.error?.code === "CERTIFICATE");
   if (!certificate && !failed.length) return null;
   return (
     <>
@@ -133,13 +133,13 @@ function Check({ state, name, figure }: { state: keyof typeof MARKS; name: strin
 const written = (value: unknown): string => (value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value));
 
 function Profiles({ model, profiles }: { model: string; profiles: Model["profiles"] }) {
-  const others = Object.entries(profiles).filter(([, each]) => !each.is_default);
-  if (!others.length) return null;
+  const rest = Object.entries(profiles).filter(([, profile]) => !profile.is_default);
+  if (!rest.length) return null;
   return (
     <>
       <h3>Profiles, and what they change</h3>
       <dl class="pairs-of">
-        {others.map(([name, { changes }]) => (
+        {rest.map(([name, { changes }]) => (
           <div key={name}>
             <dt><a href={href("models", [`${model}:${name}`])}>{name}</a></dt>
             <dd>{Object.entries(changes).map(([setting, value]) => `${setting} ${written(value)}`).join(", ") || "nothing"}</dd>
@@ -162,8 +162,8 @@ function Prompts({ texts }: { texts: Model["prompt_texts"] }) {
 }
 
 function Alias({ alias: { targets, shadow } }: { alias: NonNullable<Model["alias"]> }) {
-  const all = targets.reduce((sum, each) => sum + each.weight, 0);
-  const most = targets.reduce((kept, each) => (each.weight > kept.weight ? each : kept));
+  const all = targets.reduce((sum, target) => sum + target.weight, 0);
+  const most = targets.reduce((best, target) => (target.weight > best.weight ? target : best));
   return (
     <>
       <h3>An alias of</h3>

@@ -7,12 +7,12 @@ import type { ModelDocument, ModelHistory as History, Written } from "./types";
 
 type Revision = History["revisions"][number];
 
-const told = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
+const valueText = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
 
 /** A change as one line: its field, and what it was and is. */
 function line(change: Revision["changes"][number]): string {
   const { op, path, ...rest } = change;
-  const values = Object.entries(rest).map(([name, value]) => `${name} ${told(value)}`);
+  const values = Object.entries(rest).map(([name, value]) => `${name} ${valueText(value)}`);
   return [op, path, ...values].filter(Boolean).join("  ");
 }
 
@@ -24,7 +24,7 @@ const pathOf = (model: string): string => `/console/configs/${model.split("/").m
 /** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
 export function ModelHistory({ model }: { model: string }) {
   const [revisions, setRevisions] = useState<Revision[]>();
-  const { isBusy, said, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, attempt } = useAttempts();
   const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
   const [document, setDocument] = useState<string>();
   const own = pathOf(model);
@@ -60,29 +60,29 @@ export function ModelHistory({ model }: { model: string }) {
       <h3>History</h3>
       {revisions && (
         <Table label={`History of ${model}`} class="cards" rows={{ class: "revisions" }} columns={[{ number: "revision" }, "when", "author", "operation", "what changed", <span class="unseen">way back</span>]}>
-          {revisions.map((each, place) => (
-            <tr key={each.revision}>
-              <td data-label="revision" class="number">{each.revision}</td>
-              <td data-label="when">{new Date(each.created_at).toLocaleString()}</td>
-              <td data-label="author">{AUTHORS[each.author] ?? each.author}</td>
-              <td data-label="operation">{OPERATIONS[each.operation] ?? each.operation}</td>
-              <td data-label="what changed" class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
+          {revisions.map((entry, place) => (
+            <tr key={entry.revision}>
+              <td data-label="revision" class="number">{entry.revision}</td>
+              <td data-label="when">{new Date(entry.created_at).toLocaleString()}</td>
+              <td data-label="author">{AUTHORS[entry.author] ?? entry.author}</td>
+              <td data-label="operation">{OPERATIONS[entry.operation] ?? entry.operation}</td>
+              <td data-label="what changed" class="wide">{entry.note}{entry.changes.map((change) => <code>{line(change)}</code>)}</td>
               <td>
-                {place > 0 && mayChange && (asking === each.revision ? (
+                {place > 0 && mayChange && (asking === entry.revision ? (
                   <>
-                    <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(each.revision)}>{`Make revision ${each.revision} the newest`}</button>
+                    <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(entry.revision)}>{`Make revision ${entry.revision} the newest`}</button>
                     <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
                   </>
                 ) : (
-                  <button type="button" class="rollback" onClick={() => setAsking(each.revision)}>Roll back</button>
+                  <button type="button" class="rollback" onClick={() => setAsking(entry.revision)}>Roll back</button>
                 ))}
               </td>
             </tr>
           ))}
         </Table>
       )}
-      <Lacking scope="config" what="To change it, or to go back to an earlier revision, takes" />
-      <p role="status">{said}</p>
+      <Lacking scope="config" subject="To change it, or to go back to an earlier revision, takes" />
+      <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (
         <button type="button" class="show-entry" onClick={show}>Show its entry</button>

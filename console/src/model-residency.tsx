@@ -18,7 +18,7 @@ function summary(reply: Residency): string {
 
 /** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */
 export function ModelResidency({ model: { id: model, loaded, state } }: { model: Model }) {
-  const { isBusy, said, setSaid, refusal, attempt } = useAttempts();
+  const { isBusy, notice, setNotice, refusal, attempt } = useAttempts();
   const mayChange = useScope("admin");
   const [last, setLast] = useState<Action>(); // the list of models is some seconds older
   const isThere = last ? last === "load" : loaded || state === "loading";
@@ -38,30 +38,30 @@ export function ModelResidency({ model: { id: model, loaded, state } }: { model:
       if (action === "load" && now.loaded) return `loaded by ${(now.workers ?? []).join(", ")}`;
       if (action === "unload" && now.state === "available") return "unloaded; the next request loads it again";
       if (action === "load" && now.state === "failed" && (began || polls >= STALE_POLLS)) return `not loaded: ${now.last_error?.message ?? "no reason was given"}`;
-      setSaid(now.state);
+      setNotice(now.state);
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
     return "not done yet";
   }
   const send = (action: Action) =>
     attempt(async () => {
-      const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
-      setSaid(summary(told));
-      const words = told.state === "loaded" || told.state === "available" ? summary(told) : await settled(action);
+      const outcome = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
+      setNotice(summary(outcome));
+      const words = outcome.state === "loaded" || outcome.state === "available" ? summary(outcome) : await settled(action);
       setLast(action);
       return words;
     });
 
   return (
     <div class="residency">
-      <Lacking scope="admin" what="To load or unload it by hand takes" />
+      <Lacking scope="admin" subject="To load or unload it by hand takes" />
       {mayChange && (
         <p>
           <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}
           <button type="button" class="unload" disabled={isBusy || !isThere} onClick={() => send("unload")}>Unload</button>
         </p>
       )}
-      <p role="status">{said}</p>
+      <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
     </div>
   );

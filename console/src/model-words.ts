@@ -15,7 +15,7 @@ export const rank = (model: Model): number => RANKS[model.state] + (model.state 
 /** The state, of a download how far it is, and of what is not loaded where its weights are. */
 export function stateOf(model: Model): string {
   const { state, downloads } = model;
-  const [done, total] = downloads.reduce(([done, total], each) => [done + each.done_bytes, total + each.total_bytes], [0, 0]);
+  const [done, total] = downloads.reduce(([done, total], download) => [done + download.done_bytes, total + download.total_bytes], [0, 0]);
   if (total) return `${state} ${Math.floor((100 * done) / total)} %`;
   if (state !== "available") return state;
   if (model.on_disk) return "on disk";
@@ -42,6 +42,6 @@ export const isOfKind = (model: Model, kind: string): boolean => KINDS.find(([na
 
 /** Whether each word is somewhere in what is known of a model. */
 export function hasWords(model: Model, text: string): boolean {
-  const known = [model.id, model.description, model.license, stateOf(model), ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
-  return text.toLowerCase().split(/\s+/).every((word) => known.includes(word));
+  const content = [model.id, model.description, model.license, stateOf(model), ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
+  return text.toLowerCase().split(/\s+/).every((word) => content.includes(word));
 }

@@ -1,5 +1,5 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { ModelDetail } from "./model-detail";
 import { ModelAdd } from "./model-add";
 import { base, hasWords, isOfKind, kindsOf, pathOf, rank, sizeOf, stateOf } from "./model-words";
@@ -25,7 +25,7 @@ interface Props {
 export function Models(props: Props) {
   const id = props.route.parts.join("/");
   if (!id) return <ModelList {...props} />;
-  const model = props.models.find((each) => each.id === id);
+  const model = props.models.find((model) => model.id === id);
   return (
     <section>
       <p class="path"><a href={href("models")}>Models</a></p>
@@ -36,7 +36,7 @@ export function Models(props: Props) {
 
 /** A model that is not among those that the page has read. */
 function Unlisted({ id }: { id: string }) {
-  const { value, trouble } = useAsked<Model>(pathOf(id), EVERY_MS);
+  const { value, trouble } = usePolled<Model>(pathOf(id), EVERY_MS);
   if (value) return <ModelDetail model={value} />;
   return trouble ? <p class="bad" role="alert"><Words text={trouble} />{trouble.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
 }
@@ -57,12 +57,12 @@ function ModelList({ models, total, route, onFind }: Props) {
   };
   const kinds = useMemo(() => kindsOf(models), [models]);
   const groups = useMemo(() => {
-    const found = new Map<string, Model[]>();
-    for (const model of models) found.set(base(model), [...(found.get(base(model)) ?? []), model]);
+    const groups = new Map<string, Model[]>();
+    for (const model of models) groups.set(base(model), [...(groups.get(base(model)) ?? []), model]);
     const fits = (model: Model): boolean =>
-      hasWords(model, find.trim()) && (!task || model.tasks.some((each) => each === task)) && isOfKind(model, kind) && (!state || stateOf(model).startsWith(state));
+      hasWords(model, find.trim()) && (!task || model.tasks.some((own) => own === task)) && isOfKind(model, kind) && (!state || stateOf(model).startsWith(state));
     const order = (group: Model[]): number => Math.min(...group.map(rank));
-    return [...found.values()].filter((group) => group.some(fits)).sort((one, two) => order(one) - order(two));
+    return [...groups.values()].filter((group) => group.some(fits)).sort((first, second) => order(first) - order(second));
   }, [models, find, task, kind, state]);
   const pages = Math.max(1, Math.ceil(groups.length / PAGE));
   const page = Math.min(pages, Math.max(1, Number(filters.page) || 1));
@@ -82,9 +82,9 @@ function ModelList({ models, total, route, onFind }: Props) {
           Search
           <input id="model-filter" type="search" value={find} placeholder="name, description, licence, language" onInput={(event) => filter({ find: event.currentTarget.value })} />
         </label>
-        {choice("task", "Does", TASKS.map((each) => [each, each]))}
-        {choice("kind", "Kind", kinds.map((each) => [each, each]))}
-        {choice("state", "State", STATES.map((each) => [each, each]))}
+        {choice("task", "Does", TASKS.map((name) => [name, name]))}
+        {choice("kind", "Kind", kinds.map((name) => [name, name]))}
+        {choice("state", "State", STATES.map((name) => [name, name]))}
       </div>
       <ModelAdd key={route.query.get("add")} models={models} wished={route.query.get("add") ?? ""} />
       <p class="dim">{`${groups.length} ${groups.length === 1 ? "model" : "models"}${total > models.length && !task && !kind && !state ? `. ${total - models.length} more names, of models and profiles, are not listed: a search finds them` : ""}`}</p>
@@ -112,11 +112,11 @@ function ModelList({ models, total, route, onFind }: Props) {
 
 /** A model with its profiles. */
 function Row({ group }: { group: Model[] }) {
-  const model = group.find((each) => !each.variant_of) ?? group[0];
+  const model = group.find((model) => !model.variant_of) ?? group[0];
   if (!model) return null;
-  const profiles = group.filter((each) => each !== model);
-  const states = [model, ...profiles.filter((each) => each.state !== "available" && each.state !== model.state)];
-  const failure = group.find((each) => each.state === "failed")?.last_error;
+  const profiles = group.filter((profile) => profile !== model);
+  const states = [model, ...profiles.filter((profile) => profile.state !== "available" && profile.state !== model.state)];
+  const failure = group.find((profile) => profile.state === "failed")?.last_error;
   return (
     <tr>
       <td class="name">
@@ -125,12 +125,12 @@ function Row({ group }: { group: Model[] }) {
         {profiles.length > 0 && (
           <p class="about">
             {"Profiles: "}
-            {profiles.map((each, place) => <>{place > 0 && ", "}<a href={href("models", [each.id])} aria-label={each.id}>{each.id.slice(model.id.length + 1) || each.id}</a></>)}
+            {profiles.map((profile, place) => <>{place > 0 && ", "}<a href={href("models", [profile.id])} aria-label={profile.id}>{profile.id.slice(model.id.length + 1) || profile.id}</a></>)}
           </p>
         )}
       </td>
       <td data-label="state" class="wrap">
-        {states.map((each) => <span class={`state ${each.state}`}>{each === model ? stateOf(each) : `${each.id.slice(model.id.length)} ${stateOf(each)}`}</span>)}
+        {states.map((profile) => <span class={`state ${profile.state}`}>{profile === model ? stateOf(profile) : `${profile.id.slice(model.id.length)} ${stateOf(profile)}`}</span>)}
         {failure && <p class="about bad">{failure.message}</p>}
       </td>
       <td data-label="does">{model.tasks.join(", ")}</td>

@@ -106,8 +106,8 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
       : model.on_disk ? "On this disk: loaded by the first request"
       : "To download by the first request";
     const order = [near ? `Profiles of ${base(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
-    const shown = fitting.map((model) => ({ model, name: group(model) })).sort((one, two) => order.indexOf(one.name) - order.indexOf(two.name)).slice(0, SHOWN);
-    return { groups: order.map((name) => ({ name, models: shown.filter((each) => each.name === name).map(({ model }) => model) })).filter((each) => each.models.length), rest: fitting.length - shown.length };
+    const shown = fitting.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, SHOWN);
+    return { groups: order.map((name) => ({ name, models: shown.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), rest: fitting.length - shown.length };
   }, [models, kind, text, near]);
   const options = [...(none ? [""] : []), ...groups.flatMap((group) => group.models.map((model) => model.id))];
   const active = Math.min(at, options.length - 1);

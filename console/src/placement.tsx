@@ -1,7 +1,7 @@
 import { useState } from "preact/hooks";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { Table } from "./table";
-import type { Placed, Placement as Told } from "./types";
+import type { Placed, Placement as Report } from "./types";
 import { bytes } from "./units";
 
 const EVERY_MS = 3000;
@@ -25,7 +25,7 @@ export function why(row: Placed, workers: number): string {
 /** The placement table of each lane. */
 export function Placement() {
   const [filter, setFilter] = useState("");
-  const { value, trouble } = useAsked<Told>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value, trouble } = usePolled<Report>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
   if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
   return (

@@ -7,20 +7,20 @@ const STEPS = 10; // of the colours of similarity
 /** A document whose chunks are coloured by their similarity to the query, and the chunks in the order of it. */
 export function Chunks({ chunks, query, text }: { chunks: Chunk[]; query: number[]; text: string }) {
   const points = [...text]; // spans count code points
-  const found = chunks.map(({ start, end, tokens, dense }, place) => ({
+  const pieces = chunks.map(({ start, end, tokens, dense }, place) => ({
     place,
     tokens,
     text: points.slice(start, end).join(""),
     value: cosine(dense?.values ?? [], query),
   }));
-  const values = found.map(({ value }) => value);
+  const values = pieces.map(({ value }) => value);
   const [least, most] = [Math.min(...values), Math.max(...values)];
-  const best = [...found].sort((a, b) => b.value - a.value);
+  const best = [...pieces].sort((a, b) => b.value - a.value);
   return (
     <>
       <h3>Chunks: similarity with the query (cosine)</h3>
       <p class="tokens chunks">
-        {found.map(({ place, tokens, text: own, value }) => (
+        {pieces.map(({ place, tokens, text: own, value }) => (
           <mark class={`heat-${step(value, least, most, STEPS)}`} title={`chunk ${place + 1}: ${value.toFixed(4)}, ${tokens} tokens`}>{own}</mark>
         ))}
       </p>

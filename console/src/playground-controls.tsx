@@ -32,7 +32,7 @@ export const isLate = (verb: Verb, settings: Settings, model: Model | undefined)
 export const isChunked = (verb: Verb, settings: Settings, model: Model | undefined): boolean =>
   verb === "encode" && outputOf(settings, model) === "dense" && Boolean(settings.chunks) && Boolean(model?.inputs.includes("text"));
 
-const missing = (text: string, what: string): string => (text.trim() ? "" : `Expected ${what}.`);
+const missing = (text: string, expected: string): string => (text.trim() ? "" : `Expected ${expected}.`);
 
 /** Why the fields that are shown cannot be sent, empty where they can. */
 export function complaintsOf(verb: Verb, settings: Settings, model: Model | undefined): Faults {
@@ -69,7 +69,7 @@ export function refusalsOf(refusals: (SIEError | undefined)[], sent: Settings, s
   return faults;
 }
 
-const given = (name: string, value: unknown): Record<string, unknown> => (value === undefined ? {} : { [name]: value });
+const optional = (name: string, value: unknown): Record<string, unknown> => (value === undefined ? {} : { [name]: value });
 
 /** The parameters of a request to a model. What is written as JSON comes last. */
 export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<string, unknown> {
@@ -88,10 +88,10 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
     extract: {
       ...(named.length ? { labels: named } : {}),
       ...(threshold ? { threshold: Number(threshold) } : {}),
-      ...given("output_schema", answer === "schema" ? parsed(schemaOf(settings, model)) : undefined),
-      ...given("label_groups", answer === "groups" ? parsed(groupsOf(settings)) : undefined),
-      ...given("label_thresholds", takes(model, "label_thresholds") ? parsed(thresholds) : undefined),
-      ...given("examples", takes(model, "examples") ? parsedList(examples) : undefined),
+      ...optional("output_schema", answer === "schema" ? parsed(schemaOf(settings, model)) : undefined),
+      ...optional("label_groups", answer === "groups" ? parsed(groupsOf(settings)) : undefined),
+      ...optional("label_thresholds", takes(model, "label_thresholds") ? parsed(thresholds) : undefined),
+      ...optional("examples", takes(model, "examples") ? parsedList(examples) : undefined),
     },
   }[verb];
   return { ...own, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parsed(json) ?? {}) };
@@ -122,11 +122,11 @@ export function Controls({ verb, model, settings, set, refused, prefix = "" }: P
     <label>
       {label}
       <select id={prefix + name} value={value} onChange={(event) => set(name, event.currentTarget.value)}>
-        {options.map(([each, words]) => <option value={each}>{words}</option>)}
+        {options.map(([value, words]) => <option value={value}>{words}</option>)}
       </select>
     </label>
   );
-  const loras = Object.values(model?.profiles ?? {}).flatMap((each) => (each.lora_id ? [each.lora_id] : []));
+  const loras = Object.values(model?.profiles ?? {}).flatMap((profile) => (profile.lora_id ? [profile.lora_id] : []));
   const widths = model?.matryoshka_dims ?? [];
   return (
     <>

@@ -1,4 +1,4 @@
-import { type Asked, useAnswer } from "./playground-parts";
+import { type NamedInput, useAnswer } from "./playground-parts";
 import type { Call } from "./playground-requests";
 import type { Model, Reply, Token } from "./types";
 
@@ -16,11 +16,11 @@ function promptOf(model: Model, params: Record<string, unknown>): string | undef
 
 /** Where the texts end that the model read a part of. Nothing is said where more than a prompt before the text is read with
  * it, such as the query of a pair. */
-export function Cut({ model, call, reply, asked }: { model: Model; call: Call; reply: Reply; asked: Asked[] }) {
-  const places = reply.usage.truncated_items.filter((place) => asked[place]?.input.text);
+export function Cut({ model, call, reply, inputs }: { model: Model; call: Call; reply: Reply; inputs: NamedInput[] }) {
+  const places = reply.usage.truncated_items.filter((place) => inputs[place]?.input.text);
   const prompt = promptOf(model, call.body.params ?? {});
   const isKnown = places.length > 0 && prompt !== undefined;
-  const texts = places.map((place) => `${prompt}${asked[place]?.input.text ?? ""}`);
+  const texts = places.map((place) => `${prompt}${inputs[place]?.input.text ?? ""}`);
   const tokens = useAnswer<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
   if (!tokens.value) return null;
   return (
@@ -38,12 +38,12 @@ function One({ place, text, tokens, read }: { place: number; text: string; token
   if (!first) return null;
   const written = new TextEncoder().encode(text);
   const decoder = new TextDecoder();
-  const [kept, cut] = [decoder.decode(written.slice(0, first.start ?? 0)), decoder.decode(written.slice(first.start ?? 0))];
+  const [head, cut] = [decoder.decode(written.slice(0, first.start ?? 0)), decoder.decode(written.slice(first.start ?? 0))];
   return (
     <>
       <h3>{`What was cut of text ${place + 1}: the model reads ${read} of its ${tokens.length} tokens`}</h3>
       <p class="tokens">
-        {`${kept.length > SHOWN / 4 ? "…" : ""}${kept.slice(-SHOWN / 4)}`}
+        {`${head.length > SHOWN / 4 ? "…" : ""}${head.slice(-SHOWN / 4)}`}
         <mark class="cut">{`${cut.slice(0, SHOWN)}${cut.length > SHOWN ? `… ${cut.length - SHOWN} more characters` : ""}`}</mark>
       </p>
     </>

@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks";
-import { type Asked, Bars, pictureOf, short } from "./playground-parts";
+import { type NamedInput, Bars, pictureOf, short } from "./playground-parts";
 import { Values, valuesOf } from "./playground-values";
 import { Table } from "./table";
 import type { Entity, Found, Relation, Reply, Slot } from "./types";
@@ -8,19 +8,19 @@ const COLOURS = 6;
 const MOST_LEAVES = 100; // of a list of the tree that are drawn
 
 /** `params`: of the request. */
-export function Extracted({ reply, asked, params }: { reply: Reply; asked: Asked[]; params: Record<string, unknown> }) {
+export function Extracted({ reply, inputs, params }: { reply: Reply; inputs: NamedInput[]; params: Record<string, unknown> }) {
   const threshold = params["threshold"]; // undefined where the model's own applied
   const isTyped = "output_schema" in params || "label_groups" in params;
-  const nothing = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
-  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} isTyped={isTyped} />)}</>;
+  const emptyText = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
+  return <>{reply.items?.map((item, place) => !item.error && <One item={item} input={inputs[place]} place={place} emptyText={emptyText} isTyped={isTyped} />)}</>;
 }
 
-function One({ item, asked, place, nothing, isTyped }: { item: Slot; asked: Asked | undefined; place: number; nothing: string; isTyped: boolean }) {
+function One({ item, input, place, emptyText, isTyped }: { item: Slot; input: NamedInput | undefined; place: number; emptyText: string; isTyped: boolean }) {
   const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
-  const picture = pictureOf(asked?.input);
+  const picture = pictureOf(input?.input);
   const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
   const boxes: Box[] = [
-    ...objects.map((found) => ({ ...found, kind: found.label })),
+    ...objects.map((object) => ({ ...object, kind: object.label })),
     ...entities.filter(isBoxed).map(({ label, text, score, bbox }) => ({ label: text ? `${label}: ${text}` : label, score, bbox, kind: label })),
   ];
   const loose = entities.filter((entity) => entity.start === null);
@@ -28,10 +28,10 @@ function One({ item, asked, place, nothing, isTyped }: { item: Slot; asked: Aske
   const empty = !entities.length && !objects.length && !relations.length && !classifications.length && !Object.keys(data).length;
   return (
     <div class="extracted">
-      <h3>{`${place + 1} ${short(asked?.name ?? "", 80)}`}</h3>
-      {empty && <p class="dim">{nothing}</p>}
-      {asked?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={asked.input.text} entities={spans} />}
-      {picture && <Boxes picture={picture} name={asked?.name ?? ""} boxes={boxes} polygons={polygons} />}
+      <h3>{`${place + 1} ${short(input?.name ?? "", 80)}`}</h3>
+      {empty && <p class="dim">{emptyText}</p>}
+      {input?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={input.input.text} entities={spans} />}
+      {picture && <Boxes picture={picture} name={input?.name ?? ""} boxes={boxes} polygons={polygons} />}
       {loose.length > 0 && (
         <>
           <h3>Entities</h3>
@@ -60,16 +60,16 @@ const isBoxed = (entity: Entity): entity is Entity & { bbox: number[] } => Array
  * are code points. */
 function pieces(text: string, entities: Span[]): { text: string; entity?: Span }[] {
   const points = [...text];
-  const found: { text: string; entity?: Span }[] = [];
+  const parts: { text: string; entity?: Span }[] = [];
   let at = 0;
   for (const entity of [...entities].sort((a, b) => a.start - b.start)) {
     if (entity.start < at) continue;
-    if (entity.start > at) found.push({ text: points.slice(at, entity.start).join("") });
-    found.push({ text: points.slice(entity.start, entity.end).join(""), entity });
+    if (entity.start > at) parts.push({ text: points.slice(at, entity.start).join("") });
+    parts.push({ text: points.slice(entity.start, entity.end).join(""), entity });
     at = entity.end;
   }
-  if (at < points.length) found.push({ text: points.slice(at).join("") });
-  return found;
+  if (at < points.length) parts.push({ text: points.slice(at).join("") });
+  return parts;
 }
 
 export function Spans({ text, entities }: { text: string; entities: Span[] }) {
@@ -130,12 +130,12 @@ function Relations({ relations }: { relations: Relation[] }) {
     <>
       <h3>Relations</h3>
       <Table label="Relations" class="relations" role="group" columns={["head", "relation", "tail", { number: "score" }]}>
-        {relations.map((each) => (
+        {relations.map((relation) => (
           <tr>
-            <td>{each.head}</td>
-            <td class="arrow"><span>{each.relation}</span></td>
-            <td>{each.tail}</td>
-            <td class="number">{each.score.toFixed(4)}</td>
+            <td>{relation.head}</td>
+            <td class="arrow"><span>{relation.relation}</span></td>
+            <td>{relation.tail}</td>
+            <td class="number">{relation.score.toFixed(4)}</td>
           </tr>
         ))}
       </Table>
@@ -154,7 +154,7 @@ function Tree({ name, value, open = false }: { name: string; value: unknown; ope
       <Branch open={open} title={<>{name} <small class="dim">{count}</small></>}>
         {() => (
           <ul>
-            {entries.slice(0, MOST_LEAVES).map(([inner, each]) => <Tree name={inner} value={each} open={entries.length <= 3} />)}
+            {entries.slice(0, MOST_LEAVES).map(([inner, member]) => <Tree name={inner} value={member} open={entries.length <= 3} />)}
             {entries.length > MOST_LEAVES && <li class="dim">{`and ${entries.length - MOST_LEAVES} more`}</li>}
           </ul>
         )}

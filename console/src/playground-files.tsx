@@ -21,7 +21,7 @@ const ACCEPTED: Record<Kind, string> = {
 const OF_TEXT = new Set(["csv", "html", "md", "txt"]); // formats that the content does not tell
 
 /** The kinds of files that a model takes. */
-export const taken = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
+export const accepted = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
 
 const kindOf = (file: File): Kind => (file.type.startsWith("image/") ? "image" : file.type.startsWith("audio/") ? "audio" : "document");
 
@@ -34,19 +34,19 @@ const read = (file: File): Promise<string> =>
   });
 
 /** The files of those kinds, and the names of those that cannot be used. */
-export async function attached(files: Iterable<File>, kinds: Kind[]): Promise<{ found: Attached[]; refused: string[] }> {
-  const found: Attached[] = [];
+export async function attached(files: Iterable<File>, kinds: Kind[]): Promise<{ attachments: Attached[]; refused: string[] }> {
+  const attachments: Attached[] = [];
   const refused: string[] = [];
   for (const file of files) {
     const kind = kindOf(file);
     try {
       if (!kinds.includes(kind)) throw new TypeError(kind);
-      found.push({ name: file.name, kind, data: await read(file), bytes: file.size, text: "" });
+      attachments.push({ name: file.name, kind, data: await read(file), bytes: file.size, text: "" });
     } catch {
       refused.push(file.name);
     }
   }
-  return { found, refused };
+  return { attachments, refused };
 }
 
 /** The input that a file is sent as. */
@@ -58,7 +58,7 @@ export function inputOf({ kind, name, data, text }: Attached): Input {
 }
 
 /** Files to pick or to drop. `texts`: whether a text may stand beside each; `pasted`: whether what is pasted comes here. */
-export function Files(given: {
+export function Files(props: {
   id: string;
   label: string;
   kinds: Kind[];
@@ -70,12 +70,12 @@ export function Files(given: {
   pasted?: boolean;
 }) {
   const [over, setOver] = useState(false);
-  const { files, onChange } = given;
+  const { files, onChange } = props;
   return (
     <div
       class={`drop ${over ? "on" : ""}`}
       role="group"
-      aria-label={given.label}
+      aria-label={props.label}
       onDragOver={(event) => {
         event.preventDefault();
         setOver(true);
@@ -85,41 +85,41 @@ export function Files(given: {
         event.preventDefault();
         event.stopPropagation();
         setOver(false);
-        given.onFiles([...(event.dataTransfer?.files ?? [])]);
+        props.onFiles([...(event.dataTransfer?.files ?? [])]);
       }}
     >
       <label>
-        <span>{given.label}<small>{given.pasted ? " · pick, drop or paste" : " · pick or drop"}</small></span>
+        <span>{props.label}<small>{props.pasted ? " · pick, drop or paste" : " · pick or drop"}</small></span>
         <input
-          id={given.id}
+          id={props.id}
           type="file"
           multiple
-          accept={given.kinds.map((kind) => ACCEPTED[kind]).join(",")}
+          accept={props.kinds.map((kind) => ACCEPTED[kind]).join(",")}
           onChange={(event) => {
-            given.onFiles([...(event.currentTarget.files ?? [])]);
+            props.onFiles([...(event.currentTarget.files ?? [])]);
             event.currentTarget.value = ""; // so that the same file can be picked again
           }}
         />
       </label>
-      {given.refused.length > 0 && <p class="bad" role="alert">{`The model does not take ${given.refused.join(", ")}`}</p>}
+      {props.refused.length > 0 && <p class="bad" role="alert">{`The model does not take ${props.refused.join(", ")}`}</p>}
       {files.length > 0 && (
         <ul class="files">
           {files.map((file) => (
             <li>
               {file.kind === "image" ? <img src={file.data} alt="" /> : <span class="icon" aria-hidden="true">{file.kind === "audio" ? "♪" : "≡"}</span>}
               <span class="name">{file.name}<small>{bytes(file.bytes)}</small></span>
-              {given.texts && file.kind !== "document" && (
+              {props.texts && file.kind !== "document" && (
                 <input
                   aria-label={`Text beside ${file.name}`}
                   placeholder="text beside it"
                   value={file.text}
                   onInput={(event) => {
                     const text = event.currentTarget.value;
-                    onChange((old) => old.map((each) => (each === file ? { ...each, text } : each)));
+                    onChange((old) => old.map((entry) => (entry === file ? { ...entry, text } : entry)));
                   }}
                 />
               )}
-              <button type="button" aria-label={`Remove ${file.name}`} onClick={() => onChange((old) => old.filter((each) => each !== file))}>×</button>
+              <button type="button" aria-label={`Remove ${file.name}`} onClick={() => onChange((old) => old.filter((entry) => entry !== file))}>×</button>
             </li>
           ))}
         </ul>

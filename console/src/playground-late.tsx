@@ -1,11 +1,11 @@
 import { useMemo, useState } from "preact/hooks";
 import { isMarked, likelyGrid, type Rows, rowNames } from "./late-rows";
-import { type Asked, Bars, pictureOf, short, step, useAnswer } from "./playground-parts";
+import { type NamedInput, Bars, pictureOf, short, step, useAnswer } from "./playground-parts";
 import type { Model, Reply, Slot, Token } from "./types";
 import { maxSim, products } from "./vectors";
 
 /** A query against documents by late interaction: each token of the query finds its best token of the document. */
-export function Late({ model, query, reply, asked, text }: { model: Model; query: Slot; reply: Reply; asked: Asked[]; text: string }) {
+export function Late({ model, query, reply, inputs, text }: { model: Model; query: Slot; reply: Reply; inputs: NamedInput[]; text: string }) {
   const [open, setOpen] = useState(0);
   const rows = query.multivector?.values;
   const scored = useMemo(
@@ -13,32 +13,32 @@ export function Late({ model, query, reply, asked, text }: { model: Model; query
     [rows, reply],
   );
   const names = useTokens(model, [text], "query");
-  const documents = useTokens(model, asked.map((each) => each.input.text ?? ""), "document");
-  const order = scored.flatMap((each, place) => (each ? [{ place, sum: each.sum }] : [])).sort((a, b) => b.sum - a.sum);
+  const documents = useTokens(model, inputs.map((entry) => entry.input.text ?? ""), "document");
+  const order = scored.flatMap((entry, place) => (entry ? [{ place, sum: entry.sum }] : [])).sort((a, b) => b.sum - a.sum);
   const shown = scored[open] ? open : (order[0]?.place ?? -1);
-  const found = scored[shown];
+  const score = scored[shown];
   const item = reply.items?.[shown];
-  if (!found || !item?.multivector) return null;
-  const marked = (reply.items ?? []).some((each, place) => isMarked(documents?.[place], each.usage));
-  const ofQuery = rowNames(names?.[0], found.map.length, "query", marked, query.usage);
-  const picture = pictureOf(asked[shown]?.input);
+  if (!score || !item?.multivector) return null;
+  const marked = (reply.items ?? []).some((item, place) => isMarked(documents?.[place], item.usage));
+  const ofQuery = rowNames(names?.[0], score.map.length, "query", marked, query.usage);
+  const picture = pictureOf(inputs[shown]?.input);
   const ofDocument = picture ? undefined : rowNames(documents?.[shown], item.multivector.num_tokens, "document", marked, item.usage);
   return (
     <>
       <h3>Documents, best first: MaxSim with the query</h3>
-      <Bars label="MaxSim" least={Math.min(0, ...order.map(({ sum }) => sum))} most={Math.max(found.map.length, ...order.map(({ sum }) => sum))} rows={order.map(({ place, sum }) => ({ name: asked[place]?.name ?? "", value: sum }))} />
+      <Bars label="MaxSim" least={Math.min(0, ...order.map(({ sum }) => sum))} most={Math.max(score.map.length, ...order.map(({ sum }) => sum))} rows={order.map(({ place, sum }) => ({ name: inputs[place]?.name ?? "", value: sum }))} />
       {order.length > 1 && (
         <label>
           Document
           <select class="document" value={shown} onChange={(event) => setOpen(Number(event.currentTarget.value))}>
-            {order.map(({ place }) => <option value={place}>{`${place + 1} ${short(asked[place]?.name ?? "", 60)}`}</option>)}
+            {order.map(({ place }) => <option value={place}>{`${place + 1} ${short(inputs[place]?.name ?? "", 60)}`}</option>)}
           </select>
         </label>
       )}
       {picture
-        ? <Patches key={shown} model={model.id} map={found.map} best={found.best} names={ofQuery.names} picture={picture} name={asked[shown]?.name ?? ""} />
-        : ofDocument && <Tokens map={found.map} best={found.best} query={ofQuery} document={ofDocument} />}
-      <Best best={found.best} query={ofQuery} names={ofDocument?.names} sum={found.sum} />
+        ? <Patches key={shown} model={model.id} map={score.map} best={score.best} names={ofQuery.names} picture={picture} name={inputs[shown]?.name ?? ""} />
+        : ofDocument && <Tokens map={score.map} best={score.best} query={ofQuery} document={ofDocument} />}
+      <Best best={score.best} query={ofQuery} names={ofDocument?.names} sum={score.sum} />
     </>
   );
 }
@@ -46,8 +46,8 @@ export function Late({ model, query, reply, asked, text }: { model: Model; query
 /** The tokens of texts, under the prompt that their side has. None for a text that is empty. */
 function useTokens(model: Model, texts: string[], side: "query" | "document"): Token[][] | undefined {
   const prompt = model.prompts?.includes(side) ? { prompt_name: side } : {};
-  const given = texts.filter(Boolean);
-  const { value } = useAnswer<Token[][]>(given.length ? `/tei/${model.id}/tokenize` : "", { inputs: given, ...prompt });
+  const filled = texts.filter(Boolean);
+  const { value } = useAnswer<Token[][]>(filled.length ? `/tei/${model.id}/tokenize` : "", { inputs: filled, ...prompt });
   let at = 0;
   return value && texts.map((text) => (text ? (value[at++] ?? []) : []));
 }
@@ -109,12 +109,12 @@ function Tokens({ map, best, query, document }: { map: number[][]; best: Best; q
 }
 
 /** The patches of an image, by their product with one token of the query or the largest with any. */
-function Patches(given: { model: string; map: number[][]; best: Best; names: string[]; picture: string; name: string }) {
-  const { map } = given;
+function Patches(props: { model: string; map: number[][]; best: Best; names: string[]; picture: string; name: string }) {
+  const { map } = props;
   const [token, setToken] = useState(-1);
   const [size, setSize] = useState<[number, number]>([0, 0]);
   const count = map[0]?.length ?? 0;
-  const likely = likelyGrid(given.model, count, ...size);
+  const likely = likelyGrid(props.model, count, ...size);
   const [own, setOwn] = useState<Partial<typeof likely>>({});
   const { across, down, first } = { ...likely, ...own };
   const values = Array.from({ length: across * down }, (_, place) =>
@@ -139,7 +139,7 @@ function Patches(given: { model: string; map: number[][]; best: Best; names: str
           Query token
           <select class="token" value={token} onChange={(event) => setToken(Number(event.currentTarget.value))}>
             <option value={-1}>the best of all</option>
-            {given.names.map((name, place) => <option value={place}>{`${place + 1} ${name} (${given.best[place]?.value.toFixed(3)})`}</option>)}
+            {props.names.map((name, place) => <option value={place}>{`${place + 1} ${name} (${props.best[place]?.value.toFixed(3)})`}</option>)}
           </select>
         </label>
         {field("across", "Across", 1)}
@@ -147,7 +147,7 @@ function Patches(given: { model: string; map: number[][]; best: Best; names: str
         {field("first", "Rows before", 0)}
       </div>
       <div class="picture">
-        <img src={given.picture} alt={given.name} onLoad={(event) => setSize([event.currentTarget.naturalWidth, event.currentTarget.naturalHeight])} />
+        <img src={props.picture} alt={props.name} onLoad={(event) => setSize([event.currentTarget.naturalWidth, event.currentTarget.naturalHeight])} />
         {fits && (
           <svg class="patches" viewBox={`0 0 ${across} ${down}`} preserveAspectRatio="none" role="img" aria-label={`${across} by ${down} patches`}>
             {values.map((value, place) => (

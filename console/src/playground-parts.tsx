@@ -9,7 +9,7 @@ import type { Reply } from "./types";
 import { norm } from "./vectors";
 
 /** An input as it was sent, by the name that views call it. */
-export interface Asked {
+export interface NamedInput {
   name: string;
   input: Input;
 }
@@ -26,26 +26,26 @@ export function pictureOf(input: Input | undefined): string {
 export const step = (value: number, least: number, most: number, steps: number): number =>
   Math.max(0, Math.min(steps, Math.round((steps * (value - least)) / (most - least || 1))));
 
-export type Told<T> = { value?: T; refusal?: string };
+export type Fetched<T> = { value?: T; refusal?: string };
 
 /** What the gateway answers to a request, asked again when it changes; nothing is asked for an empty path. */
-export function useAnswer<T>(path: string, body: unknown): Told<T> {
-  const [told, setTold] = useState<Told<T>>({});
+export function useAnswer<T>(path: string, body: unknown): Fetched<T> {
+  const [reply, setReply] = useState<Fetched<T>>({});
   const text = JSON.stringify(body);
   useEffect(() => {
     let ended = false;
-    setTold({});
+    setReply({});
     if (path) {
       ask<T>({ method: "POST", path, body: JSON.parse(text) as unknown }).then(
-        (value) => !ended && setTold({ value }),
-        (error) => !ended && setTold({ refusal: error instanceof SIEError ? error.message : String(error) }),
+        (value) => !ended && setReply({ value }),
+        (error) => !ended && setReply({ refusal: error instanceof SIEError ? error.message : String(error) }),
       );
     }
     return () => {
       ended = true;
     };
   }, [path, text]);
-  return told;
+  return reply;
 }
 
 export interface Bar {
@@ -76,7 +76,7 @@ export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)
 }
 
 /** Tokens, and of vectors how many numbers they have and how long they are, one row for each input. */
-export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
+export function Items({ reply, inputs }: { reply: Reply; inputs: NamedInput[] }) {
   const ofScores = reply.scores && [...reply.scores].sort((a, b) => placeOf(a.item_id) - placeOf(b.item_id));
   const slots = reply.items ?? ofScores ?? [];
   const vectors = (reply.items ?? []).some((item) => item.dense || item.sparse || item.multivector);
@@ -86,7 +86,7 @@ export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
       <Table label="Tokens of each input" role="group" columns={["input", { number: "tokens" }, "truncated", ...(vectors ? ["shape", { number: "norm" }, "dtype", "first values"] : [])]}>
         {slots.map((slot, place) => (
           <tr>
-            <th scope="row" title={asked[place]?.name}>{`${place + 1} ${short(asked[place]?.name ?? "", 28)}`}</th>
+            <th scope="row" title={inputs[place]?.name}>{`${place + 1} ${short(inputs[place]?.name ?? "", 28)}`}</th>
             <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
             <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
             {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}

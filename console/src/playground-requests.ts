@@ -93,8 +93,8 @@ const PRINTED: Record<Verb, string[]> = {
 function asPython({ verb, model, body }: Call): string {
   const params = Object.entries(body.params ?? {});
   const named = params.filter(([name]) => NAMED.has(name)).map(([name, value]) => `, ${name}=${pythonic(value)}`);
-  const others = Object.fromEntries(params.filter(([name]) => !NAMED.has(name)));
-  const options = Object.keys(others).length ? `, options=${pythonic(others)}` : "";
+  const rest = Object.fromEntries(params.filter(([name]) => !NAMED.has(name)));
+  const options = Object.keys(rest).length ? `, options=${pythonic(rest)}` : "";
   return [
     ...(key() ? ["import os", ""] : []),
     "from sie_client import SIEClient",

@@ -4,7 +4,7 @@ import { Extracted } from "./playground-extract";
 import { Chunks } from "./playground-chunks";
 import { Late } from "./playground-late";
 import { Cut } from "./playground-cut";
-import { type Asked, Bars, Items, placeOf } from "./playground-parts";
+import { type NamedInput, Bars, Items, placeOf } from "./playground-parts";
 import { type Outcome, programs } from "./playground-requests";
 import { Dense, Sparse } from "./playground-vectors";
 import { href } from "./routes";
@@ -12,14 +12,14 @@ import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
 
 /** What a model answered, its last reply being that to the inputs; a reply before it is that to the query. */
-export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] }) {
+export function Result({ outcome, inputs }: { outcome: Outcome; inputs: NamedInput[] }) {
   const { model, calls, replies, refusal } = outcome;
   const reply = replies.at(-1);
   const last = calls.at(-1);
   const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
   const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
   const written = useMemo(() => calls.map(programs), [calls]);
-  const copies = written.map((each, place) => <Copies programs={each} title={titles[place] ?? ""} />);
+  const copies = written.map((program, place) => <Copies programs={program} title={titles[place] ?? ""} />);
   if (refusal || !reply) {
     return (
       <article class="panel">
@@ -34,24 +34,24 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
     );
   }
   const places = (reply.items ?? []).flatMap((item, place) => (item.dense ? [place] : []));
-  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((each) => ({ place: placeOf(each.item_id), error: each.error }));
+  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((score) => ({ place: placeOf(score.item_id), error: score.error }));
   return (
     <article class="panel">
       <h2>{reply.model}</h2>
       <p class="dim">{summary(reply)}</p>
-      {replies.flatMap((each) => each.warnings ?? []).map((warning) => <p class="warn">{warning}</p>)}
-      {errors?.map(({ place, error }) => error && <p class="bad" role="alert">{`${place + 1} ${asked[place]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
+      {replies.flatMap((reply) => reply.warnings ?? []).map((warning) => <p class="warn">{warning}</p>)}
+      {errors?.map(({ place, error }) => error && <p class="bad" role="alert">{`${place + 1} ${inputs[place]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
       {query?.error && <p class="bad" role="alert">{`query: ${query.error.code} ${query.error.message}`}</p>}
       {places.length > 0 && (
-        <Dense vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} asked={places.map((place) => asked[place] ?? { name: "", input: {} })} />
+        <Dense vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} inputs={places.map((place) => inputs[place] ?? { name: "", input: {} })} />
       )}
-      {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} asked={asked} />}
-      {query?.multivector && <Late model={model} query={query} reply={reply} asked={asked} text={calls[0]?.body.items[0]?.text ?? ""} />}
+      {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} inputs={inputs} />}
+      {query?.multivector && <Late model={model} query={query} reply={reply} inputs={inputs} text={calls[0]?.body.items[0]?.text ?? ""} />}
       {query?.dense && reply.items?.map((item, place) => item.chunks && <Chunks key={place} chunks={item.chunks} query={query.dense?.values ?? []} text={last?.body.items[place]?.text ?? ""} />)}
-      {reply.scores && <Scores scores={reply.scores} asked={asked} scale={model.score_scale} />}
-      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} params={calls[0].body.params ?? {}} />}
-      <Items reply={reply} asked={asked} />
-      {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} asked={asked} />}
+      {reply.scores && <Scores scores={reply.scores} inputs={inputs} scale={model.score_scale} />}
+      {calls[0]?.verb === "extract" && <Extracted reply={reply} inputs={inputs} params={calls[0].body.params ?? {}} />}
+      <Items reply={reply} inputs={inputs} />
+      {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} inputs={inputs} />}
       <h3>Where the time went</h3>
       <Waterfall timing={reply.timing} />
       {copies}
@@ -85,8 +85,8 @@ function rangeOf(scale: string | null, values: number[]): [number, number] {
   return scale === "logit" ? [-reach, reach] : [isNegative ? -reach : 0, reach];
 }
 
-function Scores({ scores, asked, scale }: { scores: NonNullable<Reply["scores"]>; asked: Asked[]; scale: string | null }) {
-  const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: asked[placeOf(item_id)]?.name ?? item_id, value: score }]));
+function Scores({ scores, inputs, scale }: { scores: NonNullable<Reply["scores"]>; inputs: NamedInput[]; scale: string | null }) {
+  const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: inputs[placeOf(item_id)]?.name ?? item_id, value: score }]));
   const [least, most] = rangeOf(scale, rows.map(({ value }) => value));
   return (
     <>

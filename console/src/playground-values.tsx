@@ -14,13 +14,13 @@ interface Value {
 
 /** The values of an item in the order of its data. A span has the path of its value, a choice the path of its property. */
 export function valuesOf({ data = {}, entities = [], classifications = [] }: Slot): Value[] {
-  const spans = new Map(entities.map((each) => [each.label, each]));
+  const spans = new Map(entities.map((entity) => [entity.label, entity]));
   const scores = new Map(classifications.map(({ label, score }) => [label, score]));
   function* leaves(path: string, owner: string, value: unknown): Generator<Value> {
     if (Array.isArray(value) && value.length) {
-      for (const [place, each] of value.entries()) yield* leaves(`${path}[${place}]`, path, each);
+      for (const [place, member] of value.entries()) yield* leaves(`${path}[${place}]`, path, member);
     } else if (value !== null && typeof value === "object" && !Array.isArray(value)) {
-      for (const [name, each] of Object.entries(value)) yield* leaves(path ? `${path}.${name}` : name, "", each);
+      for (const [name, member] of Object.entries(value)) yield* leaves(path ? `${path}.${name}` : name, "", member);
     } else {
       const span = spans.get(path);
       const named = typeof value === "string" ? value : JSON.stringify(value);

@@ -1,6 +1,6 @@
 import { useMemo } from "preact/hooks";
 import { isCut } from "./playground-cut";
-import { type Asked, Bars, short, step, useAnswer } from "./playground-parts";
+import { type NamedInput, Bars, short, step, useAnswer } from "./playground-parts";
 import type { Reply, Token } from "./types";
 import { cosines, projected } from "./vectors";
 
@@ -36,11 +36,11 @@ export function Heat({ matrix, names }: { matrix: number[][]; names: string[] })
   );
 }
 
-export function Dense({ vectors, asked }: { vectors: number[][]; asked: Asked[] }) {
+export function Dense({ vectors, inputs }: { vectors: number[][]; inputs: NamedInput[] }) {
   const matrix = useMemo(() => cosines(vectors), [vectors]);
   const points = useMemo(() => projected(vectors), [vectors]);
   const reach = Math.max(1e-9, ...points.flat().map(Math.abs));
-  const name = (place: number): string => asked[place]?.name ?? "";
+  const name = (place: number): string => inputs[place]?.name ?? "";
   const pairs = matrix
     .flatMap((row, i) => row.slice(i + 1).map((value, offset) => ({ i, j: i + 1 + offset, value })))
     .sort((a, b) => b.value - a.value)
@@ -84,30 +84,30 @@ interface Weighted {
 }
 
 /** The weights of each text: the largest as bars, and all of them in the text, by the tokens of its tokenizer. */
-export function Sparse({ model, reply, asked }: { model: string; reply: Reply; asked: Asked[] }) {
-  const found = useMemo(() => (reply.items ?? []).flatMap((item, place): Weighted[] => {
+export function Sparse({ model, reply, inputs }: { model: string; reply: Reply; inputs: NamedInput[] }) {
+  const weighted = useMemo(() => (reply.items ?? []).flatMap((item, place): Weighted[] => {
     if (!item.sparse) return [];
     const pairs = item.sparse.indices.map((id, at): [number, number] => [id, item.sparse?.values[at] ?? 0]);
     return [{ place, weights: new Map(pairs), best: pairs.sort((a, b) => b[1] - a[1]).slice(0, BARS) }];
   }), [reply]);
-  const ids = useMemo(() => [...new Set(found.flatMap(({ best }) => best.map(([id]) => id)))].slice(0, MOST_WORDS), [found]);
+  const ids = useMemo(() => [...new Set(weighted.flatMap(({ best }) => best.map(([id]) => id)))].slice(0, MOST_WORDS), [weighted]);
   const words = useAnswer<string[]>(ids.length ? `/tei/${model}/decode` : "", { ids: ids.map((id) => [id]), skip_special_tokens: false });
-  const texts = found.map(({ place }) => asked[place]?.input.text ?? "");
+  const texts = weighted.map(({ place }) => inputs[place]?.input.text ?? "");
   const tokens = useAnswer<Token[][]>(texts.length ? `/tei/${model}/tokenize` : "", { inputs: texts });
   const names = new Map(ids.map((id, at) => [id, words.value?.[at]]));
-  const most = Math.max(...found.flatMap(({ best }) => best.map(([, value]) => value))); // of all texts, so that bars of two compare
+  const most = Math.max(...weighted.flatMap(({ best }) => best.map(([, value]) => value))); // of all texts, so that bars of two compare
   return (
     <>
       {words.refusal && <p class="warn">{`The words of the token ids are not known: ${words.refusal}`}</p>}
-      {found.map(({ place, weights, best }, at) => {
+      {weighted.map(({ place, weights, best }, at) => {
         const own = tokens.value?.[at];
         const written = new Set(own?.map((token) => token.id));
         return (
           <>
-            <h3>{`${place + 1} ${short(asked[place]?.name ?? "")} (${weights.size} weights)`}</h3>
-            {own && <Highlighted text={texts[at] ?? ""} tokens={own} weights={weights} seen={reply.items?.[place]?.usage?.truncated ? reply.items[place]?.usage?.prompt_tokens : undefined} />}
+            <h3>{`${place + 1} ${short(inputs[place]?.name ?? "")} (${weights.size} weights)`}</h3>
+            {own && <Highlighted text={texts[at] ?? ""} tokens={own} weights={weights} readTokens={reply.items?.[place]?.usage?.truncated ? reply.items[place]?.usage?.prompt_tokens : undefined} />}
             <Bars
-              label={`Weights of ${asked[place]?.name ?? ""}`}
+              label={`Weights of ${inputs[place]?.name ?? ""}`}
               most={most}
               rows={best.map(([id, value]) => ({
                 name: names.get(id)?.trim() || `token ${id}`,
@@ -123,8 +123,8 @@ export function Sparse({ model, reply, asked }: { model: string; reply: Reply; a
   );
 }
 
-/** A text whose tokens are marked by their weights. `seen`: how many tokens the model read, if that is not all. */
-function Highlighted({ text, tokens, weights, seen }: { text: string; tokens: Token[]; weights: Map<number, number>; seen?: number }) {
+/** A text whose tokens are marked by their weights. `readTokens`: how many tokens the model read, if that is not all. */
+function Highlighted({ text, tokens, weights, readTokens }: { text: string; tokens: Token[]; weights: Map<number, number>; readTokens?: number }) {
   const bytes = new TextEncoder().encode(text);
   const decoder = new TextDecoder();
   const most = Math.max(1e-9, ...tokens.map((token) => weights.get(token.id) ?? 0));
@@ -133,7 +133,7 @@ function Highlighted({ text, tokens, weights, seen }: { text: string; tokens: To
   tokens.forEach((token, order) => {
     const weight = weights.get(token.id) ?? 0;
     const title = `token ${token.id}, weight ${weight.toFixed(4)}`;
-    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${seen !== undefined && isCut(token, order, seen) ? "cut" : ""}`;
+    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${readTokens !== undefined && isCut(token, order, readTokens) ? "cut" : ""}`;
     if (token.start === null || token.stop === null) {
       pieces.push(<mark class={`special ${strength}`} title={title} data-id={token.id}>{token.text}</mark>);
       return;

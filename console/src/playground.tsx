@@ -4,8 +4,8 @@ import { noteUse, Picker } from "./picker";
 import { Compared } from "./playground-compare";
 import { AsJson, complaintsOf, Controls, isChunked, isLate, outputOf, outputsOf, paramsOf, refusalsOf, type Settings, UNSET } from "./playground-controls";
 import { Example, EXAMPLES, QUESTION } from "./playground-example";
-import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
-import type { Asked } from "./playground-parts";
+import { type Attached, attached, Files, inputOf, accepted } from "./playground-files";
+import type { NamedInput } from "./playground-parts";
 import { type Call, type Input, type Outcome, run, type Verb } from "./playground-requests";
 import { Result } from "./playground-result";
 import { parsed } from "./json-fields";
@@ -48,12 +48,12 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const [pictures, setPictures] = useState<Attached[]>([]);
   const [notPictures, setNotPictures] = useState<string[]>([]);
   const [settings, setSettings] = useState<Settings>(UNSET);
-  const [done, setDone] = useState<{ verb: Verb; outcomes: Outcome[]; asked: Asked[]; settings: Settings; turn: number }>({ verb, outcomes: [], asked: [], settings: UNSET, turn: 0 });
+  const [done, setDone] = useState<{ verb: Verb; outcomes: Outcome[]; inputs: NamedInput[]; settings: Settings; turn: number }>({ verb, outcomes: [], inputs: [], settings: UNSET, turn: 0 });
   const [running, setRunning] = useState<AbortController>();
   const set = (name: keyof Settings, value: string | undefined) => setSettings((old) => ({ ...old, [name]: value }));
 
-  const model = fitting.find((each) => each.id === first);
-  const kinds = taken(model?.inputs ?? []);
+  const model = fitting.find((model) => model.id === first);
+  const kinds = accepted(model?.inputs ?? []);
   const texts = !model || model.inputs.includes("text");
   const late = isLate(verb, settings, model);
   const chunked = isChunked(verb, settings, model);
@@ -63,18 +63,18 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const sendable = chunked ? [] : files.filter((file) => kinds.includes(file.kind));
   const hasInput = sendable.length > 0 || (texts && Boolean(text.trim()));
   const isSound = !Object.keys(complaintsOf(verb, settings, model)).length;
-  const refusals = refusalsOf(done.outcomes.filter((each) => [first, second].includes(each.model.id)).map(({ refusal }) => refusal), done.settings, settings);
+  const refusals = refusalsOf(done.outcomes.filter((outcome) => [first, second].includes(outcome.model.id)).map(({ refusal }) => refusal), done.settings, settings);
   const ready = !running && canInfer && model && hasInput && isSound;
 
   useEffect(() => setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[verb] : old)), [verb]); // own texts stay
   // a result is there before anything is pressed, where it costs no load
-  const isLoaded = [first, second].every((id) => !id || fitting.find((each) => each.id === id)?.state === "loaded");
+  const isLoaded = [first, second].every((id) => !id || fitting.find((model) => model.id === id)?.state === "loaded");
   const isIdle = canInfer && model && isLoaded && text === EXAMPLES[verb] && query === QUESTION && texts && done.verb === verb && !done.turn;
   useEffect(() => {
     if (isIdle && !running) void submit();
   }, [isIdle, verb]);
 
-  function asked(): Asked[] {
+  function sentInputs(): NamedInput[] {
     if (chunked) return [{ name: text.trim(), input: { text, chunks: { max_tokens: Number(settings.chunks) }, context: settings.context === "true" } }];
     const lines = texts ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
     const own = verb === "extract" && settings.metadata.trim() ? { metadata: parsed(settings.metadata) } : {};
@@ -84,29 +84,29 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
     ].slice(0, MOST).map(({ name, input }) => ({ name, input: { ...input, ...own } }));
   }
 
-  function callsOf(wanted: Model, items: Input[]): Call[] {
-    const params = paramsOf(verb, settings, wanted);
+  function callsOf(model: Model, items: Input[]): Call[] {
+    const params = paramsOf(verb, settings, model);
     const call = (body: Call["body"], more: Record<string, unknown> = {}): Call => {
       const all = { ...more, ...params };
-      return { verb, model: wanted.id, body: { ...body, ...(Object.keys(all).length ? { params: all } : {}) } };
+      return { verb, model: model.id, body: { ...body, ...(Object.keys(all).length ? { params: all } : {}) } };
     };
     if (verb === "extract") return [call({ items })];
-    const images = pictured ? pictures.map((each) => each.data) : [];
+    const images = pictured ? pictures.map((picture) => picture.data) : [];
     const asking: Input = { ...(query.trim() || !images.length ? { text: query } : {}), ...(images.length ? { images } : {}) };
     if (verb === "score") return [call({ query: asking, items })];
-    return chunked || outputOf(settings, wanted) === "multivector" ? [call({ items: [asking] }, { is_query: true }), call({ items })] : [call({ items })];
+    return chunked || outputOf(settings, model) === "multivector" ? [call({ items: [asking] }, { is_query: true }), call({ items })] : [call({ items })];
   }
 
   async function submit(event?: Event) {
     event?.preventDefault();
-    const given = asked();
-    const chosen = [first, second].flatMap((id) => fitting.find((each) => each.id === id) ?? []);
+    const inputs = sentInputs();
+    const chosen = [first, second].flatMap((id) => fitting.find((model) => model.id === id) ?? []);
     const controller = new AbortController();
     setRunning(controller);
     try {
-      const outcomes = await Promise.all(chosen.map((each) => run(each, callsOf(each, given.map(({ input }) => input)), controller.signal)));
-      if (event) noteUse(chosen.map((each) => each.id));
-      setDone((old) => ({ verb, outcomes, asked: given, settings, turn: old.turn + 1 }));
+      const outcomes = await Promise.all(chosen.map((model) => run(model, callsOf(model, inputs.map(({ input }) => input)), controller.signal)));
+      if (event) noteUse(chosen.map((model) => model.id));
+      setDone((old) => ({ verb, outcomes, inputs, settings, turn: old.turn + 1 }));
     } finally {
       setRunning(undefined);
     }
@@ -114,19 +114,19 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
 
   function change(next: Verb) {
     go(address({ verb: next }));
-    setDone({ verb: next, outcomes: [], asked: [], settings: UNSET, turn: 0 });
+    setDone({ verb: next, outcomes: [], inputs: [], settings: UNSET, turn: 0 });
   }
 
-  async function add(given: Iterable<File>) {
-    const { found, refused: others } = await attached(given, kinds);
-    setRefused(others);
-    setFiles((old) => [...old, ...found].slice(0, MOST));
+  async function add(files: Iterable<File>) {
+    const { attachments, refused: refusals } = await attached(files, kinds);
+    setRefused(refusals);
+    setFiles((old) => [...old, ...attachments].slice(0, MOST));
   }
 
-  async function addPictures(given: Iterable<File>) {
-    const { found, refused: others } = await attached(given, ["image"]);
-    setNotPictures(others);
-    setPictures((old) => [...old, ...found].slice(0, MOST));
+  async function addPictures(files: Iterable<File>) {
+    const { attachments, refused: refusals } = await attached(files, ["image"]);
+    setNotPictures(refusals);
+    setPictures((old) => [...old, ...attachments].slice(0, MOST));
   }
 
   function onPaste(event: ClipboardEvent) {
@@ -137,7 +137,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   }
 
   const shown = done.verb === verb ? done.outcomes : []; // back leads to another verb
-  const [one, two] = shown;
+  const [left, right] = shown;
   return (
     <section>
       <div class="verbs" role="radiogroup" aria-label="What to do">
@@ -149,7 +149,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           </label>
         ))}
       </div>
-      <div class={`work ${two ? "two" : ""}`}>
+      <div class={`work ${right ? "two" : ""}`}>
         <form
           class="panel"
           onSubmit={submit}
@@ -195,14 +195,14 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
             {running && <button type="button" id="stop" onClick={() => running.abort()}>Stop</button>}
             {running && model?.state !== "loaded" && <span class="dim">{`${first} is loaded first, which may take a while.`}</span>}
           </span>
-          <Lacking scope="infer" what="Requests need" />
+          <Lacking scope="infer" subject="Requests need" />
           {!fitting.length && <p class="warn">{`No model of the catalogue can ${verb}. `}<a href={href("models", [], { add: "ID" })}>Add a model</a></p>}
           </div>
         </form>
-        <p class="unseen" role="status">{running ? "Running" : shown.map((each) => `${each.model.id} ${each.refusal ? "refused" : "answered"}`).join(", ")}</p>
+        <p class="unseen" role="status">{running ? "Running" : shown.map((outcome) => `${outcome.model.id} ${outcome.refusal ? "refused" : "answered"}`).join(", ")}</p>
         <div class="beside" aria-busy={Boolean(running)}>
-          {one && two && <Compared first={one} second={two} asked={done.asked} />}
-          {shown.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} asked={done.asked} />)}
+          {left && right && <Compared first={left} second={right} inputs={done.inputs} />}
+          {shown.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} inputs={done.inputs} />)}
           {!shown.length && !isIdle && <Example verb={verb} model={model} />}
         </div>
       </div>

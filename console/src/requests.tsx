@@ -1,7 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { get } from "./api";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { go, href } from "./routes";
 import { Table } from "./table";
 import type { RequestLog, Slow, SlowRequests } from "./types";
@@ -15,23 +15,23 @@ const KEPT = 1000; // all that a gateway keeps
 /** The slow and failed requests of the last hour, and one by its id. */
 export function Requests({ showsFailed }: { showsFailed: boolean }) {
   const [onlyFailed, setOnlyFailed] = useState(showsFailed); // most of them are fast, and not among the slowest
-  const { value } = useAsked<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
-  const [wanted, setWanted] = useState("");
-  const kept = (value?.requests ?? []).filter((each) => !onlyFailed || each.code);
-  if (onlyFailed) kept.sort((one, other) => other.at - one.at);
-  const shown = kept.slice(0, SLOWEST);
+  const { value } = usePolled<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
+  const [search, setSearch] = useState("");
+  const requests = (value?.requests ?? []).filter((request) => !onlyFailed || request.code);
+  if (onlyFailed) requests.sort((first, second) => second.at - first.at);
+  const shown = requests.slice(0, SLOWEST);
   return (
     <>
       <form
         class="row"
         onSubmit={(event) => {
           event.preventDefault();
-          if (wanted.trim()) go(href("cluster", ["requests", wanted.trim()]));
+          if (search.trim()) go(href("cluster", ["requests", search.trim()]));
         }}
       >
         <label>
           Find a request by its X-SIE-Request-ID
-          <input id="request" value={wanted} spellcheck={false} autocomplete="off" onInput={(event) => setWanted(event.currentTarget.value)} />
+          <input id="request" value={search} spellcheck={false} autocomplete="off" onInput={(event) => setSearch(event.currentTarget.value)} />
         </label>
         <button type="submit">Find</button>
         <label class={`chip ${onlyFailed ? "on" : ""}`}>
@@ -40,10 +40,10 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
         </label>
       </form>
       {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
-      <ByWorker requests={kept} />
+      <ByWorker requests={requests} />
       {shown.length > 0 && (
         <Table label="Slow requests" class="cards" rows={{ id: "requests" }} columns={["request", "time", "verb, model", "status", { number: "inputs" }, { number: "ms" }, "mostly"]}>
-          {shown.map((each) => <Row key={each.id} request={each} />)}
+          {shown.map((request) => <Row key={request.id} request={request} />)}
         </Table>
       )}
     </>
@@ -53,7 +53,7 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
 /** The stage that took most of a request's time, in words. */
 function mostly(request: Slow): string {
   const stages = stagesOf(request.timing ?? {});
-  const [name, ms] = stages.sort((one, other) => other[1] - one[1])[0] ?? ["", 0];
+  const [name, ms] = stages.sort((first, second) => second[1] - first[1])[0] ?? ["", 0];
   if (!ms || !request.total_ms) return "";
   return `${name} ${Math.round((100 * ms) / request.total_ms)} %`;
 }
@@ -64,7 +64,7 @@ interface Share { model: string; worker: string; parts: number; workerMs: number
 
 /** Milliseconds of inference for 1,000 tokens, 0 where nobody knows. */
 const pace = (shares: Share[]): number => {
-  const [ms, tokens] = shares.reduce(([ms, tokens], one) => [ms + one.inferenceMs, tokens + one.tokens], [0, 0] as [number, number]);
+  const [ms, tokens] = shares.reduce(([ms, tokens], share) => [ms + share.inferenceMs, tokens + share.tokens], [0, 0] as [number, number]);
   return tokens ? (1000 * ms) / tokens : 0;
 };
 
@@ -89,11 +89,11 @@ function ByWorker({ requests }: { requests: Slow[] }) {
   const rows = [...models.values()].filter((workers) => workers.size > 1).flatMap((workers) => {
     const shares = [...workers.values()];
     return shares
-      .map((one) => {
-        const [own, others] = [pace([one]), pace(shares.filter((each) => each !== one))];
-        return { ...one, own, times: own && others ? own / others : 0 };
+      .map((share) => {
+        const [own, rest] = [pace([share]), pace(shares.filter((entry) => entry !== share))];
+        return { ...share, own, times: own && rest ? own / rest : 0 };
       })
-      .sort((one, other) => other.times - one.times);
+      .sort((first, second) => second.times - first.times);
   });
   if (!rows.length) return null;
   return (
@@ -130,7 +130,7 @@ export function RequestPage({ id }: { id: string }) {
   useEffect(() => {
     let ended = false;
     get<Slow>(`/v1/requests/${encodeURIComponent(id)}`).then(
-      (found) => !ended && setRequest(found),
+      (request) => !ended && setRequest(request),
       (error: unknown) => {
         if (!(error instanceof SIEError)) throw error;
         if (!ended) setTrouble(error.message);

@@ -1,6 +1,6 @@
 import type { CallOptions } from "sie-client";
 import { client } from "./api";
-import { useAsked } from "./asked";
+import { usePolled } from "./polled";
 import { Table } from "./table";
 
 const EVERY_MS = 5000;
@@ -9,7 +9,7 @@ const listed = async (options: CallOptions) => client().pools.list(options);
 
 /** Pools and the reservations of workers, with what is left of each lease. */
 export function Reservations() {
-  const { value: pools } = useAsked(listed, EVERY_MS);
+  const { value: pools } = usePolled(listed, EVERY_MS);
   if (!pools) return null;
   if (!pools.length) return <p class="dim">No pool has announced itself.</p>;
   return (

@@ -44,9 +44,9 @@ function ofCsv(text: string): Preview {
   const pattern = /"((?:[^"]|"")*)"|([^,\r\n"]*)/y;
   for (let at = 0; at < text.length && rows.length <= ROWS + 1; ) {
     pattern.lastIndex = at;
-    const [found = "", quoted, plain = ""] = pattern.exec(text) ?? [];
+    const [match = "", quoted, plain = ""] = pattern.exec(text) ?? [];
     rows.at(-1)?.push(quoted?.replaceAll('""', '"') ?? plain);
-    at += found.length;
+    at += match.length;
     const end = /\r?\n|,/y;
     end.lastIndex = at;
     const [mark = " "] = end.exec(text) ?? [];

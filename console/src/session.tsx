@@ -17,12 +17,12 @@ export const useUnread = (): number => useContext(SessionContext).unread;
 export const useScope = (scope: string): boolean => useContext(SessionContext).scopes.includes(scope);
 
 /** That a key of this scope is needed, and the way to sign in with one; nothing where the page has it. */
-export function Lacking({ scope, what }: { scope: string; what: string }) {
+export function Lacking({ scope, subject }: { scope: string; subject: string }) {
   const { scopes, signIn } = useContext(SessionContext);
   if (scopes.includes(scope)) return null;
   return (
     <p class="lacking">
-      {`${what} a key with the scope ${scope}. `}
+      {`${subject} a key with the scope ${scope}. `}
       <button type="button" class="link" onClick={signIn}>Sign in</button>
     </p>
   );

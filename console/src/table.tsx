@@ -16,7 +16,7 @@ export function Table({ label, columns, class: own, rows = undefined, role = "re
   return (
     <div class={isTall ? "scroll tall" : "scroll"} tabIndex={0} role={role} aria-label={label}>
       <table class={own}>
-        <thead><tr>{columns.map((each) => (typeof each === "object" && "number" in each ? <th scope="col" class="number">{each.number}</th> : <th scope="col">{each}</th>))}</tr></thead>
+        <thead><tr>{columns.map((column) => (typeof column === "object" && "number" in column ? <th scope="col" class="number">{column.number}</th> : <th scope="col">{column}</th>))}</tr></thead>
         <tbody {...rows}>{children}</tbody>
       </table>
     </div>

@@ -20,28 +20,28 @@ export function projected(vectors: number[][]): [number, number][] {
   const gram = centred.map((a) => centred.map((b) => dot(a, b)));
   const axes: number[][] = [];
   for (let axis = 0; axis < 2; axis++) {
-    let found = gram.map((_, place) => Math.cos(place * (axis + 1) + 1)); // any start that no eigenvector is orthogonal to
+    let vector = gram.map((_, place) => Math.cos(place * (axis + 1) + 1)); // any start that no eigenvector is orthogonal to
     for (let turn = 0; turn < 200; turn++) {
-      const next = gram.map((row) => dot(row, found));
+      const next = gram.map((row) => dot(row, vector));
       const size = norm(next);
       if (size < 1e-12) {
-        found = found.map(() => 0);
+        vector = vector.map(() => 0);
         break;
       }
-      found = next.map((value) => value / size);
+      vector = next.map((value) => value / size);
     }
-    const value = dot(gram.map((row) => dot(row, found)), found);
-    axes.push(found.map((each) => each * Math.sqrt(Math.max(0, value))));
-    gram.forEach((row, i) => row.forEach((_, j) => (row[j] = (row[j] ?? 0) - value * (found[i] ?? 0) * (found[j] ?? 0))));
+    const value = dot(gram.map((row) => dot(row, vector)), vector);
+    axes.push(vector.map((coordinate) => coordinate * Math.sqrt(Math.max(0, value))));
+    gram.forEach((row, i) => row.forEach((_, j) => (row[j] = (row[j] ?? 0) - value * (vector[i] ?? 0) * (vector[j] ?? 0))));
   }
   return vectors.map((_, place) => [axes[0]?.[place] ?? 0, axes[1]?.[place] ?? 0]);
 }
 
 /** Products of all rows of a query with all rows of a document, shape (query rows, document rows). */
-export const products = (query: number[][], document: number[][]): number[][] => query.map((row) => document.map((other) => dot(row, other)));
+export const products = (query: number[][], document: number[][]): number[][] => query.map((row) => document.map((column) => dot(row, column)));
 
 /** For each row of the query its best row of the document, and the product with it; their sum is the score (MaxSim). */
 export function maxSim(map: number[][]): { best: { at: number; value: number }[]; sum: number } {
-  const best = map.map((row) => row.reduce((kept, value, at) => (value > kept.value ? { at, value } : kept), { at: -1, value: -Infinity }));
+  const best = map.map((row) => row.reduce((best, value, at) => (value > best.value ? { at, value } : best), { at: -1, value: -Infinity }));
   return { best, sum: best.reduce((sum, { value }) => sum + value, 0) };
 }

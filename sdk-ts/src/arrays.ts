@@ -28,7 +28,7 @@ export function unpack(value: unknown): unknown {
   if (value instanceof Uint8Array) return value.slice();
   if (typeof value !== "object" || value === null) return value;
   if (isArrayMap(value)) return matrix(value);
-  return Object.fromEntries(Object.entries(value).map(([name, each]) => [name, unpack(each)]));
+  return Object.fromEntries(Object.entries(value).map(([name, member]) => [name, unpack(member)]));
 }
 
 function isArrayMap(value: object): boolean {
@@ -37,9 +37,9 @@ function isArrayMap(value: object): boolean {
 
 /** The array of its map. Throws TypeError for a map that is none. */
 export function matrix(value: unknown): Matrix {
-  const told = value as { type?: unknown; shape?: unknown; data?: unknown };
+  const packed = value as { type?: unknown; shape?: unknown; data?: unknown };
   if (typeof value !== "object" || value === null || !isArrayMap(value)) throw new TypeError("expected an array");
-  const { type, shape, data } = told;
+  const { type, shape, data } = packed;
   if (typeof type !== "string" || !Array.isArray(shape) || !(data instanceof Uint8Array)) {
     throw new TypeError("array: expected type, shape and data");
   }
@@ -57,14 +57,14 @@ export function matrix(value: unknown): Matrix {
 
 /** The vector of its map. */
 export function vector(value: unknown): Numbers {
-  const found = matrix(value);
-  if (found.shape.length !== 1) throw new TypeError(`array: expected one axis, got ${found.shape.length}`);
-  return found.data;
+  const rows = matrix(value);
+  if (rows.shape.length !== 1) throw new TypeError(`array: expected one axis, got ${rows.shape.length}`);
+  return rows.data;
 }
 
 /** float16 as float32. */
 function widened(halves: Uint16Array): Float32Array {
-  const found = new Float32Array(halves.length);
+  const floats = new Float32Array(halves.length);
   halves.forEach((half, index) => {
     const exponent = (half >> 10) & 0x1f;
     const fraction = half & 0x3ff;
@@ -72,9 +72,9 @@ function widened(halves: Uint16Array): Float32Array {
       exponent === 0 ? fraction * 2 ** -24
       : exponent < 31 ? (1 + fraction / 1024) * 2 ** (exponent - 15)
       : fraction ? NaN : Infinity;
-    found[index] = half & 0x8000 ? -size : size;
+    floats[index] = half & 0x8000 ? -size : size;
   });
-  return found;
+  return floats;
 }
 
 /** The map of a matrix of tokens, as a request has it. Throws TypeError for what is none. */
@@ -92,13 +92,13 @@ function ofRows(rows: unknown[]): Matrix {
   const width = (rows[0] as ArrayLike<number> | undefined)?.length ?? 0;
   const data = new Float32Array(rows.length * width);
   rows.forEach((row, index) => {
-    const given = row as ArrayLike<number> | null;
-    if (typeof given !== "object" || given === null || given.length !== width) {
+    const numbers = row as ArrayLike<number> | null;
+    if (typeof numbers !== "object" || numbers === null || numbers.length !== width) {
       throw new TypeError(`expected rows of ${width} numbers, got another one at ${index}`);
     }
-    data.set(given, index * width);
+    data.set(numbers, index * width);
   });
-  if (data.some((each) => !Number.isFinite(each))) throw new TypeError("expected finite numbers of float32");
+  if (data.some((number) => !Number.isFinite(number))) throw new TypeError("expected finite numbers of float32");
   return { data, shape: [rows.length, width] };
 }
 

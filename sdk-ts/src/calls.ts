@@ -178,9 +178,9 @@ const COSTLY = new Set(["GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"]);
 
 function judged(answer: Received, session: Session): Failed {
   const { status, headers, body } = answer;
-  const told = maps(body);
-  const details = isMap(told["error"]) ? { ...told["error"] } : {};
-  if (Array.isArray(told["errors"])) details["errors"] = told["errors"];
+  const document = maps(body);
+  const details = isMap(document["error"]) ? { ...document["error"] } : {};
+  if (Array.isArray(document["errors"])) details["errors"] = document["errors"];
   const code = String(headers.get("x-sie-error-code") || (details["code"] ?? "")); // another API's shape has its own in the body
   const isProxy = !code && [502, 503, 504].includes(status); // its answer: there is nobody behind it
   const says = headers.get("x-should-retry");
@@ -209,8 +209,8 @@ export function isMap(value: unknown): value is Record<string, unknown> {
 
 function maps(body: Uint8Array): Record<string, unknown> {
   try {
-    const found: unknown = JSON.parse(new TextDecoder().decode(body));
-    return isMap(found) ? found : {};
+    const value: unknown = JSON.parse(new TextDecoder().decode(body));
+    return isMap(value) ? value : {};
   } catch {
     return {};
   }
@@ -221,8 +221,8 @@ export function reading<T>(answer: Received, function_: (body: Uint8Array) => T)
   try {
     return function_(answer.body);
   } catch (error) {
-    const what = error instanceof Error ? error.message : String(error);
-    throw unreadable(what, answer.headers.get("x-sie-request-id") ?? "", error);
+    const cause = error instanceof Error ? error.message : String(error);
+    throw unreadable(cause, answer.headers.get("x-sie-request-id") ?? "", error);
   }
 }
 
@@ -236,7 +236,7 @@ export async function json(
   session: Session,
   body: unknown,
   withinMs: number,
-  check: (found: unknown) => void = () => undefined,
+  check: (value: unknown) => void = () => undefined,
 ): Promise<unknown> {
   // the key is sent there, and `..` would lead to another route
   if (typeof path !== "string" || !isRoute(path)) {
@@ -252,9 +252,9 @@ export async function json(
     }
   }
   return reading(await call(request, session), (bytes) => {
-    const found: unknown = JSON.parse(new TextDecoder().decode(bytes));
-    check(found);
-    return found;
+    const value: unknown = JSON.parse(new TextDecoder().decode(bytes));
+    check(value);
+    return value;
   });
 }
 
@@ -266,12 +266,12 @@ export async function jsonCall<T extends object>(
   expected: readonly (string & keyof T)[],
   body?: unknown,
 ): Promise<T> {
-  const found = await json(method, path, session, body, CONTROL_MS, (told) => {
-    if (!isMap(told)) throw new TypeError("expected a map");
-    const absent = expected.filter((name) => !(name in told));
+  const reply = await json(method, path, session, body, CONTROL_MS, (body) => {
+    if (!isMap(body)) throw new TypeError("expected a map");
+    const absent = expected.filter((name) => !(name in body));
     if (absent.length) throw new TypeError(`expected ${absent.join(", ")}`);
   });
-  return found as T;
+  return reply as T;
 }
 
 /** Deletes an object. One that is not there is no error after an attempt without an answer, which may have deleted it. */

@@ -285,6 +285,6 @@ export function invalid(message: string, param = "", cause?: unknown): InvalidIn
 }
 
 /** What a reply should have and has not is the server's fault. */
-export function unreadable(what: string, requestId = "", cause?: unknown): ServerError {
-  return new ServerError(`the server's reply could not be read: ${what}`, { status: 200, requestId, cause });
+export function unreadable(part: string, requestId = "", cause?: unknown): ServerError {
+  return new ServerError(`the server's reply could not be read: ${part}`, { status: 200, requestId, cause });
 }

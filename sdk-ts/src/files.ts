@@ -31,9 +31,9 @@ export class Files {
     const headers = { accept: "application/json" };
     const request: Send = { method: "POST", path: "/v1/files", headers, body: form, withinMs: UPLOAD_MS, once: true };
     return reading(await call(request, this.session.forCall(options)), (bytes) => {
-      const found: unknown = JSON.parse(new TextDecoder().decode(bytes));
-      if (!isMap(found) || FILE.some((field) => !(field in found))) throw new TypeError(`expected a map with ${FILE.join(", ")}`);
-      return found as unknown as FileObject;
+      const value: unknown = JSON.parse(new TextDecoder().decode(bytes));
+      if (!isMap(value) || FILE.some((field) => !(field in value))) throw new TypeError(`expected a map with ${FILE.join(", ")}`);
+      return value as unknown as FileObject;
     });
   }
 

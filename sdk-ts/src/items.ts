@@ -22,9 +22,9 @@ export interface Sent {
 /** An item as it is sent, its files read. `path` names it in errors. Throws InvalidInputError. */
 export async function item(input: Input, path: string): Promise<Sent> {
   if (typeof input === "string") return { value: input, ...weight(input) };
-  const given: unknown = input;
-  if (typeof given !== "object" || given === null || !isPlain(given)) {
-    throw invalid(`${path}: expected a string or an object, got ${given === null ? "null" : typeof given}`, path);
+  const plain: unknown = input;
+  if (typeof plain !== "object" || plain === null || !isPlain(plain)) {
+    throw invalid(`${path}: expected a string or an object, got ${plain === null ? "null" : typeof plain}`, path);
   }
   const value: Record<string, unknown> = { ...input };
   let { tokens, bytes } = weight(typeof input.text === "string" ? input.text : "");
@@ -38,7 +38,7 @@ export async function item(input: Input, path: string): Promise<Sent> {
   if (input.images != null) {
     const several = Array.isArray(input.images) ? input.images : [input.images];
     value["images"] = await Promise.all(
-      several.map(async (each, index) => add(await media(each, `${path}.images[${index}]`), IMAGE_TOKENS)),
+      several.map(async (image, index) => add(await media(image, `${path}.images[${index}]`), IMAGE_TOKENS)),
     );
   }
   for (const name of FILES) {

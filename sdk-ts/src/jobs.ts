@@ -104,11 +104,11 @@ export class Jobs {
     const parts: JobPart[] = [];
     for (let after: number | null = null; ; ) {
       const query: string = after === null ? "" : `?after=${after}`;
-      const found: JobManifest = await jsonCall("GET", `${path(id)}/manifest${query}`, session, ["job", "parts"]);
-      if (!Array.isArray(found.parts)) throw unreadable("parts: expected a list");
-      parts.push(...found.parts);
-      const next: number | null = found.next ?? null;
-      if (next === null) return { ...found, parts, next };
+      const page: JobManifest = await jsonCall("GET", `${path(id)}/manifest${query}`, session, ["job", "parts"]);
+      if (!Array.isArray(page.parts)) throw unreadable("parts: expected a list");
+      parts.push(...page.parts);
+      const next: number | null = page.next ?? null;
+      if (next === null) return { ...page, parts, next };
       if (after !== null && next <= after) throw unreadable("the pages of the manifest do not end");
       after = next;
     }
@@ -164,5 +164,5 @@ async function sha256(body: Uint8Array): Promise<string | undefined> {
 }
 
 function hex(bytes: Uint8Array): string {
-  return Array.from(bytes, (each) => each.toString(16).padStart(2, "0")).join("");
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -111,8 +111,8 @@ export class Session {
   }
 
   /** The session of one call. What is undefined is as the client has it. */
-  forCall(given: CallOptions = {}): Session {
-    const own = Object.fromEntries(Object.entries(given).filter(([, value]) => value !== undefined));
+  forCall(options: CallOptions = {}): Session {
+    const own = Object.fromEntries(Object.entries(options).filter(([, value]) => value !== undefined));
     return new Session({ ...this.options, ...own }, this.client, this);
   }
 
@@ -141,10 +141,10 @@ export class Session {
       "x-sie-explain": explain ? "1" : undefined,
       "x-sie-strict": strict ? "true" : undefined,
     };
-    const found: Record<string, string> = { "x-sie-client-version": VERSION };
-    for (const [name, value] of Object.entries(named)) if (value) found[name] = value;
-    for (const [name, value] of Object.entries(headers ?? {})) found[name.toLowerCase()] = value;
-    return found;
+    const fields: Record<string, string> = { "x-sie-client-version": VERSION };
+    for (const [name, value] of Object.entries(named)) if (value) fields[name] = value;
+    for (const [name, value] of Object.entries(headers ?? {})) fields[name.toLowerCase()] = value;
+    return fields;
   }
 }
 
@@ -169,10 +169,10 @@ function address(baseUrl: string | URL): string {
 const UNFIT = /[%\\?#\u0000-\u001f\u007f-\u009f]|\p{Cs}/u;
 
 /** A name escaped for a path. Throws for a name that may lead to another route. */
-export function quoted(name: string, what: string): string {
+export function quoted(name: string, kind: string): string {
   if (typeof name !== "string" || UNFIT.test(name) || name.split("/").some((part) => ["", ".", ".."].includes(part))) {
     const expected = "a name without empty parts, . and .. between slashes, and without %, \\, ?, # and control characters";
-    throw invalid(`${what}: expected ${expected}, got ${JSON.stringify(name)?.slice(0, 80)}`, what);
+    throw invalid(`${kind}: expected ${expected}, got ${JSON.stringify(name)?.slice(0, 80)}`, kind);
   }
   return encodeURIComponent(name).replace(/%(2F|3A|40)/g, decodeURIComponent);
 }

@@ -56,10 +56,10 @@ export class Filling {
 
   /** What is there so far. */
   take(): Part {
-    const taken = this.part;
-    this.part = { start: taken.start + taken.items.length, items: [] };
+    const current = this.part;
+    this.part = { start: current.start + current.items.length, items: [] };
     this.tokens = this.bytes = 0;
-    return taken;
+    return current;
   }
 }
 
@@ -88,7 +88,7 @@ export class Request {
   async ask(part: Part, byPlace = false, session = this.session): Promise<Reply> {
     const { start } = part;
     const count = part.items.length;
-    const items = byPlace ? part.items.map((each, index) => named(each, String(start + index))) : part.items;
+    const items = byPlace ? part.items.map((item, index) => named(item, String(start + index))) : part.items;
     const { onProgress } = this.session.options;
     const answer = await call(
       this.send({ items, ...this.fixed }, start, count),
@@ -116,8 +116,8 @@ export class Request {
     try {
       return { method: "POST", path: this.path, headers, body: encode(body), withinMs: this.session.withinMs };
     } catch (error) {
-      const what = `items[${start}] to items[${start + count - 1}], the query or a parameter`;
-      throw invalid(`${what}: ${(error as Error).message}`, "", error);
+      const place = `items[${start}] to items[${start + count - 1}], the query or a parameter`;
+      throw invalid(`${place}: ${(error as Error).message}`, "", error);
     }
   }
 }
@@ -175,24 +175,24 @@ function unpackedButVectors(value: unknown): Record<string, unknown> {
 function shared(body: Record<string, unknown>, requestId: string): Shared {
   const { model, fingerprint, warnings, explain } = body;
   if (typeof model !== "string") throw new TypeError("expected model");
-  const found: Shared = {
+  const state: Shared = {
     model,
     timing: timing(body["timing"]),
     fingerprint: typeof fingerprint === "string" ? fingerprint : "",
     warnings: Array.isArray(warnings) ? warnings.map(String) : [],
     requestId,
   };
-  if (Array.isArray(explain)) found.explain = explain.filter(isMap);
-  return found;
+  if (Array.isArray(explain)) state.explain = explain.filter(isMap);
+  return state;
 }
 
 /** `queue_ms` is `queueMs` here. The server tells each stage by a second, long name too. */
 export function timing(value: unknown): Timing {
-  const found: Timing = { queueMs: 0, tokenizationMs: 0, inferenceMs: 0, postprocessingMs: 0, totalMs: 0 };
+  const durations: Timing = { queueMs: 0, tokenizationMs: 0, inferenceMs: 0, postprocessingMs: 0, totalMs: 0 };
   for (const [name, ms] of Object.entries(isMap(value) ? value : {})) {
-    if (name.endsWith("_ms") && typeof ms === "number") found[camel(name)] = ms;
+    if (name.endsWith("_ms") && typeof ms === "number") durations[camel(name)] = ms;
   }
-  return found;
+  return durations;
 }
 
 function camel(name: string): string {
@@ -200,33 +200,33 @@ function camel(name: string): string {
 }
 
 function usage(value: unknown): Usage {
-  const told = isMap(value) ? value : {};
-  const found: Usage = {
-    promptTokens: Number(told["prompt_tokens"] ?? 0),
-    totalTokens: Number(told["total_tokens"] ?? 0),
-    truncatedItems: Array.isArray(told["truncated_items"]) ? told["truncated_items"].map(Number) : [],
+  const body = isMap(value) ? value : {};
+  const total: Usage = {
+    promptTokens: Number(body["prompt_tokens"] ?? 0),
+    totalTokens: Number(body["total_tokens"] ?? 0),
+    truncatedItems: Array.isArray(body["truncated_items"]) ? body["truncated_items"].map(Number) : [],
   };
-  if (told["images"] !== undefined) found.images = Number(told["images"]);
-  return found;
+  if (body["images"] !== undefined) total.images = Number(body["images"]);
+  return total;
 }
 
 export function itemUsage(value: unknown): ItemUsage {
-  const told = isMap(value) ? value : {};
+  const body = isMap(value) ? value : {};
   return {
-    promptTokens: Number(told["prompt_tokens"] ?? 0),
-    totalTokens: Number(told["total_tokens"] ?? 0),
-    truncated: told["truncated"] === true,
+    promptTokens: Number(body["prompt_tokens"] ?? 0),
+    totalTokens: Number(body["total_tokens"] ?? 0),
+    truncated: body["truncated"] === true,
   };
 }
 
 /** The usage of a call in parts. */
 export function summed(replies: readonly Reply[]): Usage {
   const total: Usage = { promptTokens: 0, totalTokens: 0, truncatedItems: [] };
-  for (const { usage: each, start } of replies) {
-    total.promptTokens += each.promptTokens;
-    total.totalTokens += each.totalTokens;
-    total.truncatedItems.push(...each.truncatedItems.map((index) => start + index));
-    if (each.images !== undefined) total.images = (total.images ?? 0) + each.images;
+  for (const { usage, start } of replies) {
+    total.promptTokens += usage.promptTokens;
+    total.totalTokens += usage.totalTokens;
+    total.truncatedItems.push(...usage.truncatedItems.map((index) => start + index));
+    if (usage.images !== undefined) total.images = (total.images ?? 0) + usage.images;
   }
   return total;
 }
@@ -236,10 +236,10 @@ function placed(error: SIEError, start: number): SIEError {
   const moved = (text: string) => text.replace(/\bitems\[(\d+)\]/g, (_, place: string) => `items[${start + Number(place)}]`);
   if (!start) return error;
   error.message = moved(error.message);
-  const told = error.details["errors"];
-  for (const each of [error.details, ...(Array.isArray(told) ? told.filter(isMap) : [])]) {
-    for (const name of ["param", "message"]) if (typeof each[name] === "string") each[name] = moved(each[name]);
-    if (typeof each["index"] === "number") each["index"] += start;
+  const errors = error.details["errors"];
+  for (const entry of [error.details, ...(Array.isArray(errors) ? errors.filter(isMap) : [])]) {
+    for (const name of ["param", "message"]) if (typeof entry[name] === "string") entry[name] = moved(entry[name]);
+    if (typeof entry["index"] === "number") entry["index"] += start;
   }
   return error;
 }

@@ -46,7 +46,7 @@ function firstMissing(root: JSONSchema, schema: JSONSchema, value: unknown, path
   if (steps > MAX_REFERENCES) return undefined;
   if (schema["$ref"] !== undefined) return firstMissing(root, definition(root, schema["$ref"]), value, path, steps + 1);
   const { required, properties, items, anyOf, oneOf } = schema;
-  if (Array.isArray(value)) return first(value.map((one, place) => firstMissing(root, part(items), one, `${path}[${place}]`)));
+  if (Array.isArray(value)) return first(value.map((entry, place) => firstMissing(root, part(items), entry, `${path}[${place}]`)));
   if (!isMap(value)) return undefined;
   const options = (anyOf ?? oneOf) as JSONSchema[] | undefined;
   if (options) return first(options.map((option) => firstMissing(root, option, value, path, steps + 1)));

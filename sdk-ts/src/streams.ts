@@ -26,12 +26,12 @@ export async function* stream<R>(
   const request = new Request(verb.name, model, "items", { params: params ?? {} }, own, 0);
   const flying: Promise<R[]>[] = [];
   const most = session.options.concurrency ?? CONCURRENCY;
-  const taken: Input[] = []; // of the part that fills
+  const items: Input[] = []; // of the part that fills
   const start = (part: Part) => {
-    const inputs = taken.splice(0, part.items.length);
-    const found = request.ask(part).then((reply) => results(verb, reply, inputs));
-    found.catch(() => undefined); // it is told when its turn comes
-    flying.push(found);
+    const inputs = items.splice(0, part.items.length);
+    const pending = request.ask(part).then((reply) => results(verb, reply, inputs));
+    pending.catch(() => undefined); // it is thrown when its turn comes
+    flying.push(pending);
   };
   const filling = new Filling(own);
   const iterator = Symbol.asyncIterator in source ? source[Symbol.asyncIterator]() : source[Symbol.iterator]();
@@ -62,7 +62,7 @@ export async function* stream<R>(
         const sent = await item(event.value, `items[${count++}]`);
         const full = filling.add(sent);
         if (full) start(full);
-        taken.push(event.value);
+        items.push(event.value);
       }
     }
   } finally {

@@ -44,10 +44,10 @@ export async function perItem<R>(
   const request = new Request(verb.name, model, "items", { params: params ?? {} }, session, inputs.length);
   if (!inputs.length) return withUsage([], summed([]));
   const replies = await askAll(request, inputs, session);
-  const found = replies.flatMap((reply) =>
+  const all = replies.flatMap((reply) =>
     results(verb, reply, inputs.slice(reply.start, reply.start + reply.slots.length)),
   );
-  return withUsage(found, summed(replies));
+  return withUsage(all, summed(replies));
 }
 
 /** As `perItem` of extract, whose values become those of a schema. */
@@ -75,8 +75,8 @@ export async function perSchema(
   return withUsage(await Promise.all(results), extracted.usage);
 }
 
-function withUsage<R>(found: R[], usage: Usage): Results<R> {
-  return Object.assign(found, { usage });
+function withUsage<R>(results: R[], usage: Usage): Results<R> {
+  return Object.assign(results, { usage });
 }
 
 export async function score(
@@ -94,10 +94,10 @@ export async function score(
   let scores = replies.flatMap((reply) => reply.slots.map((slot) => scored(slot, reply)));
   if (replies.length > 1) {
     scores.sort(
-      (one, other) =>
-        Number(one.score === null) - Number(other.score === null) ||
-        (other.score ?? 0) - (one.score ?? 0) ||
-        Number(one.itemId) - Number(other.itemId),
+      (first, second) =>
+        Number(first.score === null) - Number(second.score === null) ||
+        (second.score ?? 0) - (first.score ?? 0) ||
+        Number(first.itemId) - Number(second.itemId),
     );
     scores = scores.map((entry, rank) => ({ ...entry, rank, itemId: idOf(inputs[Number(entry.itemId)]!, Number(entry.itemId)) }));
   }
@@ -117,12 +117,12 @@ function scored(slot: Record<string, unknown>, reply: Reply): ScoreEntry {
   return entry;
 }
 
-function slotError(told: Record<string, unknown>, reply: Reply): SIEError {
-  const code = String(told["code"] ?? "");
-  const retryAfterS = told["retry_after_s"];
-  const facts = { code, requestId: reply.shared.requestId, retryable: told["retryable"] === true, details: told };
+function slotError(slot: Record<string, unknown>, reply: Reply): SIEError {
+  const code = String(slot["code"] ?? "");
+  const retryAfterS = slot["retry_after_s"];
+  const facts = { code, requestId: reply.shared.requestId, retryable: slot["retryable"] === true, details: slot };
   const after = typeof retryAfterS === "number" ? { retryAfterMs: retryAfterS * 1000 } : {};
-  return new (errorClass(code, 0))(`${code}: ${String(told["message"] ?? "")}`, { ...facts, ...after });
+  return new (errorClass(code, 0))(`${code}: ${String(slot["message"] ?? "")}`, { ...facts, ...after });
 }
 
 /** What slots of encode, extract and redact have in common. */
@@ -138,49 +138,49 @@ function common(reply: Reply, slot: Record<string, unknown>) {
 
 function encoded(reply: Reply, slot: Record<string, unknown>): EncodeResult {
   const { id, chunks } = slot;
-  const found: EncodeResult = { ...common(reply, slot), ...outputs(slot) };
-  if (typeof id === "string") found.id = id;
-  if (isMap(reply.body["muvera"])) found.muvera = reply.body["muvera"];
+  const result: EncodeResult = { ...common(reply, slot), ...outputs(slot) };
+  if (typeof id === "string") result.id = id;
+  if (isMap(reply.body["muvera"])) result.muvera = reply.body["muvera"];
   if (Array.isArray(chunks)) {
-    found.chunks = chunks.filter(isMap).map((chunk) => {
+    result.chunks = chunks.filter(isMap).map((chunk) => {
       const place = { start: Number(chunk["start"]), end: Number(chunk["end"]), tokens: Number(chunk["tokens"]) };
       return { ...place, ...outputs(chunk) };
     });
   }
-  return found;
+  return result;
 }
 
 /** The outputs of an item or of a chunk. */
 function outputs(slot: Record<string, unknown>): Outputs {
   const { dense, sparse, multivector } = slot;
-  const found: Outputs = { outputs: {} };
+  const result: Outputs = { outputs: {} };
   if (isMap(dense)) {
-    found.dense = vector(dense["values"]);
-    found.outputs.dense = output(dense);
+    result.dense = vector(dense["values"]);
+    result.outputs.dense = output(dense);
   }
   if (isMap(sparse)) {
     const indices = vector(sparse["indices"]);
     if (!(indices instanceof Int32Array)) throw new TypeError("sparse: expected indices of int32");
-    found.sparse = { indices, values: vector(sparse["values"]) };
-    found.outputs.sparse = output(sparse);
+    result.sparse = { indices, values: vector(sparse["values"]) };
+    result.outputs.sparse = output(sparse);
   }
   if (isMap(multivector)) {
     const tokens: Matrix = matrix(multivector["values"]);
     if (tokens.shape.length !== 2) throw new TypeError("multivector: expected two axes");
-    found.multivector = tokens;
-    found.outputs.multivector = output(multivector);
+    result.multivector = tokens;
+    result.outputs.multivector = output(multivector);
   }
-  return found;
+  return result;
 }
 
-function output(told: Record<string, unknown>): Output {
-  const found: Output = { dtype: String(told["dtype"]), dims: Number(told["dims"] ?? told["token_dims"]) };
+function output(body: Record<string, unknown>): Output {
+  const array: Output = { dtype: String(body["dtype"]), dims: Number(body["dims"] ?? body["token_dims"]) };
   for (const name of ["scale", "offset"] as const) {
-    const value = told[name];
-    if (value !== undefined) found[name] = isMap(value) ? vector(value) : Number(value);
+    const value = body[name];
+    if (value !== undefined) array[name] = isMap(value) ? vector(value) : Number(value);
   }
-  if (typeof told["source"] === "string") found.source = told["source"];
-  return found;
+  if (typeof body["source"] === "string") array.source = body["source"];
+  return array;
 }
 
 function extracted(reply: Reply, slot: Record<string, unknown>, input: Input, place: number): ExtractResult {

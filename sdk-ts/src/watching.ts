@@ -16,21 +16,21 @@ export async function* watch(session: Session): AsyncGenerator<StatusFrame, void
   const { apiKey } = session;
   const open = connector(session);
   // a page cannot send a key with a websocket: it asks for the same every second
-  if (apiKey && !open.sendsHeaders) return yield* asked(session);
+  if (apiKey && !open.sendsHeaders) return yield* frames(session);
   for (;;) {
     // the errors, the patience and the retries of a request: a refused handshake tells a client of a browser nothing
     await health(session);
     const socket = new Frames(open.connect(), session.signal);
-    let seen = 0;
+    let count = 0;
     try {
       for (let frame = await socket.next(); frame; frame = await socket.next()) {
-        seen += 1;
+        count += 1;
         yield frame;
       }
     } finally {
       socket.close();
     }
-    if (!seen) {
+    if (!count) {
       const message = `the websocket ${session.baseUrl}${PATH} was not opened, where /health answers: is a proxy in between?`;
       throw new SIEConnectionError(message);
     }
@@ -38,10 +38,10 @@ export async function* watch(session: Session): AsyncGenerator<StatusFrame, void
   }
 }
 
-async function* asked(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
+async function* frames(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
   for (;;) {
-    const { cluster, workers, unhealthy_workers: others, models } = await health(session);
-    yield { timestamp: Date.now() / 1000, cluster, workers: [...workers, ...(others ?? [])], models };
+    const { cluster, workers, unhealthy_workers: unhealthy, models } = await health(session);
+    yield { timestamp: Date.now() / 1000, cluster, workers: [...workers, ...(unhealthy ?? [])], models };
     await sleep(EVERY_MS, session.signal);
   }
 }

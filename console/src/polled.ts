@@ -9,7 +9,7 @@ const LATE_MS = 3000; // of an answer, after which the page says that there is n
  * never while the page is hidden. What was answered last stays to be read when an answer is missing; `trouble` says why.
  * Another `look` asks at once.
  */
-export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
+export function usePolled<T>(source: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
   const [value, setValue] = useState<T>();
   const [trouble, setTrouble] = useState("");
   useEffect(() => {
@@ -19,7 +19,7 @@ export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>
       window.clearTimeout(timer);
       if (document.visibilityState === "visible") {
         try {
-          const next = await (typeof what === "string" ? get<T>(what, LATE_MS) : what({ signal: AbortSignal.timeout(LATE_MS) }));
+          const next = await (typeof source === "string" ? get<T>(source, LATE_MS) : source({ signal: AbortSignal.timeout(LATE_MS) }));
           if (ended) return;
           setValue(next);
           setTrouble("");
@@ -36,6 +36,6 @@ export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [what, everyMs, look]);
+  }, [source, everyMs, look]);
   return { value, trouble };
 }
