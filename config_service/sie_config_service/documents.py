@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from sie_config_service.fields import described
 from sie_contracts import plain, yaml_text
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import parse_written
+from sie_contracts.schema_faults import described
 
 T = TypeVar("T")
 MAX_DIFFERENCES = 100

@@ -119,7 +119,7 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
         ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
         ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
         ("id: org/name", "id: ../name", "$.id", 1, "form"),
-        ("family: text-encoder\n", "", "$", 1, "family"),
+        ("family: text-encoder\n", "", "$.family", 1, "missing"),
         ("run:\n  pooling: mean", "run: [1]", "$.run", 7, "expected a map, got a list"),
         ("max_tokens: 128", "max_tokens: 128\nmax_tokens: 256", "$", 7, "twice"),
         ("max_tokens: 128", "max_tokens: &a 128\nx: *a", "$", 6, "alias"),

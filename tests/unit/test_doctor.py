@@ -364,7 +364,7 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
         async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
             says, (finding,) = await models(probe)
             assert says == ""
-            assert "bad.yaml: $ (line 1): missing field" in finding.wrong
+            assert "bad.yaml: $.weights (line 1): missing" in finding.wrong
             (folder / "bad.yaml").unlink()
             assert await models(probe) == (f"0 models in {folder}", [])
             folder.rmdir()

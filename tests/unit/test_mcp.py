@@ -259,7 +259,7 @@ async def test_an_oversized_document_is_one_sentence(
 ) -> None:
     async with running.client(keys["both"], mode) as client:
         too_long = {"data": "A" * (schemas.INLINE_BYTES + 1)}
-        assert "Expected `str` of length <=" in sentence(await client.call_tool("parse_document", too_long))
+        assert "data: expected a string of length <= " in sentence(await client.call_tool("parse_document", too_long))
         monkeypatch.setattr(tools, "MAX_BYTES", 3)
         uploaded = await running.gateway.client.post(
             "/v1/files",
@@ -486,19 +486,19 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
     secret = "s3cr3t-of-an-agent"
     async with running.client(keys["both"]) as client:
         for name, arguments, says in (
-            ("encode", {"texts": []}, "`array` of length >= 1 - at `$.texts`"),
-            ("encode", {"texts": [secret, ""]}, "`str` of length >= 1 - at `$.texts[1]`"),
-            ("encode", {"texts": ["a"] * 65}, "`array` of length <= 64 - at `$.texts`"),
-            ("encode", {"texts": ["a" * 50_001]}, "`str` of length <= 50000"),
-            ("encode", {"texts": [secret], "x": 1}, "unknown field `x`"),
-            ("rerank", {"documents": [secret]}, "missing required field `query`"),
-            ("rerank", {"query": "q", "documents": ["a"], "top_n": 51}, "`int` <= 50"),
-            ("redact", {"texts": [secret], "style": "hash"}, "Invalid enum value"),
+            ("encode", {"texts": []}, "texts: expected a list of length >= 1"),
+            ("encode", {"texts": [secret, ""]}, "texts[1]: expected a string of length >= 1"),
+            ("encode", {"texts": ["a"] * 65}, "texts: expected a list of length <= 64"),
+            ("encode", {"texts": ["a" * 50_001]}, "texts[0]: expected a string of length <= 50000"),
+            ("encode", {"texts": [secret], "x": 1}, "x: unknown field; expected some of "),
+            ("rerank", {"documents": [secret]}, "query: missing"),
+            ("rerank", {"query": "q", "documents": ["a"], "top_n": 51}, "top_n: expected a whole number <= 50"),
+            ("redact", {"texts": [secret], "style": "hash"}, "style: expected one of "),
             ("parse_document", {}, "in exactly one way"),
             ("parse_document", {"data": "?"}, "is not base64"),
             ("parse_document", {"data": "é"}, "is not base64"),
             ("parse_document", {"path": "/etc/passwd"}, "reads no files by path"),
-            ("parse_document", {"file": "../x"}, "Expected `str` matching regex"),
+            ("parse_document", {"file": "../x"}, "file: expected a string matching regex"),
             ("no_such_tool", {}, "There is no such tool"),
         ):
             text = sentence(await client.call_tool(name, arguments))
@@ -713,10 +713,10 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
         ("[", "not YAML"),
         ("models: !!binary x", "not YAML"),
         ("collections: {a: !!bool maybe}", "not YAML"),
-        ("models: {encoder: x}", "unknown field `encoder`"),
-        ("collections: {a: {store: s}}", "missing required field `collection`"),
+        ("models: {encoder: x}", "models.encoder: unknown field; did you mean `encode`?"),
+        ("collections: {a: {store: s}}", "collections[...].collection: missing"),
         ("collections: {a: {store: s, collection: 'x;y', model: m, description: d}}", "the name of a collection"),
-        ("- a", "Expected `object`"),
+        ("- a", "mcp.yaml: expected a map, got a list"),
     ],
 )
 def test_a_wrong_file_of_settings_is_refused_with_its_field(tmp_path: Path, text: str, says: str) -> None:

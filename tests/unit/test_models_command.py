@@ -624,7 +624,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
         422,
         ("$.revision: expected {revision: N}", "/history lists"),
     ),
-    "a reserved id": ("POST", "/models", {}, b'{"id": "a/status"}', 422, ("missing field",)),
+    "a reserved id": ("POST", "/models", {}, b'{"id": "a/status"}', 422, ("$.weights: missing",)),
     "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
     "another path": ("GET", "/none", {}, b"", 404, ("no such path; /docs lists all",)),
     "steps up": ("GET", "/models/a/%2e%2e/b", {}, b"", 400, ("`..`",)),

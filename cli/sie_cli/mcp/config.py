@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from sie_contracts import yaml_text
+from sie_contracts.schema_faults import fault_line
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import StoreError
 from sie_store.sinks.sink import checked_name
@@ -60,6 +61,8 @@ def read(path: Path | None) -> McpConfig:
             checked_name(collection.collection)
     except OSError as error:
         raise SettingError("--config", f"{path}: {error.strerror}") from error
-    except (yaml_text.NotYAML, msgspec.ValidationError, StoreError) as error:
+    except msgspec.ValidationError as error:
+        raise SettingError("--config", f"{path}: {fault_line(McpConfig, error)}") from error
+    except (yaml_text.NotYAML, StoreError) as error:
         raise SettingError("--config", f"{path}: {error}") from error
     return config

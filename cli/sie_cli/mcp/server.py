@@ -45,6 +45,7 @@ from sie_cli.mcp.sentences import sentence_of
 from sie_cli.mcp.tools import RESULT_URI, AgentTool, AgentTools, ToolRefused
 from sie_client import SIEError
 from sie_contracts import __version__
+from sie_contracts.schema_faults import fault_line
 
 NAME = "sie"
 MAX_CALLS, MAX_CALLS_OF_CALLER = 256, 16
@@ -125,7 +126,9 @@ class AgentServer:
         try:
             parsed = msgspec.convert(arguments, tool.arguments)
         except msgspec.ValidationError as error:
-            raise ToolRefused(f"The arguments do not fit: {error}. Change them and call again.") from error
+            raise ToolRefused(
+                f"The arguments do not fit: {fault_line(tool.arguments, error)}. Change them and call again."
+            ) from error
         async with self._refusing(caller):
             return await tool.call(caller, parsed)
 

@@ -21,10 +21,11 @@ from sie_contracts import sdk_versions
 from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
+from sie_contracts.schema_faults import invalid_input
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import family
-from sie_gateway.operations.handlers import call_of, json_response, whole
+from sie_gateway.operations.handlers import call_of, flag, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         job = msgspec.convert(body, _SubmittedJob)
     except msgspec.ValidationError as error:
-        raise _schema_fault(error) from error
+        raise invalid_input(_SubmittedJob, error) from error
     src = job.src or job.source
     if job.execution != "run":
         raise InvalidInput.at("execution", "expected run: a job always begins at once, and cannot only be planned")
@@ -163,16 +164,6 @@ def _authority(uri: str) -> str:
     return uri.partition("://")[2].partition("/")[0]
 
 
-def _schema_fault(error: msgspec.ValidationError) -> InvalidInput:
-    """Return an InvalidInput that names the faulty field. The decoder's message ends with its path, such as `$.a.b`."""
-    message, at, path = str(error).rpartition(" - at ")
-    name, _, parent = path.rpartition(" in ")
-    field = (parent or path).strip("`").removeprefix("$.")
-    if not at or field == "$":
-        return InvalidInput.at("body", message or path)
-    return InvalidInput.at(field, f"a key: {message}" if name else message)
-
-
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
 _T = TypeVar("_T")
 
@@ -186,9 +177,8 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
     body = bodies.decode(raw, msgpack=False)
     try:
         return msgspec.convert(body if form is None else form(body), kind)
-    # the decoder's message may be shown to the client: it has the expected type, but no value of the body
     except msgspec.ValidationError as error:
-        raise _schema_fault(error) from error
+        raise invalid_input(kind, error) from error
 
 
 def _form(body: Any) -> Any:
@@ -273,7 +263,7 @@ async def part(gateway: Gateway, request: Request) -> Response:
 
 async def rows(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
-    only_failed = request.query_params.get("failed", "false") == "true"
+    only_failed = flag(request.query_params, "failed", default=False)
     return json_response(
         await gateway.results.rows(job, whole(request.query_params, "limit", 20, 1, 1000), only_failed=only_failed)
     )

@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from sie_broker import BrokerError
 from sie_contracts.api import cache as api
 from sie_contracts.errors import InvalidInput, QueueUnavailable
+from sie_contracts.schema_faults import invalid_input
 from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
@@ -67,7 +68,7 @@ def _erasure(body: bytes) -> AnswerErasure:
     try:
         selection = msgspec.convert(bodies.decode(body, msgpack=False), api.CacheErasure)
     except msgspec.ValidationError as error:
-        raise InvalidInput.at("body", "expected a map with model, key, text, query or all") from error
+        raise invalid_input(api.CacheErasure, error) from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
         raise InvalidInput.at("text", "expected the document that was scored for the query")

@@ -61,6 +61,14 @@ def whole(query: QueryParams, name: str, default: int, least: int, most: int) ->
     return value
 
 
+def flag(query: QueryParams, name: str, *, default: bool) -> bool:
+    """Return the value of a query parameter, true or false, or `default`. Raises InvalidInput for another value."""
+    value = query.get(name, str(default).lower())
+    if value not in ("true", "false"):
+        raise InvalidInput.at(name, "expected true or false")
+    return value == "true"
+
+
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
     """Return the `models` that the query selects and, if it has a limit, `total`: their number without the limit."""
     listed = await model_list(
@@ -68,8 +76,8 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         gateway.fleet,
         task=query.get("task", ""),
         output=query.get("output", ""),
-        loaded=query.get("loaded", "") == "true",
-        variants=query.get("variants", "") != "false",
+        loaded=flag(query, "loaded", default=False),
+        variants=flag(query, "variants", default=True),
         text=query.get("filter", ""),
         limit=whole(query, "limit", 1, 1, 1000) if "limit" in query else None,
         figures=gateway.inference.shadows.figures,

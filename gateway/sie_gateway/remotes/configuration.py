@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from sie_contracts import yaml_text
+from sie_contracts.schema_faults import fault_line
 from sie_contracts.settings import SettingError
 from sie_contracts.url_names import quoted
 
@@ -48,7 +49,9 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
         if len(raw) > MAX_FILE_BYTES:
             raise SettingError(SETTING, f"{path}: more than {MAX_FILE_BYTES} bytes")
         servers = msgspec.convert(yaml_text.load(raw), _RemotesDocument).remotes
-    except (OSError, yaml_text.NotYAML, msgspec.ValidationError) as error:
+    except msgspec.ValidationError as error:
+        raise SettingError(SETTING, f"{path}: {fault_line(_RemotesDocument, error)}") from error
+    except (OSError, yaml_text.NotYAML) as error:
         raise SettingError(SETTING, f"{path}: {error}") from error
     for server in servers:
         if (fault := _fault(server)) or server.name == "local":

@@ -42,7 +42,7 @@ class CacheState(Struct, kw_only=True):
     models: list[CachedModel]
 
 
-class CacheErasure(Struct, kw_only=True):
+class CacheErasure(Struct, kw_only=True, forbid_unknown_fields=True):
     """Selection of answers to erase, in the caches of all gateways. An answer is erased if it fits each field that is
     set. At least one field is set.
     """

@@ -1,6 +1,6 @@
 """Error texts that say how to correct a field: permitted values and similar names, taken from the document's type.
 
-type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
+error of msgspec, type of the document ──► path of the field, "missing", "expected one of …", "did you mean …"
 """
 
 from __future__ import annotations
@@ -11,39 +11,59 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import inspect
+from msgspec import ValidationError, inspect
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.names import located
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _MAX_NAMES = 30
+_MAX_NAME = 64  # maximum number of characters of an unknown field's name in an error text
+
+
+def invalid_input(kind: type, error: ValidationError) -> InvalidInput:
+    """Return the refusal of a request body that msgspec refused as a `kind`. Its `param` is the path of the field."""
+    path, text = _field_fault(kind, error)
+    return InvalidInput.at(path or "body", text)
+
+
+def fault_line(kind: type, error: ValidationError) -> str:
+    """Return "path: fault" for a document that msgspec refused as a `kind`, or the fault of the whole document."""
+    return ": ".join(filter(None, _field_fault(kind, error)))
+
+
+def _field_fault(kind: type, error: ValidationError) -> tuple[str, str]:
+    loc, text = described(kind, *located(str(error)))
+    return loc.removeprefix("$").removeprefix("."), text
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
     """Return the path and the text of a fault in a document of the type `kind`, both clearer than those of msgspec.
 
-    For an unknown field, the path ends with its name, and the text suggests a known field. For an invalid value, the
-    text lists the permitted values.
+    For an unknown or missing field, the path ends with its name. The text for an unknown field suggests a known one,
+    and for an invalid value it lists the permitted values in place of the value.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
     if unknown := _UNKNOWN.fullmatch(message):
-        return f"{loc}.{unknown[1]}", f"unknown field; {_instead(kind, unknown[1], names)}"
+        return f"{loc}.{unknown[1][:_MAX_NAME]}", f"unknown field; {_instead(kind, unknown[1], names)}"
     if missing := _MISSING.fullmatch(message):
-        return loc, f"missing field `{missing[1]}`"
-    choices = [repr(value) for part in _parts(node) if isinstance(part, inspect.LiteralType) for value in part.values]
-    return loc, f"{message}, expected one of {', '.join(choices)}" if choices and message.startswith(
-        "Invalid enum value"
-    ) else message
+        return f"{loc}.{missing[1]}", "missing"
+    choices = [str(value) for part in _parts(node) if isinstance(part, inspect.LiteralType) for value in part.values]
+    if choices and message.startswith("Invalid enum value"):
+        return loc, f"expected one of {', '.join(choices)}"
+    return loc, message
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
     """Suggest a field in place of an unknown one: a similar one in `names` or elsewhere in the document, or all
     `names`.
     """
-    if like := difflib.get_close_matches(name, names, 1, 0.6):
+    if like := difflib.get_close_matches(name[:_MAX_NAME], names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
     lasts = {path.rpartition(".")[2] for path in _places(kind)}
-    if like := difflib.get_close_matches(name, lasts, 1, 0.75):
+    if like := difflib.get_close_matches(name[:_MAX_NAME], lasts, 1, 0.75):
         elsewhere = [path for path in _places(kind) if path.rpartition(".")[2] == like[0]]
         return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
     return f"expected some of {', '.join(names[:_MAX_NAMES])}"
@@ -72,6 +92,8 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
+    if isinstance(node, inspect.Metadata):  # a description of the field, around its type
+        return _parts(node.type)
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
 
