@@ -149,7 +149,7 @@ def run(case: Case, rule: str) -> Cell:
 def _row(cells: list[Cell]) -> str:
     tries = sum(cell.tries for cell in cells)
     shares = [sum(cell.refused for cell in cells), sum(cell.shed for cell in cells), sum(cell.struck for cell in cells)]
-    refused, shed, struck = (f"{each / tries:.1%}" for each in shares)
+    refused, shed, struck = (f"{share / tries:.1%}" for share in shares)
     goodput = [cell.goodput for cell in cells if cell.goodput is not None]
     good = f"{sum(goodput) / len(goodput):.0%}, least {min(goodput):.0%}" if goodput else ""
     return (
@@ -160,7 +160,7 @@ def _row(cells: list[Cell]) -> str:
 
 
 def _share(pairs: list[tuple[int, int]]) -> str:
-    some, of = (sum(each) for each in zip(*pairs, strict=True))
+    some, of = (sum(values) for values in zip(*pairs, strict=True))
     return f"{some / of:.2%} of {of}" if of else ""
 
 
@@ -217,13 +217,13 @@ def main() -> None:
 
 
 def _say_impossible(say: Lines, cases: list[Case]) -> None:
-    found = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
-    told = ", ".join(
-        f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in found
+    budgets = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
+    text = ", ".join(
+        f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in budgets
     )
     say(
         f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with "
-        f"a and b): {told}.\n"
+        f"a and b): {text}.\n"
     )
 
 

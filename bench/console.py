@@ -54,10 +54,10 @@ class Counting(browser.Page):
 
     received = 0
 
-    def _note(self, event: str, told: dict[str, Any]) -> None:
+    def _note(self, event: str, params: dict[str, Any]) -> None:
         if event == "Network.loadingFinished":
-            self.received += int(told["encodedDataLength"])
-        super()._note(event, told)
+            self.received += int(params["encodedDataLength"])
+        super()._note(event, params)
 
 
 def cpu_share(part: stack.Part, seconds: float, meanwhile: Any = None) -> float:
@@ -94,8 +94,8 @@ def main() -> None:
         time.sleep(fleet.SETTLE_S)
         say("| view | ms to the first view | gateway, of a core | kB a minute | longest frame, ms | longest task, ms |")
         say("|---" * 6 + "|")
-        made = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
-        page = Counting(stacked.enter_context(connect(made["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20)))
+        created = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
+        page = Counting(stacked.enter_context(connect(created["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20)))
         for view, shown in VIEWS.items():
             costs, per_minute, first_ms = [], [], []
             for _ in range(options.rounds):

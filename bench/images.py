@@ -86,8 +86,8 @@ class Library:
 
     @torch.inference_mode()
     def vectors(self, files: Sequence[bytes]) -> np.ndarray:
-        found = self._model.get_image_features(pixel_values=self.prepared(files)).pooler_output.float()
-        vectors: np.ndarray = torch.nn.functional.normalize(found, dim=1).numpy()
+        features = self._model.get_image_features(pixel_values=self.prepared(files)).pooler_output.float()
+        vectors: np.ndarray = torch.nn.functional.normalize(features, dim=1).numpy()
         return vectors
 
     def rate(self, files: Sequence[bytes], seconds: float, *, threads: int, batch: int) -> float:
@@ -125,8 +125,8 @@ class Library:
         pixels = [self.prepared([file]) for file in files]
         between_s = time.process_time()
         with torch.inference_mode():
-            for each in pixels:
-                self._model.get_image_features(pixel_values=each)
+            for pixel in pixels:
+                self._model.get_image_features(pixel_values=pixel)
         ended_s = time.process_time()
         return 1000 * (between_s - started_s) / len(files), 1000 * (ended_s - between_s) / len(files)
 
@@ -141,19 +141,19 @@ class Served:
     def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
         self.cluster = cluster
         self._bodies = {
-            each: [
-                msgspec.msgpack.encode({"items": [{"images": [file]} for file in files[start : start + each]]})
-                for start in range(0, len(files) - each + 1, each)
+            load: [
+                msgspec.msgpack.encode({"items": [{"images": [file]} for file in files[start : start + load]]})
+                for start in range(0, len(files) - load + 1, load)
             ]
-            for _, each in LOADS
+            for _, load in LOADS
         }
         self._requests = {
-            each: [request(f"/v1/encode/{MODEL}", body) for body in bodies] for each, bodies in self._bodies.items()
+            entry: [request(f"/v1/encode/{MODEL}", body) for body in bodies] for entry, bodies in self._bodies.items()
         }
 
     def precision(self) -> str:
-        found = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
-        return str(found["served"][0])
+        result = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
+        return str(result["served"][0])
 
     @property
     def _url(self) -> str:
@@ -165,35 +165,35 @@ class Served:
             f"{self._url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=120, trust_env=False
         )
         answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
+        result: dict[str, Any] = answer.json()
+        return result
 
     def vectors(self) -> np.ndarray:
         """Of the first images."""
         body = self._bodies[LOADS[1][1]][0]
         return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
 
-    def rate(self, clients: int, each: int, seconds: float) -> float:
+    def rate(self, clients: int, count: int, seconds: float) -> float:
         answered, taken_s, _ = uvloop.run(
-            closed_loop("127.0.0.1", self.cluster.port, self._requests[each], clients=clients, seconds=seconds)
+            closed_loop("127.0.0.1", self.cluster.port, self._requests[count], clients=clients, seconds=seconds)
         )
-        return answered * each / taken_s
+        return answered * count / taken_s
 
-    def stages_ms(self, clients: int, each: int, seconds: float) -> dict[str, float]:
+    def stages_ms(self, clients: int, count: int, seconds: float) -> dict[str, float]:
         """Milliseconds by stage of the mean request, while so many clients ask."""
-        end_s, told, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
+        end_s, timings, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
 
         def ask(number: int) -> None:
-            bodies = self._bodies[each]
+            bodies = self._bodies[count]
             while time.perf_counter() < end_s:
                 timing = self.post(bodies[number % len(bodies)])["timing"]
                 number += 1
                 with lock:
-                    told.append(timing)
+                    timings.append(timing)
 
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(ask, range(clients)))
-        return {name: statistics.fmean(timing[name] for timing in told) for name in STAGES}
+        return {name: statistics.fmean(timing[name] for timing in timings) for name in STAGES}
 
 
 def main() -> None:
@@ -242,15 +242,15 @@ def measure(
         f"ViT-B/32 with random weights in {served.precision()}. {len(files)} photographs of {arguments.size} pixels, "
         f"JPEG, {mean_bytes / 1000:.0f} kB each.\n"
     )
-    found = served.vectors()
-    expected = library.vectors(files[: len(found)])
-    say(f"Least cosine between the vectors of both: {(found * expected).sum(1).min():.6f}.\n")
+    vectors = served.vectors()
+    expected = library.vectors(files[: len(vectors)])
+    say(f"Least cosine between the vectors of both: {(vectors * expected).sum(1).min():.6f}.\n")
     ways = library.ways()
     rates: dict[str, list[float]] = {}
     for number in range(arguments.rounds + 1):
         own = {name: way(files, arguments.seconds) for name, way in ways.items()}
         theirs = {
-            f"cluster, {clients} x {each}": served.rate(clients, each, arguments.seconds) for clients, each in LOADS
+            f"cluster, {clients} x {entry}": served.rate(clients, entry, arguments.seconds) for clients, entry in LOADS
         }
         if number:  # the first round warms up
             for name, rate in {**own, **theirs}.items():
@@ -259,7 +259,7 @@ def measure(
     say(f"Images per second, median of {arguments.rounds} rounds, each in turn. Goal of the ratio: {GOAL}.\n")
     say("| where | images/s | ratio to the library |\n|---|---|---|")
     for name, values in rates.items():
-        ratio = statistics.median(value / other for value, other in zip(values, rates[best], strict=True))
+        ratio = statistics.median(value / row for value, row in zip(values, rates[best], strict=True))
         where = f"library, {name}" if name in ways else name
         say(f"| {where} | {statistics.median(values):.1f} | {ratio:.2f} |")
     prepared_ms, forward_ms = library.parts_ms(files[:BATCH])
@@ -268,22 +268,22 @@ def measure(
         "pass, on one thread.\n"
     )
     say("Where it goes in the cluster, ms of CPU for an image:\n")
-    for clients, each in LOADS:
-        say(f"* {clients} x {each}: {processor_ms(served, clients, each, arguments.seconds)}")
+    for clients, load in LOADS:
+        say(f"* {clients} x {load}: {processor_ms(served, clients, load, arguments.seconds)}")
     say("\nThe image workers decode and resize. Stages of the mean request:\n")
     say("| clients x images | " + " | ".join(STAGES) + " |\n|---|" + "---|" * len(STAGES))
-    for clients, each in LOADS:
-        stages = served.stages_ms(clients, each, arguments.seconds)
+    for clients, load in LOADS:
+        stages = served.stages_ms(clients, load, arguments.seconds)
         total = sum(stages.values())
-        say(f"| {clients} x {each} | " + " | ".join(f"{100 * stages[name] / total:.0f} %" for name in STAGES) + " |")
+        say(f"| {clients} x {load} | " + " | ".join(f"{100 * stages[name] / total:.0f} %" for name in STAGES) + " |")
     say("\n" + copied(served, mean_bytes, arguments.seconds))
 
 
-def processor_ms(served: Served, clients: int, each: int, seconds: float) -> str:
+def processor_ms(served: Served, clients: int, count: int, seconds: float) -> str:
     before = served.cluster.cpu_s()
     own_before = psutil.Process().cpu_times()
     started_s = time.perf_counter()
-    done = served.rate(clients, each, seconds) * (time.perf_counter() - started_s)
+    done = served.rate(clients, count, seconds) * (time.perf_counter() - started_s)
     after, own = served.cluster.cpu_s(), psutil.Process().cpu_times()
     spent = {role: after[role] - before.get(role, 0.0) for role in after if role != "config"}
     spent["the clients of this benchmark"] = own.user + own.system - own_before.user - own_before.system
@@ -294,11 +294,11 @@ def copied(served: Served, mean_bytes: float, seconds: float) -> str:
     """What goes through sockets for one image. TCP on loopback is measured, so no other program may use it; what goes
     over Unix sockets is known.
     """
-    clients, each = LOADS[1]
+    clients, load = LOADS[1]
     pixels = 3 * SIZE * SIZE
     before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
     started_s = time.perf_counter()
-    done = served.rate(clients, each, seconds) * (time.perf_counter() - started_s)
+    done = served.rate(clients, load, seconds) * (time.perf_counter() - started_s)
     tcp = (psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before) / done
     total = tcp + mean_bytes + 2 * pixels
     return (

@@ -87,13 +87,13 @@ class Jobs:
         body = {"model": self._model, "input": {"file": self._file, "text": "{t}"}}
         job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
         while True:
-            told = self._client.get(f"/v1/jobs/{job}").json()
-            if told["state"] in ("completed", "failed", "paused"):
+            info = self._client.get(f"/v1/jobs/{job}").json()
+            if info["state"] in ("completed", "failed", "paused"):
                 break
             time.sleep(0.02)
-        if told["counts"]["done"] != self._count or told["counts"]["failed"]:
-            raise RuntimeError(told)
-        return self._count / (told["ended_at"] - told["started_at"])
+        if info["counts"]["done"] != self._count or info["counts"]["failed"]:
+            raise RuntimeError(info)
+        return self._count / (info["ended_at"] - info["started_at"])
 
 
 class Interactive(threading.Thread):
@@ -173,21 +173,21 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
             asking.ended.set()
             asking.join(60)
             latencies.extend(asking.latencies_ms)
-    found = {name: statistics.median(each) for name, each in rates.items()}
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     say("| way | texts/s | of the engine |")
     say("|---|--:|--:|")
-    for name, rate in found.items():
-        say(f"| {name} | {rate:.0f} | {rate / found['engine']:.2f} |")
-    say(f"\nJob to 8 x 32: {found['job'] / found['clients']:.2f}. ")
-    say(f"Job beside one request a second to itself: {found['job beside requests'] / found['job']:.2f}. ")
+    for name, rate in medians.items():
+        say(f"| {name} | {rate:.0f} | {rate / medians['engine']:.2f} |")
+    say(f"\nJob to 8 x 32: {medians['job'] / medians['clients']:.2f}. ")
+    say(f"Job beside one request a second to itself: {medians['job beside requests'] / medians['job']:.2f}. ")
     tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
-    batch_ms = 1000 * alone.budget / (found["job"] * tokens / len(alone.engine.device_threads))
+    batch_ms = 1000 * alone.budget / (medians["job"] * tokens / len(alone.engine.device_threads))
     bound_ms = 2 * percentile(quiet_ms, 0.99) + DEPTH * batch_ms
     say(f"Bound of the p99 of a request beside a job: {bound_ms:.0f} ms; a full batch takes {batch_ms:.0f} ms.")
     say("\n| one short text, ms | p50 | p99 | requests |")
     say("|---|--:|--:|--:|")
-    for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
-        say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
+    for name, times_ms in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
+        say(f"| {name} | {statistics.median(times_ms):.1f} | {percentile(times_ms, 0.99):.1f} | {len(times_ms)} |")
 
 
 def embed_many(cluster: Cluster, options: argparse.Namespace, say: Report) -> None:
@@ -212,9 +212,12 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
                 if count == len(texts):
                     rates["embed"].append(rate)
             rates["job"].append(jobs.rate())
-    found = {name: statistics.median(each) for name, each in rates.items()}
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     say(f"\n`client.embed` of {len(texts):,} texts, {rounds} rounds; {EMBED_GOALS}:")
-    say(f"{found['embed']:.0f} texts/s, a job {found['job']:.0f}, {found['embed'] / found['job']:.2f}; load average ")
+    say(
+        f"{medians['embed']:.0f} texts/s, a job {medians['job']:.0f}, {medians['embed'] / medians['job']:.2f}; "
+        "load average "
+    )
     say(f"{os.getloadavg()[1]:.1f}.")
     for count, peaks in memory.items():
         say(f"Memory beside the array for {count:,} texts: {statistics.median(peaks):.0f} MB. ")

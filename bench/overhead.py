@@ -74,7 +74,7 @@ class Alone:
         self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
 
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
-        lengths = np.array([len(each) for each in ids], np.int32)
+        lengths = np.array([len(ids_of_text) for ids_of_text in ids], np.int32)
         group = ipc.Group(0, len(ids))
         return ipc.RunBatch(
             "b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,)
@@ -88,14 +88,14 @@ class Alone:
 
     def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
         """Texts in order, in batches within the token budget and of at most this many texts."""
-        found: list[ipc.RunBatch] = []
+        rates: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
         for tokens in self.tokenizer.encode(texts, "END", 0):
             if ids and (len(ids) == most or sum(map(len, ids)) + len(tokens.ids) > self.budget):
-                found.append(self.batch(ids))
+                rates.append(self.batch(ids))
                 ids = []
             ids.append(tokens.ids)
-        return [*found, self.batch(ids)]
+        return [*rates, self.batch(ids)]
 
     def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:
         """Texts per second with every lane busy."""
@@ -178,22 +178,22 @@ class Cluster:
             for line in text.splitlines()
             if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))
         ]
-        found = {name.partition("{")[0]: float(value) for name, value in lines}
-        return found.get("sie_batch_size_sum", 0.0), found.get("sie_batch_size_count", 0.0)
+        values = {name.partition("{")[0]: float(value) for name, value in lines}
+        return values.get("sie_batch_size_sum", 0.0), values.get("sie_batch_size_count", 0.0)
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time of each process so far, by role."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()
             role = "nats-server" if argv[0].endswith("nats-server") else argv[2] if argv[2] != "-m" else argv[3]
             times = process.cpu_times()
-            found[role] = found.get(role, 0.0) + times.user + times.system
-        return found
+            totals[role] = totals.get(role, 0.0) + times.user + times.system
+        return totals
 
-    def requests(self, texts: list[str], each: int) -> list[bytes]:
-        parts = [texts[start : start + each] for start in range(0, len(texts) - each + 1, each)]
+    def requests(self, texts: list[str], count: int) -> list[bytes]:
+        parts = [texts[start : start + count] for start in range(0, len(texts) - count + 1, count)]
         return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
 
     def stop(self) -> None:
@@ -269,17 +269,17 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
     for kind, (goal_one, goal_many) in TARGETS.items():
         texts = texts_of(kind, 1024 if kind == "mix" else 8192)
         batches = alone.batches(texts)
-        ones, many = cluster.requests(texts, 1), cluster.requests(texts, 32)
+        single_requests, many = cluster.requests(texts, 1), cluster.requests(texts, 32)
         engine, single, bulk = [], [], []
         for number in range(arguments.rounds + 1):
             rates = (
                 alone.rate(batches, arguments.seconds),
-                cluster_rate(cluster, ones, 64, arguments.seconds, 1),
+                cluster_rate(cluster, single_requests, 64, arguments.seconds, 1),
                 cluster_rate(cluster, many, 8, arguments.seconds, 32),
             )
             if number:  # the first round warms up
-                for found, rate in zip((engine, single, bulk), rates, strict=True):
-                    found.append(rate)
+                for result, rate in zip((engine, single, bulk), rates, strict=True):
+                    result.append(rate)
         ratio_one = statistics.median(b / a for a, b in zip(engine, single, strict=True))
         ratio_many = statistics.median(b / a for a, b in zip(engine, bulk, strict=True))
         say(
@@ -298,9 +298,9 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
 def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Namespace) -> str:
     """One row: the engine in batches as the cluster forms them, the cluster, and what each process takes for a text."""
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
-    ones = cluster.requests(texts, 1)
+    single_requests = cluster.requests(texts, 1)
     (texts_before, batches_before), cpu_before = cluster.batch_sizes(), cluster.cpu_s()
-    rates = [cluster_rate(cluster, ones, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
+    rates = [cluster_rate(cluster, single_requests, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
     (texts_after, batches_after), cpu_after = cluster.batch_sizes(), cluster.cpu_s()
     done = texts_after - texts_before
     size = max(1, round(done / (batches_after - batches_before)))
@@ -314,11 +314,11 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
 
 
-def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
+def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, count: int) -> float:
     answered, taken_s, _ = uvloop.run(
         closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
     )
-    return answered * each / taken_s
+    return answered * count / taken_s
 
 
 if __name__ == "__main__":

@@ -125,45 +125,47 @@ class Found:
 
     @property
     def refused(self) -> list[Try]:
-        return [each for each in self.tries if each.status == 503]
+        return [attempt for attempt in self.tries if attempt.status == 503]
 
     def false(self) -> int:
         """See the head of this file."""
         case = self.case
-        entered = sorted((each for each in self.tries if each.status != 503), key=lambda each: each.at_s)
-        starts, last_s, ends = [each.at_s for each in entered], 0.0, []
-        for each in entered:
-            last_s = max(last_s, each.ended_s if each.status == 200 else each.at_s)
+        entered = sorted((entry for entry in self.tries if entry.status != 503), key=lambda entry: entry.at_s)
+        starts, last_s, ends = [entry.at_s for entry in entered], 0.0, []
+        for attempt in entered:
+            last_s = max(last_s, attempt.ended_s if attempt.status == 200 else attempt.at_s)
             ends.append(last_s)
-        told = sorted(each.ended_s for each in self.refused)
-        due = sorted(each.ended_s + each.retry_s for each in self.refused)
+        times_s = sorted(entry.ended_s for entry in self.refused)
+        due = sorted(entry.ended_s + entry.retry_s for entry in self.refused)
         slow_s = self.onsets[1][0] + case.budget_s if case.start == "slow" else self.ended_s
         slow_rate = max(1.0, self.answered(slow_s, self.ended_s))
         count = 0
-        for each in self.refused:
-            place = bisect_left(starts, each.at_s)
-            ahead_s = max(each.at_s, ends[place - 1]) if place else each.at_s
-            turns = bisect_left(told, each.at_s) - bisect_left(due, each.at_s)
-            rate = slow_rate if each.at_s >= slow_s else self.rate
-            would_s = ahead_s - each.at_s + turns / rate + REQUESTS / rate
+        for attempt in self.refused:
+            place = bisect_left(starts, attempt.at_s)
+            ahead_s = max(attempt.at_s, ends[place - 1]) if place else attempt.at_s
+            turns = bisect_left(times_s, attempt.at_s) - bisect_left(due, attempt.at_s)
+            rate = slow_rate if attempt.at_s >= slow_s else self.rate
+            would_s = ahead_s - attempt.at_s + turns / rate + REQUESTS / rate
             count += would_s + REQUESTS / rate + SPARE * case.budget_s <= case.budget_s
         return count
 
     def answered(self, begin_s: float, end_s: float) -> float:
         """Answers a second between these times, 0 in less than half a second."""
-        count = sum(each.status == 200 and begin_s <= each.ended_s < end_s for each in self.tries)
+        count = sum(attempt.status == 200 and begin_s <= attempt.ended_s < end_s for attempt in self.tries)
         return count / (end_s - begin_s) if end_s > begin_s + 0.5 else 0.0
 
     def late(self, *, onset: bool) -> tuple[int, int]:
-        found = [each for each in self.tries if each.status != 503 and self.is_onset(each.at_s) == onset]
-        return sum(each.is_late(self.case.budget_s) for each in found), len(found)
+        attempts = [attempt for attempt in self.tries if attempt.status != 503 and self.is_onset(attempt.at_s) == onset]
+        return sum(attempt.is_late(self.case.budget_s) for attempt in attempts), len(attempts)
 
     def is_onset(self, at_s: float) -> bool:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.onsets)
 
     def served(self) -> tuple[int, int]:
-        found = [each for each in self.tries if each.is_return]
-        return sum(each.status == 200 and not each.is_late(self.case.budget_s) for each in found), len(found)
+        attempts = [attempt for attempt in self.tries if attempt.is_return]
+        return sum(attempt.status == 200 and not attempt.is_late(self.case.budget_s) for attempt in attempts), len(
+            attempts
+        )
 
     def goodput(self) -> float:
         middle_s = (self.began_s + self.ended_s) / 2
@@ -171,14 +173,14 @@ class Found:
 
     def row(self) -> str:
         case, refused = self.case, len(self.refused)
-        other = Counter(each.code for each in self.tries if each.status not in (200, 503))
-        others = ", ".join(f"{count} {code}" for code, count in other.most_common(2))
+        codes = Counter(attempt.code for attempt in self.tries if attempt.status not in (200, 503))
+        codes_text = ", ".join(f"{count} {code}" for code, count in codes.most_common(2))
         count = len(self.tries)
         return (
             f"{count} | {refused / count:.1%} | {self.false() / count:.2%} | {_share(self.late(onset=False))} | "
             f"{_share(self.late(onset=True))} | {_share(self.served())} | "
             f"{f'{self.goodput():.0%}' if case.start == '10x' else ''} | "
-            f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {others} |"
+            f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {codes_text} |"
         )
 
 
@@ -205,33 +207,33 @@ class Run:
 
     async def _ask(self, client: int, *, is_return: bool = False) -> Try:
         way = client % len(self._ways)
-        one = Try(time.perf_counter(), is_return)
-        self.found.tries.append(one)
+        attempt = Try(time.perf_counter(), is_return)
+        self.found.tries.append(attempt)
         idle = self._idle[way]
         try:
             while idle and not idle[-1].is_open:
                 idle.pop()
             connection = idle.pop() if idle else await connect(*self._ways[way])
-            one.status, body = await connection.send(self._message(client))
+            attempt.status, body = await connection.send(self._message(client))
         except OSError as error:
-            one.code = type(error).__name__
+            attempt.code = type(error).__name__
         else:
             idle.append(connection)
-            if one.status != 200:
-                one.code = str(msgspec.json.decode(body).get("code"))
-                one.retry_s = float(connection.headers().get("retry-after", 1))
-        one.ended_s = time.perf_counter()
-        return one
+            if attempt.status != 200:
+                attempt.code = str(msgspec.json.decode(body).get("code"))
+                attempt.retry_s = float(connection.headers().get("retry-after", 1))
+        attempt.ended_s = time.perf_counter()
+        return attempt
 
     async def _client(self, client: int, end_s: float, *, again: bool) -> None:
         is_return = False
         while time.perf_counter() < end_s:
-            one = await self._ask(client, is_return=is_return)
-            is_return = one.status == 503
+            attempt = await self._ask(client, is_return=is_return)
+            is_return = attempt.status == 503
             if is_return:
-                if time.perf_counter() + one.retry_s >= end_s:
+                if time.perf_counter() + attempt.retry_s >= end_s:
                     return
-                await asyncio.sleep(one.retry_s + random.uniform(0.001, 0.02))
+                await asyncio.sleep(attempt.retry_s + random.uniform(0.001, 0.02))
             elif not again:
                 return
 
@@ -241,15 +243,15 @@ class Run:
         task.add_done_callback(self._tasks.discard)
 
     async def run(self) -> Found:
-        case, found = self.case, self.found
+        case, attempts = self.case, self.found
         if case.start == "tiny":
             await self._ask(0)
-            found.tries.clear()
+            attempts.tries.clear()
         lines = sum(part.lines for part in self.stack.parts)
-        begin_s = found.began_s = time.perf_counter()
-        end_s = found.ended_s = begin_s + case.seconds
+        begin_s = attempts.began_s = time.perf_counter()
+        end_s = attempts.ended_s = begin_s + case.seconds
         onset_s = min(case.seconds / 2, max(2 * case.budget_s, 10 * case.full_s))
-        found.onsets = [(begin_s, begin_s + onset_s)]
+        attempts.onsets = [(begin_s, begin_s + onset_s)]
         disturbing = asyncio.create_task(self._disturb(begin_s + case.seconds / 3, end_s))
         if case.start == "10x":
             await self._arrive(begin_s, end_s)
@@ -257,14 +259,14 @@ class Run:
             for client in range(case.clients):
                 self._start(client, end_s, again=True)
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
-        found.log_lines = sum(part.lines for part in self.stack.parts) - lines
+        attempts.log_lines = sum(part.lines for part in self.stack.parts) - lines
         await disturbing
         while self._tasks:
             await asyncio.wait(self._tasks)
         for idle in self._idle:
             for connection in idle:
                 connection.close()
-        return found
+        return attempts
 
     async def _arrive(self, begin_s: float, end_s: float) -> None:
         rate = FACTOR * self.case.capacity
@@ -330,14 +332,14 @@ def main() -> None:
             continue
         codes = [("now", None), *([("before", options.before)] if options.before and case.is_compared else [])]
         for name, code in codes:
-            found = cell(case, code)
-            seen = found.answered((found.began_s + found.ended_s) / 2, found.ended_s)
-            found.rate = rates[case.device] = min(case.capacity, max(seen, rates.get(case.device, 1.0)))
+            result = cell(case, code)
+            answered_share = result.answered((result.began_s + result.ended_s) / 2, result.ended_s)
+            result.rate = rates[case.device] = min(case.capacity, max(answered_share, rates.get(case.device, 1.0)))
             device = f"{1000 * case.device[0]:g} ms, {1e6 * case.device[1]:g} us"
             start = case.start if case.gateways == 1 else f"{case.start}, {case.gateways} gateways"
             clients = case.clients or f"{FACTOR * case.capacity:.0f}/s"
-            say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {found.row()}")
-            all_found.setdefault(name, []).append(found)
+            say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {result.row()}")
+            all_found.setdefault(name, []).append(result)
     say("\n| sum of the cells above | false | late, steady | late, onset | served | goodput |")
     say("|---|---|---|---|---|---|")
     for name, those in all_found.items():
@@ -348,17 +350,18 @@ def main() -> None:
 
 def _sum(those: list[Found]) -> str:
     """Over cells: requests by requests, goodput by the capacity of the cells that have one."""
-    tries = sum(len(found.tries) for found in those)
+    tries = sum(len(attempt.tries) for attempt in those)
     pairs = [
-        [found.late(onset=False) for found in those],
-        [found.late(onset=True) for found in those],
-        [found.served() for found in those],
+        [attempt.late(onset=False) for attempt in those],
+        [attempt.late(onset=True) for attempt in those],
+        [attempt.served() for attempt in those],
     ]
-    shares = " | ".join(_share((sum(some for some, _ in each), sum(of for _, of in each))) for each in pairs)
-    open_loads = [found for found in those if found.case.start == "10x"]
-    could = sum(found.case.capacity * found.case.seconds for found in open_loads)
-    did = sum(found.goodput() * found.case.capacity * found.case.seconds for found in open_loads)
-    return f"{sum(found.false() for found in those) / tries:.2%} | {shares} | {f'{did / could:.1%}' if could else ''} |"
+    shares = " | ".join(_share((sum(some for some, _ in pair), sum(of for _, of in pair))) for pair in pairs)
+    open_loads = [attempt for attempt in those if attempt.case.start == "10x"]
+    could = sum(load.case.capacity * load.case.seconds for load in open_loads)
+    did = sum(load.goodput() * load.case.capacity * load.case.seconds for load in open_loads)
+    false_share = sum(attempt.false() for attempt in those) / tries
+    return f"{false_share:.2%} | {shares} | {f'{did / could:.1%}' if could else ''} |"
 
 
 if __name__ == "__main__":

@@ -119,9 +119,9 @@ class Alone:
         self._reading = weights.reading(self.engine.readings.read, lambda: False)
         self._options = ExtractOptions((), parameters={"max_new_tokens": tokens})
         self._tokens = tokens
-        made = [images.prepare(file, weights.rows["extract"].images) for file in files]
+        prepared = [images.prepare(file, weights.rows["extract"].images) for file in files]
         self._pages = [
-            Shown(np.frombuffer(each.pixels, np.uint8).reshape(*each.size, 3), *each.upright) for each in made
+            Shown(np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3), *image.upright) for image in prepared
         ]
 
     def rate(self, clients: int, seconds: float) -> float:
@@ -131,8 +131,8 @@ class Alone:
         def ask(number: int) -> int:
             done = 0
             while time.perf_counter() < end_s:
-                (found,) = self._reading.extract([""], [self._options], [[self._pages[number % len(self._pages)]]])
-                check(found["data"], self._tokens)
+                (result,) = self._reading.extract([""], [self._options], [[self._pages[number % len(self._pages)]]])
+                check(result["data"], self._tokens)
                 done, number = done + 1, number + clients
             return done
 
@@ -165,11 +165,11 @@ class Served:
         self._texts = {
             name: [
                 self._request(
-                    f"/v1/encode/{TEXTS}", {"items": [" ".join(rng.choice(WORDS, words)) for _ in range(each)]}
+                    f"/v1/encode/{TEXTS}", {"items": [" ".join(rng.choice(WORDS, words)) for _ in range(count)]}
                 )
                 for _ in range(32)
             ]
-            for name, (_, each, words) in LOADS.items()
+            for name, (_, count, words) in LOADS.items()
         }
         self._query = self._request(f"/v1/encode/{TEXTS}", {"items": ["What is deep learning?"]})
 
@@ -220,12 +220,14 @@ class Served:
 
 def failures(answers: Sequence[Answer]) -> None:
     """Raises RuntimeError if any was refused."""
-    if failed := [each for each in answers if each.status != 200]:
+    if failed := [answer for answer in answers if answer.status != 200]:
         raise RuntimeError(f"{statuses(failed)}: {failed[0].body[:300]!r}")
 
 
 def statuses(answers: Sequence[Answer]) -> str:
-    return ", ".join(f"{count} x {status}" for status, count in Counter(each.status for each in answers).most_common())
+    return ", ".join(
+        f"{count} x {status}" for status, count in Counter(answer.status for answer in answers).most_common()
+    )
 
 
 def cores() -> int:
@@ -252,10 +254,10 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
     say(f"\n## {ROWS} pages at once\n\nPages per second, median of {rounds} rounds, each in turn.\n")
     say(f"| where | one by one | {ROWS} at once | ratio | goal | |\n|---|---|---|---|---|---|")
     for where in ("in this process", "cluster"):
-        one, many = rates[where, 1], rates[where, ROWS]
-        ratio = statistics.median(b / a for a, b in zip(one, many, strict=True))
+        rate_alone, many = rates[where, 1], rates[where, ROWS]
+        ratio = statistics.median(b / a for a, b in zip(rate_alone, many, strict=True))
         say(
-            f"| {where} | {statistics.median(one):.2f} | {statistics.median(many):.2f} | {ratio:.1f} "
+            f"| {where} | {statistics.median(rate_alone):.2f} | {statistics.median(many):.2f} | {ratio:.1f} "
             f"| >= {GOAL_AT_ONCE:.0f} | {verdict(ratio >= GOAL_AT_ONCE)} |"
         )
 
@@ -276,7 +278,7 @@ class Interval:
         now_s = time.perf_counter()
         seconds = now_s - self._began_s
         rates = {
-            name: sum(each.status == 200 and self._began_s <= each.ended_s < now_s for each in clients.answers)
+            name: sum(answer.status == 200 and self._began_s <= answer.ended_s < now_s for answer in clients.answers)
             / seconds
             for name, clients in self._clients.items()
         }
@@ -286,18 +288,18 @@ class Interval:
 
 def usage(cluster: Cluster) -> dict[str, float]:
     """Processor time of each process so far, by role; that of the threads that read apart from their process."""
-    found = dict(cluster.cpu_s())
+    cpu_before = dict(cluster.cpu_s())
     own = psutil.Process().cpu_times()
-    found["this benchmark"] = own.user + own.system
+    cpu_before["this benchmark"] = own.user + own.system
     reading = sum(map(stepped_back_s, adapters()))
-    if "adapter" in found and reading:
-        found["adapter"] -= reading
-        found["adapter, reading"] = reading
-    return found
+    if "adapter" in cpu_before and reading:
+        cpu_before["adapter"] -= reading
+        cpu_before["adapter, reading"] = reading
+    return cpu_before
 
 
 def adapters() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if "adapter" in each.cmdline()[1:4]]
+    return [child for child in psutil.Process().children(recursive=True) if "adapter" in child.cmdline()[1:4]]
 
 
 def stepped_back_s(process: psutil.Process) -> float:
@@ -361,11 +363,11 @@ class Beside:
 
 async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: Report) -> None:
     await served.warm()
-    found = Beside(served, seconds)
+    result = Beside(served, seconds)
     for _ in range(rounds):
-        await found.round()
-    solo = statistics.median(found.pages["no text"])
-    if not all(map(min, found.pages.values())):
+        await result.round()
+    solo = statistics.median(result.pages["no text"])
+    if not all(map(min, result.pages.values())):
         raise RuntimeError(f"no page was read within {seconds:g} s: take more --seconds, or fewer --tokens")
     step_ms = 1000 * ROWS / (solo * tokens)
     say(
@@ -374,13 +376,12 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
     )
     say("| a text each 100 ms | p50 ms | p99 ms | answers | errors | bound of p99 | |\n|---|---|---|---|---|---|---|")
     bound_ms = 0.0
-    for name, answers in found.texts.items():
-        taken = [1000 * each.taken_s for each in answers if each.status == 200]
-        failed = [each for each in answers if each.status != 200]
-        p99_ms = percentile(taken, 0.99)
-        row = (
-            f"| {name} | {percentile(taken, 0.5):.1f} | {p99_ms:.1f} | {len(answers)} | {statuses(failed) or 'none'} |"
-        )
+    for name, answers in result.texts.items():
+        times_ms = [1000 * answer.taken_s for answer in answers if answer.status == 200]
+        failed = [answer for answer in answers if answer.status != 200]
+        p99_ms = percentile(times_ms, 0.99)
+        p50_ms = percentile(times_ms, 0.5)
+        row = f"| {name} | {p50_ms:.1f} | {p99_ms:.1f} | {len(answers)} | {statuses(failed) or 'none'} |"
         if bound_ms:
             say(f"{row} {bound_ms:.0f} ms | {verdict(not failed and p99_ms <= bound_ms)} |")
         else:
@@ -388,18 +389,20 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
             say(f"{row} | |")
     say("\n## Pages beside texts\n")
     say("| beside | pages/s | of alone | goal | | texts/s |\n|---|---|---|---|---|---|")
-    for name, rates in found.pages.items():
-        shares = [rate / own for rate, own in zip(rates, found.pages["no text"], strict=True)]
+    for name, rates in result.pages.items():
+        shares = [rate / own for rate, own in zip(rates, result.pages["no text"], strict=True)]
         share = statistics.median(shares)
         goal = f">= {GOAL_SHARE:.0%} | {verdict(share >= GOAL_SHARE)}" if name in LOADS else " | "
-        texts = f"{statistics.median(found.answered[name]):.0f}" if name in LOADS else ""
+        texts = f"{statistics.median(result.answered[name]):.0f}" if name in LOADS else ""
         say(f"| {name} | {statistics.median(rates):.2f} | {share:.0%} | {goal} | {texts} |")
     say(f"\nCores that each process took, of {cores()}:\n")
-    roles = sorted({role for rounds in found.cores.values() for used in rounds for role in used})
+    roles = sorted({role for rounds in result.cores.values() for used in rounds for role in used})
     names = [role.removeprefix("sie_sidecar.") for role in roles]
     say(f"| beside | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for name, each in found.cores.items():
-        say(f"| {name} | " + " | ".join(f"{statistics.median(u.get(r, 0.0) for u in each):.2f}" for r in roles) + " |")
+    for name, core_s in result.cores.items():
+        say(
+            f"| {name} | " + " | ".join(f"{statistics.median(u.get(r, 0.0) for u in core_s):.2f}" for r in roles) + " |"
+        )
 
 
 def main() -> None:

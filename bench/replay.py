@@ -97,32 +97,32 @@ def main() -> None:
     was: Seen | None = None
     print(f"{options.arrivals}, a batch takes {options.batch_ms:g} ms + {options.token_us:g} us a token\n")
     names = [
-        each for name in ("p50, ms", "p99, ms", "device, s", "batches") for each in (f"{name} measured", "predicted")
+        title for name in ("p50, ms", "p99, ms", "device, s", "batches") for title in (f"{name} measured", "predicted")
     ]
     print(f"| | {' | '.join(names)} | a lone request, ms |\n|{'---|' * 10}")
     for name, environ in TRIED.items():
         changes = traces.numbers(name, PLAN) if "=" in name else {}
-        seen = measured(requests, environ, replace(device, lanes=int(changes.get("lanes", 1))))
-        was = was or seen
-        machine = Machine(*traces.fit(was.trace.ran), *(host[each] / unit for each, unit in HOST.items()))
+        measurement = measured(requests, environ, replace(device, lanes=int(changes.get("lanes", 1))))
+        was = was or measurement
+        machine = Machine(*traces.fit(was.trace.ran), *(host[value] / unit for value, unit in HOST.items()))
         settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
-        found = replay(
-            seen.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine
+        prediction = replay(
+            measurement.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine
         )
         # what the replay does not know, HTTP and the broker, is what a lone request takes beyond its forward pass
-        beyond_s = seen.lone_s - machine.batch_s(64, 64**2)
+        beyond_s = measurement.lone_s - machine.batch_s(64, 64**2)
         cells = [name]
         for percent in (50, 99):
-            cells.append(f"{percentile(sorted(seen.latency_s), percent) * 1e3:.1f}")
-            cells.append(f"{(percentile(sorted(found.latency_s), percent) + beyond_s) * 1e3:.1f}")
-        ran = seen.trace.ran[20:]
+            cells.append(f"{percentile(sorted(measurement.latency_s), percent) * 1e3:.1f}")
+            cells.append(f"{(percentile(sorted(prediction.latency_s), percent) + beyond_s) * 1e3:.1f}")
+        ran = measurement.trace.ran[20:]
         cells += [
-            f"{sum(each.seconds for each in ran):.2f}",
-            f"{found.device_s:.2f}",
+            f"{sum(batch.seconds for batch in ran):.2f}",
+            f"{prediction.device_s:.2f}",
             f"{len(ran)}",
-            f"{found.batches}",
+            f"{prediction.batches}",
         ]
-        cells.append(f"{seen.lone_s * 1e3:.1f}")
+        cells.append(f"{measurement.lone_s * 1e3:.1f}")
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -69,8 +69,8 @@ class OtherServer:
     command: Callable[[int, Path], list[str]]
     environ: Mapping[str, str] = field(default_factory=dict)
 
-    def path(self, others: Path) -> Path:
-        return others / self.environment / "bin" / self.program
+    def path(self, environments: Path) -> Path:
+        return environments / self.environment / "bin" / self.program
 
 
 def weights() -> Path:
@@ -136,18 +136,18 @@ CLUSTERS = ("cluster float32", "cluster bfloat16")
 class ServerProcess:
     """Another server as a process that answers."""
 
-    def __init__(self, name: str, others: Path) -> None:
-        other = OTHERS[name]
+    def __init__(self, name: str, environments: Path) -> None:
+        server_spec = OTHERS[name]
         self.port, self._folder = free_port(), tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        argv = [str(other.path(others)), *other.command(self.port, folder)]
+        argv = [str(server_spec.path(environments)), *server_spec.command(self.port, folder)]
         self._log = (folder / "log").open("w")  # closed by `stop`
         self._process = subprocess.Popen(
             argv,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **other.environ},
+            env={**os.environ, **server_spec.environ},
         )
         try:
             self._wait(name)
@@ -186,10 +186,10 @@ def end(*_: object) -> None:
     sys.exit("ended")
 
 
-def started(name: str, others: Path) -> Cluster | ServerProcess:
+def started(name: str, environments: Path) -> Cluster | ServerProcess:
     if name in CLUSTERS:
         return Cluster([], environ={"SIE_DEFAULT_COMPUTE_PRECISION": name.split()[1]})
-    return ServerProcess(name, others)
+    return ServerProcess(name, environments)
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="these servers")
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
-    there = [name for name, other in OTHERS.items() if other.path(options.others).exists()]
+    there = [name for name, server_spec in OTHERS.items() if server_spec.path(options.others).exists()]
     names = options.only or [*CLUSTERS, *there]
     bodies = [json.dumps({"model": MODEL, "input": text}).encode() for text in texts_of("mix", 512)]
     requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
@@ -217,9 +217,9 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             for clients in CLIENTS:
                 for name, server in servers.items():
-                    for other in servers.values():
-                        if isinstance(other, ServerProcess):
-                            other.signal(signal.SIGCONT if other is server else signal.SIGSTOP)
+                    for entry in servers.values():
+                        if isinstance(entry, ServerProcess):
+                            entry.signal(signal.SIGCONT if entry is server else signal.SIGSTOP)
                     loop = closed_loop("127.0.0.1", server.port, requests, clients=clients, seconds=options.seconds)
                     answered, taken_s, latencies = uvloop.run(loop)
                     p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))

@@ -45,15 +45,15 @@ def prose(words: Sequence[str], characters: int, seed: int) -> str:
 
 def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
     """Wall and processor seconds of each, run in turn."""
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    times_of_row: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, run in rows.items():
             wall, cpu = time.perf_counter(), time.process_time()
             run()
-            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            times_of_row[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     return {
-        name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each))
-        for name, each in taken.items()
+        name: (statistics.median(w for w, _ in times), statistics.median(c for _, c in times))
+        for name, times in times_of_row.items()
     }
 
 
@@ -73,14 +73,14 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
     print("one text: us until its ids, in the caller's thread and in another")
     for characters in (64, 256, 512, 1024, 2048, 4096):
         texts = [prose(words, characters, seed) for seed in range(20)]
-        found = medians(
+        figures = medians(
             {
                 "here": lambda texts=texts: loop.run_until_complete(repeated(here, texts)),  # type: ignore[misc]
                 "there": lambda texts=texts: loop.run_until_complete(repeated(handed_over, texts)),  # type: ignore[misc]
             },
             rounds,
         )
-        print(f"  {characters:5} characters {found['here'][0] / 20 * 1e6:8.1f} {found['there'][0] / 20 * 1e6:8.1f}")
+        print(f"  {characters:5} characters {figures['here'][0] / 20 * 1e6:8.1f} {figures['there'][0] / 20 * 1e6:8.1f}")
     pool.close()
 
 
@@ -112,7 +112,7 @@ async def gathered(run: Run, works: list[tuple[int, Callable[[], object]]]) -> t
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(4 * TICK_S)
     late_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
-    await asyncio.gather(*(run(*each) for each in works))
+    await asyncio.gather(*(run(*work) for work in works))
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     await asyncio.sleep(2 * TICK_S)
     ended = True
@@ -133,7 +133,7 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
     for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
         items = [
-            WorkItemInput([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)
+            WorkItemInput([Input(prose(words, characters, seed))], None, option) for seed, option in enumerate(options)
         ]
         works: list[tuple[int, Callable[[], object]]] = [
             (characters, partial(layouts.make, ours, Rows("text"), [item])) for item in items
@@ -143,17 +143,17 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
             "a thread each": apart,
             "together": InPool(os.cpu_count() or 1, count * characters),
         }
-        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        times_of_way: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for _ in range(3 * rounds):
             for name, run in ways.items():
-                found[name].append(loop.run_until_complete(gathered(run, works)))
+                times_of_way[name].append(loop.run_until_complete(gathered(run, works)))
         figures = [
-            " ".join(f"{1e3 * statistics.median(one):6.2f}" for one in zip(*each, strict=True))
-            for each in found.values()
+            " ".join(f"{1e3 * statistics.median(values):6.2f}" for values in zip(*times, strict=True))
+            for times in times_of_way.values()
         ]
         print(
             f"  {count:2} x {characters}: "
-            + ";  ".join(f"{name} {each}" for name, each in zip(found, figures, strict=True)),
+            + ";  ".join(f"{name} {figure}" for name, figure in zip(times_of_way, figures, strict=True)),
             flush=True,
         )
     executor.shutdown()

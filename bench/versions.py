@@ -38,9 +38,9 @@ WARM_UP = 30
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
     """Milliseconds of one short text, pair by pair; who is asked first changes."""
-    connections = {name: await connect("127.0.0.1", each.port) for name, each in clusters.items()}
+    connections = {name: await connect("127.0.0.1", cluster_run.port) for name, cluster_run in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
-    found: dict[str, list[float]] = {name: [] for name in clusters}
+    rates: dict[str, list[float]] = {name: [] for name in clusters}
     for number in range(pairs + WARM_UP):
         for name in sorted(clusters, reverse=bool(number % 2)):
             began_s = time.perf_counter()
@@ -49,26 +49,27 @@ async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, li
             if status != 200:
                 raise RuntimeError(body[:300])
             if number >= WARM_UP:
-                found[name].append(taken_ms)
+                rates[name].append(taken_ms)
     for connection in connections.values():
         connection.close()
-    return found
+    return rates
 
 
 def throughput(
     clusters: Mapping[str, Cluster], kind: str, load: str, rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Texts per second of each round, and milliseconds of processor for a text by process."""
-    clients, each = LOADS[load]
+    clients, count = LOADS[load]
     requests = {
-        name: found.requests(texts_of(kind, 1024 if kind == "mix" else 8192), each) for name, found in clusters.items()
+        name: cluster_run.requests(texts_of(kind, 1024 if kind == "mix" else 8192), count)
+        for name, cluster_run in clusters.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in clusters}
     used: dict[str, dict[str, float]] = {name: {} for name in clusters}
     for number in range(rounds + 1):
         for name in sorted(clusters, reverse=bool(number % 2)):
             before = clusters[name].cpu_s()
-            rate = cluster_rate(clusters[name], requests[name], clients, seconds, each)
+            rate = cluster_rate(clusters[name], requests[name], clients, seconds, count)
             after = clusters[name].cpu_s()
             if number:  # the first round warms up
                 rates[name].append(rate)
@@ -99,10 +100,10 @@ def main() -> None:
         for name, sie in (("new", arguments.new.absolute()), ("old", arguments.old.absolute())):
             clusters[name] = Cluster((), sie)
             stack.callback(clusters[name].stop)
-        found = uvloop.run(latencies(clusters, arguments.pairs))
-        difference = [new - old for new, old in zip(found["new"], found["old"], strict=True)]
+        times_ms = uvloop.run(latencies(clusters, arguments.pairs))
+        difference = [new - old for new, old in zip(times_ms["new"], times_ms["old"], strict=True)]
         say("| one short text, ms | p50 | p90 | p99 |\n|---|---|---|---|")
-        for name, values in {**found, "new - old, of each pair": difference}.items():
+        for name, values in {**times_ms, "new - old, of each pair": difference}.items():
             say(f"| {name} | {' | '.join(f'{percentile(values, share):.2f}' for share in (0.5, 0.9, 0.99))} |")
         say("\n| texts | clients x texts | old, texts/s | new | new / old | ms of CPU for a text, old | new |")
         say("|---|---|---|---|---|---|---|")

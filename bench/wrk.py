@@ -97,10 +97,10 @@ def closed_loop(
         text = output.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    found = re.search(r"RESULT (\d+) (\d+) (\d+) (\d+) (\d+) (\d+)", text)
-    if found is None:
+    match = re.search(r"RESULT (\d+) (\d+) (\d+) (\d+) (\d+) (\d+)", text)
+    if match is None:
         raise RuntimeError(f"wrk ended with {process.returncode}:\n{text}")
-    answered, micros, p50, p99, refused, failed = map(int, found.groups())
+    answered, micros, p50, p99, refused, failed = map(int, match.groups())
     return Load(answered, micros / 1e6, p50 / 1000, p99 / 1000, refused, failed, usage.ru_utime + usage.ru_stime)
 
 

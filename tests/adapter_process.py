@@ -95,9 +95,9 @@ class Adapter:
 
     @property
     def log(self) -> IO[str]:
-        found = self.process.stdout
-        assert found is not None
-        return found
+        stdout = self.process.stdout
+        assert stdout is not None
+        return stdout
 
     def wait_for(self, *texts: str) -> str:
         """The next line of the log that holds one of `texts`."""
@@ -124,13 +124,13 @@ def start(
     after its imports (`zygote`).
     """
     # the last two let a CPU stand in for a lesser one
-    kept = (
+    names = (
         "PATH",
         "HOME",
         "ATEN_CPU_CAPABILITY",
         "ONEDNN_MAX_CPU_ISA",
     )
-    known = {name: os.environ[name] for name in kept if name in os.environ}
+    expected_names = {name: os.environ[name] for name in names if name in os.environ}
     settings = {
         "SIE_IPC_SOCKET_PATH": str(path),
         "SIE_DEVICE": "cpu",
@@ -140,7 +140,7 @@ def start(
         "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
-    environ = {**known, **settings, **environ}
+    environ = {**expected_names, **settings, **environ}
     if not before and not spare and group is None and not reads_at_start(environ):
         return Adapter(path, Forked("engine", [SIE, "adapter", "--no-spare"], environ))
     code = (

@@ -133,7 +133,7 @@ class Report:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)
 
     def of(self, outcome: str) -> list[Try]:
-        return [each for each in self.tries if each.outcome == outcome]
+        return [attempt for attempt in self.tries if attempt.outcome == outcome]
 
     @property
     def false(self) -> int:
@@ -142,52 +142,64 @@ class Report:
         """
         case = self.case
         spare_s = SPARE * case.budget_s + case.full_s()
-        found = [each for each in self._refused() if each.would_s + spare_s <= each.deadline_s - each.at_s]
-        return sum(not self._is_in_stall(each) for each in found)
+        feasible = [
+            attempt for attempt in self._refused() if attempt.would_s + spare_s <= attempt.deadline_s - attempt.at_s
+        ]
+        return sum(not self._is_in_stall(attempt) for attempt in feasible)
 
     def _refused(self) -> list[Try]:
         return self.of("refused") + self.of("shed")
 
-    def _is_in_stall(self, one: Try) -> bool:
+    def _is_in_stall(self, attempt: Try) -> bool:
         """Whether the device had stood still for as long as its budget when it was refused: nobody could know that this
         ends in time.
         """
-        return self.stall[0] + (one.deadline_s - one.at_s) <= one.end_s < self.stall[1]
+        return self.stall[0] + (attempt.deadline_s - attempt.at_s) <= attempt.end_s < self.stall[1]
 
     def late(self, *, onset: bool) -> tuple[int, int]:
-        accepted = [each for each in self._accepted() if self.is_onset(each.at_s) == onset and not self.is_struck(each)]
-        return sum(each.outcome == "late" for each in accepted), len(accepted)
+        accepted = [
+            attempt
+            for attempt in self._accepted()
+            if self.is_onset(attempt.at_s) == onset and not self.is_struck(attempt)
+        ]
+        return sum(attempt.outcome == "late" for attempt in accepted), len(accepted)
 
-    def is_struck(self, one: Try) -> bool:
+    def is_struck(self, attempt: Try) -> bool:
         """Whether it came before anybody could see that the device stands still or is slow, and was not answered for
         that.
         """
-        return one.outcome == "late" and self.struck[0] <= one.at_s <= self.struck[1]
+        return attempt.outcome == "late" and self.struck[0] <= attempt.at_s <= self.struck[1]
 
     def lost(self) -> int:
         """Late ones that were struck, and those that were refused in a stall although it ended in time."""
         refused = [
-            each for each in self._refused() if self._is_in_stall(each) and each.would_s <= each.deadline_s - each.at_s
+            attempt
+            for attempt in self._refused()
+            if self._is_in_stall(attempt) and attempt.would_s <= attempt.deadline_s - attempt.at_s
         ]
-        return sum(self.is_struck(each) for each in self._accepted()) + len(refused)
+        return sum(self.is_struck(attempt) for attempt in self._accepted()) + len(refused)
 
     def _accepted(self) -> list[Try]:
-        return [each for each in self.tries if each.outcome in ("answered", "late", "shed")]
+        return [attempt for attempt in self.tries if attempt.outcome in ("answered", "late", "shed")]
 
     def returns(self, *, foreseen: bool = True) -> tuple[int, int]:
         """Those that were answered in time, of those that came again when they were told to. Not `foreseen`: of those
         only that were told before the stall or the slow-down could be known, and that it met.
         """
-        found = [each for each in self.tries if each.is_return and each.outcome and self._is_foreseen(each) == foreseen]
-        return sum(each.outcome == "answered" for each in found), len(found)
+        result = [
+            attempt
+            for attempt in self.tries
+            if attempt.is_return and attempt.outcome and self._is_foreseen(attempt) == foreseen
+        ]
+        return sum(attempt.outcome == "answered" for attempt in result), len(result)
 
-    def _is_foreseen(self, one: Try) -> bool:
-        return one.end_s < self.begun_s or one.told_s > self.known_s
+    def _is_foreseen(self, attempt: Try) -> bool:
+        return attempt.end_s < self.begun_s or attempt.told_s > self.known_s
 
     def goodput(self) -> float:
         """Answers in time over what the device can do, from the end of the first onset on."""
         begin_s = self.phases[0][1] if self.phases else 0.0
-        done = sum(each.outcome == "answered" and begin_s <= each.end_s <= self.seconds for each in self.tries)
+        done = sum(attempt.outcome == "answered" and begin_s <= attempt.end_s <= self.seconds for attempt in self.tries)
         return done / (self.capacity * (self.seconds - begin_s)) if self.seconds > begin_s else math.nan
 
 
@@ -318,10 +330,10 @@ class World:
         for number in range(case.gateways):
             fleet = Fleet(Mock(), settings, self.time)
             backlog = Backlog(Mock(), (), self.time)
-            one = rule(settings, Mock(), fleet, backlog, Mock(), clock=self.time)
-            self.gateways.append((one, fleet))
+            admission = rule(settings, Mock(), fleet, backlog, Mock(), clock=self.time)
+            self.gateways.append((admission, fleet))
             if case.gateways > 1:
-                self.at(self.now_s + number * WAY_S, lambda one=one: self.announce(one))
+                self.at(self.now_s + number * WAY_S, lambda first=admission: self.announce(first))
         self.devices = [Device(self, f"w{number}") for number in range(case.workers)]
         self.open = [0] * case.gateways
 
@@ -360,12 +372,12 @@ class World:
             if self.slow_batches == SEEN:
                 report.known_s = self.now_s + WAY_S
 
-    def announce(self, one: Admission) -> None:
+    def announce(self, admission: Admission) -> None:
         """What a gateway tells the others reaches them a way later."""
-        beat = heartbeats.decode_gateway(messages.encode(one.peers.beat()))
-        for other, _ in self.gateways:
-            self.at(self.now_s + WAY_S, lambda other=other: other.peers.note(beat))
-        self.at(self.now_s + one.peers.pause_s(), lambda: self.announce(one))
+        beat = heartbeats.decode_gateway(messages.encode(admission.peers.beat()))
+        for gateway, _ in self.gateways:
+            self.at(self.now_s + WAY_S, lambda second=gateway: second.peers.note(beat))
+        self.at(self.now_s + admission.peers.pause_s(), lambda: self.announce(admission))
 
     def true_end_s(self, tokens: int) -> float:
         """When a request would be answered that is let in now, behind all that is ahead and all that was promised."""
@@ -376,7 +388,7 @@ class World:
             for job in device.running[1]
             if not job.withdrawn
         ]
-        promised = max(self.promised(one) for one, _ in self.gateways)
+        promised = max(self.promised(gateway) for gateway, _ in self.gateways)
         ahead, count = (
             self.entered_tokens - sum(running) + promised,
             len(self.entered) - len(running) + promised / self.case.tokens,
@@ -385,11 +397,11 @@ class World:
 
     def shed_end_s(self, job: Job) -> float:
         """The same of one that was let in."""
-        running = {id(each) for device in self.devices if device.running for each in device.running[1]}
+        running = {id(entry) for device in self.devices if device.running for entry in device.running[1]}
         ahead = [
-            each.one.tokens
-            for each in itertools.takewhile(lambda each: each is not job, self.entered)
-            if id(each) not in running
+            entry.one.tokens
+            for entry in itertools.takewhile(lambda entry: entry is not job, self.entered)
+            if id(entry) not in running
         ]
         return self.end_s(sum(ahead) + job.one.tokens, len(ahead) + 1)
 
@@ -402,8 +414,8 @@ class World:
         begun_s = min(device.running[0] if device.running else self.now_s for device in self.devices)
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
-    def promised(self, one: Any) -> float:
-        return sum(place.turns.promised(self.now_s) for place in one._places.values())
+    def promised(self, gateway: Any) -> float:
+        return sum(place.turns.promised(self.now_s) for place in gateway._places.values())
 
     # ---- clients
 
@@ -420,8 +432,8 @@ class World:
         tokens = (
             case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
         )
-        one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return, told_s=told_s)
-        self.report.tries.append(one)
+        attempt = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return, told_s=told_s)
+        self.report.tries.append(attempt)
         gateway = self.random.randrange(case.gateways)
         admission = self.gateways[gateway][0]
         try:
@@ -431,17 +443,17 @@ class World:
                 "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number
             )
         except QueueFull as error:
-            one.outcome, one.end_s, one.retry_s = "refused", self.now_s, error.retry_after_s
-            one.would_s = self.true_end_s(tokens) - self.now_s
-            then(one)
+            attempt.outcome, attempt.end_s, attempt.retry_s = "refused", self.now_s, error.retry_after_s
+            attempt.would_s = self.true_end_s(tokens) - self.now_s
+            then(attempt)
             return
-        job = Job(one, permits, gateway, number)
+        job = Job(attempt, permits, gateway, number)
         self.entered[job] = None
         self.entered_tokens += tokens
 
         def refuse(error: QueueFull) -> None:
-            one.outcome, one.end_s, one.retry_s = "shed", self.now_s, error.retry_after_s
-            one.would_s = self.shed_end_s(job) - one.at_s
+            attempt.outcome, attempt.end_s, attempt.retry_s = "shed", self.now_s, error.retry_after_s
+            attempt.would_s = self.shed_end_s(job) - attempt.at_s
             self.at(self.now_s, lambda: self.close(job, then))
 
         permits.on_refused = refuse
@@ -452,7 +464,7 @@ class World:
             permits.grant = lambda chunk: self.publish(job)
         self.open[gateway] += 1
         job.then = then
-        self.at(one.deadline_s, lambda: self.timeout(job))
+        self.at(attempt.deadline_s, lambda: self.timeout(job))
 
     def publish(self, job: Job) -> None:
         self.waiting[job.gateway].pop(job, None)
@@ -503,18 +515,18 @@ class World:
         onset_s = max(2 * case.budget_s, 10 * full_s, 1.0)
         begin_s = start_s
         if case.start == "tiny":
-            self.at(start_s, lambda: self.ask(0, then=lambda one: None))
+            self.at(start_s, lambda: self.ask(0, then=lambda attempt: None))
             begin_s = start_s + 2.0 + 2 * (case.batch_s + case.token_s * case.tokens)
         report.phases = [(start_s, begin_s + onset_s)]
         self.beat()
         over = False
 
         def loop(client: int) -> None:
-            def then(one: Try) -> None:
+            def then(attempt: Try) -> None:
                 if self.now_s >= end_s or over:
                     return
-                if one.outcome in ("refused", "shed"):
-                    ready_s, told_s = self.now_s + one.retry_s + self.random.uniform(0.001, 0.02), self.now_s
+                if attempt.outcome in ("refused", "shed"):
+                    ready_s, told_s = self.now_s + attempt.retry_s + self.random.uniform(0.001, 0.02), self.now_s
                     self.at(
                         ready_s,
                         lambda: self.ask(client, is_return=True, token=b"%d" % client, told_s=told_s, then=then),
@@ -574,7 +586,7 @@ class World:
 
     def beat(self) -> None:
         case = self.case
-        for one, fleet in self.gateways:
+        for gateway, fleet in self.gateways:
             for device in self.devices:
                 fleet.note(
                     Heartbeat(
@@ -592,5 +604,5 @@ class World:
                         pipeline=1,
                     )
                 )
-            one.sweep()
+            gateway.sweep()
         self.at(self.now_s + BEAT_S, self.beat)

@@ -24,8 +24,8 @@ async def document() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with InProcess(Path(folder)) as cluster:
             gateway = await cluster.gateway()
-            found: dict[str, Any] = (await gateway.client.get("/openapi.json")).json()
-            return found
+            result: dict[str, Any] = (await gateway.client.get("/openapi.json")).json()
+            return result
 
 
 def inlined(document: Schema) -> dict[str, Any]:
@@ -33,16 +33,16 @@ def inlined(document: Schema) -> dict[str, Any]:
 
     def of(value: Any) -> Any:
         if isinstance(value, list):
-            return [of(each) for each in value]
+            return [of(element) for element in value]
         if not isinstance(value, dict):
             return value
-        rest = {name: of(each) for name, each in value.items() if name != "$ref"}
+        rest = {name: of(member) for name, member in value.items() if name != "$ref"}
         if "$ref" not in value:
             return rest
         return {**of(document["components"]["schemas"][value["$ref"].rpartition("/")[2]]), **rest}
 
-    found: dict[str, Any] = of(document["paths"])
-    return found
+    operations: dict[str, Any] = of(document["paths"])
+    return operations
 
 
 def kind(schema: Schema) -> str:
@@ -50,7 +50,7 @@ def kind(schema: Schema) -> str:
     if "enum" in schema:
         return " or ".join(str(value) for value in schema["enum"])
     if either := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(kind(each) for each in either))
+        return " or ".join(dict.fromkeys(kind(option) for option in either))
     if schema.get("type") == "array":
         return f"[{kind(schema.get('items', {}))}]"
     if properties := schema.get("properties"):
@@ -63,8 +63,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _parameter(each: Schema) -> str:
-    return f"| `{each['name']}` | {_cell(kind(each.get('schema', {})))} | {_cell(each.get('description', ''))} |"
+def _parameter(parameter: Schema) -> str:
+    cells = _cell(kind(parameter.get("schema", {}))), _cell(parameter.get("description", ""))
+    return f"| `{parameter['name']}` | {' | '.join(cells)} |"
 
 
 def _fields(title: str, schema: Schema) -> Iterator[str]:
@@ -72,13 +73,13 @@ def _fields(title: str, schema: Schema) -> Iterator[str]:
     required = schema.get("required", ())
     yield f"| {title} | | |"
     yield "|---|---|---|"
-    for name, each in schema.get("properties", {}).items():
+    for name, entry in schema.get("properties", {}).items():
         yield (
-            f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(each))} | "
-            f"{_cell(each.get('description', ''))} |"
+            f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(entry))} | "
+            f"{_cell(entry.get('description', ''))} |"
         )
-        if each.get("type") == "object":
-            for inner, deeper in each.get("properties", {}).items():
+        if entry.get("type") == "object":
+            for inner, deeper in entry.get("properties", {}).items():
                 yield f"| `{name}.{inner}` | {_cell(kind(deeper))} | {_cell(deeper.get('description', ''))} |"
     yield ""
 
@@ -90,10 +91,10 @@ def _body(operation: Schema) -> Schema | None:
 
 def _answer(operation: Schema) -> tuple[Schema, list[str]]:
     """The schema of a success in JSON, and the types in which it comes."""
-    found: Schema = next(
+    response: Schema = next(
         (operation["responses"][status] for status in ("200", "201") if status in operation["responses"]), {}
     )
-    content = found.get("content", {})
+    content = response.get("content", {})
     return content.get("application/json", {}).get("schema", {}), list(content)
 
 
@@ -102,7 +103,7 @@ def _operation(paths: list[str], method: str, operation: Schema) -> Iterator[str
     yield ""
     yield f"{operation['summary']}." + (f" Also {', '.join(f'`{path}`' for path in paths[1:])}." if paths[1:] else "")
     yield ""
-    queries = [each for each in operation.get("parameters", ()) if each["in"] == "query"]
+    queries = [parameter for parameter in operation.get("parameters", ()) if parameter["in"] == "query"]
     if queries:
         yield "| query | | |"
         yield "|---|---|---|"
@@ -116,8 +117,8 @@ def _operation(paths: list[str], method: str, operation: Schema) -> Iterator[str
         yield from _fields("answer", answer)
     elif answer.get("type") == "array":
         yield from (f"Answer: {kind(answer)}.", "")
-    if others := [name for name in types if name != "application/json"]:
-        yield from (f"Answers {'also ' if answer else ''}in {', '.join(f'`{name}`' for name in others)}.", "")
+    if types_left := [name for name in types if name != "application/json"]:
+        yield from (f"Answers {'also ' if answer else ''}in {', '.join(f'`{name}`' for name in types_left)}.", "")
 
 
 def _headers(paths: Schema) -> Iterator[str]:
@@ -125,15 +126,15 @@ def _headers(paths: Schema) -> Iterator[str]:
     operation = paths["/v1/encode/{model}"]["post"]
     yield "| header | | |"
     yield "|---|---|---|"
-    for each in operation["parameters"]:
-        if each["in"] == "header":
-            yield _parameter(each)
+    for parameter in operation["parameters"]:
+        if parameter["in"] == "header":
+            yield _parameter(parameter)
     yield ""
 
 
-def routes(found: Schema) -> str:
+def routes(result: Schema) -> str:
     """All operations by tag. Those that differ in their path alone stand together."""
-    served = inlined(found)
+    served = inlined(result)
     summaries = {path: operation["summary"] for path, methods in served.items() for operation in methods.values()}
     tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}
     for path, methods in served.items():
@@ -149,9 +150,9 @@ def routes(found: Schema) -> str:
     return "\n".join(lines).rstrip()
 
 
-def page(old: str, found: Schema) -> str:
+def page(old: str, result: Schema) -> str:
     """The page with its routes as `found` has them."""
-    return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(found), old, flags=re.DOTALL)
+    return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(result), old, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -138,12 +138,12 @@ def vector(text: str) -> np.ndarray:
 
 def codes() -> set[str]:
     """The documented error codes."""
-    found, classes = set(), [SIEError]
+    classes_seen, classes = set(), [SIEError]
     while classes:
-        each = classes.pop()
-        classes += each.__subclasses__()
-        found.add(each.code)
-    return found
+        cls_seen = classes.pop()
+        classes += cls_seen.__subclasses__()
+        classes_seen.add(cls_seen.code)
+    return classes_seen
 
 
 class Field:
@@ -226,13 +226,13 @@ class Field:
             self.back()
         self._armed.discard(part.role)
 
-    def _within(self, condition: Callable[[], object], what: str, timeout_s: float = BACK_S) -> None:
+    def _within(self, condition: Callable[[], object], purpose: str, timeout_s: float = BACK_S) -> None:
         try:
-            until(condition, timeout_s, what)
+            until(condition, timeout_s, purpose)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.stack.log()}") from None
 
-    def supervise(self, until_true: Callable[[], object], timeout_s: float, what: str) -> None:
+    def supervise(self, until_true: Callable[[], object], timeout_s: float, purpose: str) -> None:
         """Start again what died until something is so."""
 
         def look() -> object:
@@ -241,7 +241,7 @@ class Field:
                     part.start()
             return until_true()
 
-        self._within(look, what, timeout_s)
+        self._within(look, purpose, timeout_s)
 
     def back(self) -> None:
         """Everything that is dead is started and ready."""
@@ -314,10 +314,12 @@ class Field:
 
     def stream(self, name: str) -> dict[str, Any]:
         """State of a stream and of its consumers, by the broker's monitor."""
-        found = httpx.get(
+        answer = httpx.get(
             f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=30, trust_env=False
         ).json()
-        streams = {each["name"]: each for account in found["account_details"] for each in account["stream_detail"]}
+        streams = {
+            detail["name"]: detail for account in answer["account_details"] for detail in account["stream_detail"]
+        }
         return streams.get(name, {"state": {"messages": 0}})
 
     def waiting(self) -> int:
@@ -326,7 +328,7 @@ class Field:
 
     def leased(self) -> int:
         consumers = self.stream(topology.stream_name(POOL)).get("consumer_detail") or []
-        return sum(each["num_ack_pending"] for each in consumers)
+        return sum(consumer["num_ack_pending"] for consumer in consumers)
 
     def letters(self) -> int:
         return int(self.stream(topology.dead_letter_stream(POOL, storage="file", replicas=1).name)["state"]["messages"])

@@ -25,17 +25,17 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 def pinned(text: str) -> dict[str, Version]:
     """The versions by canonical name. Raises ValueError for a line that pins nothing."""
-    found: dict[str, Version] = {}
+    result: dict[str, Version] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
         if not line:
             continue
         requirement = Requirement(line)
-        pins = [each.version for each in requirement.specifier if each.operator == "=="]
+        pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
         if len(pins) != 1:
             raise ValueError(f"{line}: expected one version, pinned by ==")
-        found[canonicalize_name(requirement.name)] = Version(pins[0])
-    return found
+        result[canonicalize_name(requirement.name)] = Version(pins[0])
+    return result
 
 
 def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
@@ -47,19 +47,19 @@ def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
         raise ValueError(f"{folder} has no advisories")
     for file in files:
         text = file.read_text("utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        if isinstance(found, dict) and "affected" in found and not found.get("withdrawn"):
-            yield found
+        document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if isinstance(document, dict) and "affected" in document and not document.get("withdrawn"):
+            yield document
 
 
 def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
     """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to
     `last_affected`.
     """
-    if any(_version(each) == version for each in affected.get("versions") or ()):
+    if any(_version(entry) == version for entry in affected.get("versions") or ()):
         return True
-    ranges = [each for each in affected.get("ranges") or () if each.get("type") == "ECOSYSTEM"]
-    return any(_is_within(each["events"], version) for each in ranges)
+    ranges = [span for span in affected.get("ranges") or () if span.get("type") == "ECOSYSTEM"]
+    return any(_is_within(entry["events"], version) for entry in ranges)
 
 
 def _is_within(events: list[Mapping[str, str]], version: Version) -> bool:
@@ -83,36 +83,38 @@ def _version(text: str) -> Version | None:
         return None
 
 
-def findings(pins: Mapping[str, Version], found: Iterator[Mapping[str, Any]]) -> list[str]:
+def findings(pins: Mapping[str, Version], result: Iterator[Mapping[str, Any]]) -> list[str]:
     """A line for each advisory that a pinned version is in."""
-    told = []
-    for advisory in found:
+    lines = []
+    for advisory in result:
         for affected in advisory["affected"]:
             package = affected.get("package") or {}
             version = pins.get(canonicalize_name(package.get("name", "")))
             if package.get("ecosystem") == "PyPI" and version is not None and is_affected(affected, version):
-                told.append(f"{package['name']}=={version}: {advisory['id']} {advisory.get('summary', '')}".strip())
-    return sorted(set(told))
+                lines.append(f"{package['name']}=={version}: {advisory['id']} {advisory.get('summary', '')}".strip())
+    return sorted(set(lines))
 
 
-def age(known: Sequence[Mapping[str, Any]], now: datetime) -> str:
+def age(expected_names: Sequence[Mapping[str, Any]], now: datetime) -> str:
     """How many advisories there are, and how old the newest is: a copy that nobody refreshes finds nothing new."""
-    changed = [datetime.fromisoformat(str(each["modified"])) for each in known if each.get("modified")]
+    changed = [
+        datetime.fromisoformat(str(advisory["modified"])) for advisory in expected_names if advisory.get("modified")
+    ]
     if not changed:
-        return f"advisories: {len(known)}, of unknown age"
-    newest = max(each if each.tzinfo else each.replace(tzinfo=UTC) for each in changed)
-    return f"advisories: {len(known)}, the newest of {newest:%Y-%m-%d}, {(now - newest).days} days ago"
+        return f"advisories: {len(expected_names)}, of unknown age"
+    newest = max(date if date.tzinfo else date.replace(tzinfo=UTC) for date in changed)
+    return f"advisories: {len(expected_names)}, the newest of {newest:%Y-%m-%d}, {(now - newest).days} days ago"
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
         print("no audit: no folder of advisories is at hand (make audit ADVISORIES=folder)")
         return 0
-    known = list(advisories(Path(arguments[0])))
-    print(age(known, datetime.now(UTC)))
-    told = findings(pinned(CONSTRAINTS.read_text("utf-8")), iter(known))
-    print("\n".join(told) or "no pinned version has a known vulnerability")
-    return 1 if told else 0
+    advisories_read = list(advisories(Path(arguments[0])))
+    print(age(advisories_read, datetime.now(UTC)))
+    lines = findings(pinned(CONSTRAINTS.read_text("utf-8")), iter(advisories_read))
+    print("\n".join(lines) or "no pinned version has a known vulnerability")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -86,17 +86,17 @@ class Page:
                 return result
             self._note(message["method"], message["params"])
 
-    def _note(self, event: str, told: dict[str, Any]) -> None:
+    def _note(self, event: str, params: dict[str, Any]) -> None:
         if event == "Network.requestWillBeSent":
-            self.asked.append(told["request"]["url"])
+            self.asked.append(params["request"]["url"])
         elif event == "Network.webSocketCreated":
-            self.asked.append(told["url"])
+            self.asked.append(params["url"])
         elif event == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(told["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.complaints.append(json.dumps(told["args"]))
-        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+            self.complaints.append(json.dumps(params["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.complaints.append(json.dumps(params["args"]))
+        elif event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
 
 def typed(page: Page, element: str, text: str) -> None:
@@ -117,8 +117,8 @@ def pressed(page: Page, key: str, code: int) -> None:
     """Press a key of the keyboard, for the element that has the focus."""
     text = {"text": "\r"} if key == "Enter" else {}
     for kind in ("keyDown", "keyUp"):
-        given = text if kind == "keyDown" else {}
-        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **given)
+        text_params = text if kind == "keyDown" else {}
+        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text_params)
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _port(path: Path) -> str:
 @contextlib.contextmanager
 def tab(devtools: str) -> Iterator[Page]:
     """A new tab, which is closed at the end."""
-    made = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
-    with connect(made["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
+    created = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
+    with connect(created["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
         yield Page(socket)
-        httpx.get(f"http://{devtools}/json/close/{made['id']}", timeout=60)
+        httpx.get(f"http://{devtools}/json/close/{created['id']}", timeout=60)

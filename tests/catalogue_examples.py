@@ -105,8 +105,8 @@ THEIRS = entry(
 )
 CATALOGUE = Catalogue(
     {
-        each.id: each
-        for each in (
+        element.id: element
+        for element in (
             entry(),
             entry("org/other", bundle="vision"),
             RICH,

@@ -93,8 +93,8 @@ class Memory:
 
     def unreclaimable(self) -> int:
         """Bytes of its processes that lie in no file: what the kernel cannot take back."""
-        found = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-        return int(found["anon"] if "anon" in found else found["total_rss"])
+        figures = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return int(figures["anon"] if "anon" in figures else figures["total_rss"])
 
     def kills(self) -> int:
         """How many of its processes the kernel killed because memory had ended."""
@@ -102,8 +102,8 @@ class Memory:
         return int(dict(line.split() for line in text.splitlines())["oom_kill"])
 
     def _either(self, name: str, legacy: str) -> Path:
-        found = self.folder / name
-        return found if found.exists() else self.folder / legacy
+        path = self.folder / name
+        return path if path.exists() else self.folder / legacy
 
 
 class MemoryGroup(Memory):

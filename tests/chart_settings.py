@@ -106,11 +106,11 @@ def value(expected: str) -> dict[str, Any]:
     return {"type": "integer" if whole else "number", **least, **({"maximum": json.loads(high)} if high else {})}
 
 
-def schema(found: dict[str, Any]) -> dict[str, Any]:
+def schema(document: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with the settings of today."""
     names = list(readers())
-    found["definitions"]["settings"] |= {"properties": {name: value(BY_NAME[name].expected) for name in names}}
-    return found
+    document["definitions"]["settings"] |= {"properties": {name: value(BY_NAME[name].expected) for name in names}}
+    return document
 
 
 def keys(schema: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def keys(schema: dict[str, Any]) -> dict[str, Any]:
         if "$ref" in part:
             part = schema["definitions"][part["$ref"].rpartition("/")[2]]
         if "properties" in part:
-            return {name: below(each) for name, each in part["properties"].items()}
+            return {name: below(property_schema) for name, property_schema in part["properties"].items()}
         more = part.get("additionalProperties")
-        found = below(more) if isinstance(more, dict) else True
-        return True if found is True else {"*": found}
+        schema_below = below(more) if isinstance(more, dict) else True
+        return True if schema_below is True else {"*": schema_below}
 
     return {**below(schema), "global": True}
 
@@ -133,9 +133,9 @@ def keys(schema: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     TABLE.write_text(table())
     USERS.write_text(USERS_SOURCE.read_text())
-    found = schema(json.loads(SCHEMA.read_text()))
-    SCHEMA.write_text(json.dumps(found, indent=2) + "\n")
-    KEYS.write_text(json.dumps(keys(found), indent=1) + "\n")
+    document = schema(json.loads(SCHEMA.read_text()))
+    SCHEMA.write_text(json.dumps(document, indent=2) + "\n")
+    KEYS.write_text(json.dumps(keys(document), indent=1) + "\n")
 
 
 if __name__ == "__main__":

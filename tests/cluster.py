@@ -36,15 +36,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(
-    condition: Callable[[], object], timeout_s: float, what: str, seen: Callable[[], object] = lambda: ""
+    condition: Callable[[], object], timeout_s: float, event: str, seen: Callable[[], object] = lambda: ""
 ) -> object:
     """Poll for a state of other processes. Raises AssertionError, naming it and what is `seen`, at the time-out."""
     end_s = time.monotonic() + timeout_s
     while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what} {seen()}"
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {event} {seen()}"
         time.sleep(0.02)
 
 
@@ -123,14 +123,14 @@ class Cluster:
     def pids(self, role: str) -> list[int]:
         """Processes of a role (`gateway`, `sidecar`, `adapter`, `config`, `nats-server`), oldest first."""
         assert self.process is not None
-        found = []
+        ports = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 argv = child.cmdline()
                 named = role == "nats-server" and argv and argv[0].endswith("nats-server")
                 if named or (len(argv) > 2 and argv[1].endswith("sie") and argv[2] == role):
-                    found.append((child.create_time(), child.pid))
-        return [pid for _, pid in sorted(found)]
+                    ports.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(ports)]
 
     def sidecar(self, worker: str) -> int:
         """The process of the sidecar with that worker id."""
@@ -165,14 +165,14 @@ class Cluster:
 
     def access(self) -> Access:
         """What it tells the commands of its user."""
-        found = access.read(self.data_dir)
-        assert found is not None, f"{self.data_dir} has no {access.FILE}"
-        return found
+        published = access.read(self.data_dir)
+        assert published is not None, f"{self.data_dir} has no {access.FILE}"
+        return published
 
     def broker_url(self) -> str:
         """With the operator's user and password."""
-        found = self.access()
-        return as_operator(found.broker_url).replace("@", f":{found.operator_password}@")
+        published = self.access()
+        return as_operator(published.broker_url).replace("@", f":{published.operator_password}@")
 
     def encode(
         self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str
@@ -188,8 +188,8 @@ class Cluster:
     def gateway_metric(self, name: str, number: int = 0, **labels: str) -> float:
         pattern = re.compile(r"gateway listening on \S+:(\d+), metrics on (\d+)")
         ports = [match.groups() for line in self.lines if (match := pattern.search(line))]
-        wanted = str(self.port + number)
-        metrics_port = [metrics for port, metrics in ports if port == wanted][-1]
+        expected = str(self.port + number)
+        metrics_port = [metrics for port, metrics in ports if port == expected][-1]
         return scraped(f"http://127.0.0.1:{metrics_port}/metrics", name, **labels)
 
 

@@ -58,9 +58,9 @@ class Postgres:
         await self._fetch(f'CREATE TABLE "{collection}" (id text PRIMARY KEY, embedding vector({dims}), payload jsonb)')
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        found = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
-        assert len({row["id"] for row in found}) == len(found)
-        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in found}
+        records = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
+        assert len({row["id"] for row in records}) == len(records)
+        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in records}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
         statement = f'SELECT id FROM "{collection}" ORDER BY embedding <=> $1::text::vector LIMIT 1'
@@ -109,18 +109,18 @@ class Qdrant:
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
         client = self._client()
-        found: list[Any] = []
+        points: list[Any] = []
         following = None
         while True:
             page, following = client.scroll(collection, limit=1000, offset=following, with_vectors=True)
-            found += page
+            points += page
             if following is None:
                 break
-        assert client.count(collection, exact=True).count == len(found)
+        assert client.count(collection, exact=True).count == len(points)
         client.close()
-        for each in found:
-            assert each.id == str(uuid.uuid5(uuid.NAMESPACE_URL, each.payload["_id"]))
-        return {each.payload.pop("_id"): (each.vector, each.payload) for each in found}
+        for record in points:
+            assert record.id == str(uuid.uuid5(uuid.NAMESPACE_URL, record.payload["_id"]))
+        return {point.payload.pop("_id"): (point.vector, point.payload) for point in points}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
         client = self._client()

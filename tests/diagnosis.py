@@ -92,20 +92,28 @@ class Examined:
         self.status = result.exit_code
         document: dict[str, Any] = json.loads(result.stdout)
         self.word = document["status"]
-        self.states = {each["check"]: each["state"] for each in document["checks"]}
-        self.says = {each["check"]: each["says"] for each in document["checks"]}
-        self.findings = {each["check"]: each["findings"] for each in document["checks"]}
+        self.states = {check["check"]: check["state"] for check in document["checks"]}
+        self.says = {check["check"]: check["says"] for check in document["checks"]}
+        self.findings = {check["check"]: check["findings"] for check in document["checks"]}
 
     def told(self, check: str, wrong: str, fix: str) -> str:
         """The remedy of the finding of the check that says both."""
         self.named(check, wrong, fix)
-        return next(str(each["fix"]) for each in self.findings[check] if wrong in each["wrong"] and fix in each["fix"])
+        return next(
+            str(finding["fix"])
+            for finding in self.findings[check]
+            if wrong in finding["wrong"] and fix in finding["fix"]
+        )
 
     def named(self, check: str, wrong: str, fix: str) -> None:
         """One finding of the check says both."""
         assert (self.status, self.states[check]) == (1, "wrong"), self.output
-        assert any(wrong in each["wrong"] and fix in each["fix"] for each in self.findings[check]), self.findings[check]
-        assert all("\n" not in text for found in self.findings.values() for each in found for text in each.values())
+        assert any(wrong in finding["wrong"] and fix in finding["fix"] for finding in self.findings[check]), (
+            self.findings[check]
+        )
+        assert all(
+            "\n" not in text for entry in self.findings.values() for finding in entry for text in finding.values()
+        )
 
 
 def environ_of(stack: Stack) -> dict[str, str]:
@@ -128,5 +136,5 @@ def health(stack: Stack) -> dict[str, Any]:
     answer = httpx.get(
         f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60
     )
-    found: dict[str, Any] = answer.json()
-    return found
+    body: dict[str, Any] = answer.json()
+    return body

@@ -113,7 +113,7 @@ class Direct(InProcess):
             options,
             "inbox",
             budget_ms,
-            cost=sum(each.nbytes + 2 for each in inputs),
+            cost=sum(entry.nbytes + 2 for entry in inputs),
             **more,
         )
         subject = topology.work_subject(self.lane, "interactive", ENTRY.id)
@@ -130,11 +130,11 @@ class Direct(InProcess):
         await until(lambda: self.server.streams[self.stream.name].state().messages == count, f"{count} messages left")
 
     async def letters(self) -> list[messages.DeadLetter]:
-        found, sequence = [], 0
+        outcomes, sequence = [], 0
         while (stored := await self.broker.first_stored("DEAD__default", sequence)) is not None:
-            found.append(messages.decode_dead_letter(stored.data))
+            outcomes.append(messages.decode_dead_letter(stored.data))
             sequence = stored.sequence + 1
-        return found
+        return outcomes
 
 
 def vector(result: WorkResult, index: int) -> NDArray[np.float32]:
@@ -151,5 +151,6 @@ def is_right(result: WorkResult, item: WorkItem, index: int) -> bool:
 def reasons(result: WorkResult) -> list[str]:
     """Of each outcome the code and reason of its error, empty for a value."""
     return [
-        f"{one.error.code} {one.error.reason}".strip() if isinstance(one, Failed) else "" for one in result.outcomes
+        f"{outcome.error.code} {outcome.error.reason}".strip() if isinstance(outcome, Failed) else ""
+        for outcome in result.outcomes
     ]

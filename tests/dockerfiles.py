@@ -30,15 +30,15 @@ def _instructions(path: Path) -> list[Instruction]:
 
 def stages(path: Path) -> dict[str, list[Instruction]]:
     """By name, each with its FROM; the last one's name may be empty, and what precedes all stages is left out."""
-    found: dict[str, list[Instruction]] = {}
+    result: dict[str, list[Instruction]] = {}
     name: str | None = None
     for word, rest in _instructions(path):
         if word == "FROM":
             name = rest.partition(" AS ")[2]
-            found[name] = []
+            result[name] = []
         if name is not None:
-            found[name].append((word, rest))
-    return found
+            result[name].append((word, rest))
+    return result
 
 
 def dockerfile(image: str) -> Path:
@@ -48,23 +48,23 @@ def dockerfile(image: str) -> Path:
 
 def last_stage(image: str) -> list[Instruction]:
     """What makes the image: its last stage after the stages that it is built on."""
-    found = stages(dockerfile(image))
-    told, name = [], ""
-    while name in found:
-        told[:0] = found[name][1:]
-        name = found[name][0][1].partition(" AS ")[0].replace("${COMPONENT}", image)
-    return told
+    instructions = stages(dockerfile(image))
+    arguments, name = [], ""
+    while name in instructions:
+        arguments[:0] = instructions[name][1:]
+        name = instructions[name][0][1].partition(" AS ")[0].replace("${COMPONENT}", image)
+    return arguments
 
 
 def images() -> list[str]:
     """Those of the shared Dockerfile are its stages with an ENTRYPOINT."""
-    shared = [name for name, each in stages(_SHARED).items() if "ENTRYPOINT" in dict(each)]
+    shared = [name for name, stage in stages(_SHARED).items() if "ENTRYPOINT" in dict(stage)]
     return sorted([*shared, *(path.name.removesuffix(".Dockerfile") for path in ALL if path != _SHARED)])
 
 
 def health_check(image: str) -> list[str]:
-    told: list[str] = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
-    return told
+    check: list[str] = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
+    return check
 
 
 def installed(image: str) -> list[str]:
@@ -78,8 +78,8 @@ def installed(image: str) -> list[str]:
 
 
 def _requirements(command: str) -> list[str]:
-    found = re.search(r"pip --python /opt/sie/bin/python install (.*)", command)
-    return found[1].split() if found else []
+    match = re.search(r"pip --python /opt/sie/bin/python install (.*)", command)
+    return match[1].split() if match else []
 
 
 def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: filled(each) for key, each in value.items()}
+            return {key: filled(entry) for key, entry in value.items()}
         if isinstance(value, list):
-            return [filled(each) for each in value]
+            return [filled(element) for element in value]
         if not isinstance(value, str):
             return value
         return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], value)
 
-    found: dict[str, Any] = filled(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
-    return found
+    document: dict[str, Any] = filled(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
+    return document
 
 
 def budgets() -> dict[str, int]:

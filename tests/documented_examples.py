@@ -37,10 +37,10 @@ export SIE_INSTRUMENTATION=true
 
 def exported(block: str, replaced: Mapping[str, str]) -> dict[str, str]:
     """What a shell makes of a block, with other words in the place of some."""
-    for word, other in replaced.items():
+    for word, value in replaced.items():
         assert word in block
-        block = block.replace(word, other)
+        block = block.replace(word, value)
     names = re.findall(r"^export (\w+)=", block, re.MULTILINE)
     done = subprocess.run(["bash", "-c", f"{block}\nenv -0"], env={}, capture_output=True, text=True, check=True)
-    told = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
-    return {name: told[name] for name in names}
+    environ = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    return {name: environ[name] for name in names}

@@ -57,37 +57,37 @@ def pdf(pages: tuple[tuple[str, ...], ...]) -> bytes:
 def docx() -> bytes:
     import docx as library
 
-    made = library.Document()
-    made.add_heading("Invoice", 1)
-    made.add_paragraph("Total 12.50 for Zürich 東京")
-    table = made.add_table(2, 2)
+    document = library.Document()
+    document.add_heading("Invoice", 1)
+    document.add_paragraph("Total 12.50 for Zürich 東京")
+    table = document.add_table(2, 2)
     for row, values in enumerate((("item", "price"), ("cat", "3"))):
         for column, value in enumerate(values):
             table.cell(row, column).text = value
     sink = io.BytesIO()
-    made.save(sink)
+    document.save(sink)
     return sink.getvalue()
 
 
 def xlsx() -> bytes:
     import openpyxl
 
-    made = openpyxl.Workbook()
+    workbook = openpyxl.Workbook()
     for row in (("item", "price"), ("cat", 3)):
-        made.active.append(row)
+        workbook.active.append(row)
     sink = io.BytesIO()
-    made.save(sink)
+    workbook.save(sink)
     return sink.getvalue()
 
 
 def pptx() -> bytes:
     import pptx as library
 
-    made = library.Presentation()
-    slide = made.slides.add_slide(made.slide_layouts[0])
+    presentation = library.Presentation()
+    slide = presentation.slides.add_slide(presentation.slide_layouts[0])
     slide.shapes.title.text = "Quarter"
     sink = io.BytesIO()
-    made.save(sink)
+    presentation.save(sink)
     return sink.getvalue()
 
 
@@ -112,7 +112,7 @@ BROKEN = {
 }
 
 
-def by_docling(given: dict[str, bytes]) -> dict[str, Any]:
+def by_docling(source: dict[str, bytes]) -> dict[str, Any]:
     from docling.datamodel.base_models import DocumentStream, InputFormat
     from docling.datamodel.pipeline_options import NativePdfPipelineOptions
     from docling.document_converter import DocumentConverter, NativePdfFormatOption
@@ -120,27 +120,27 @@ def by_docling(given: dict[str, bytes]) -> dict[str, Any]:
     without_images = NativePdfPipelineOptions(generate_page_images=False)
     pdf_option = NativePdfFormatOption(pipeline_options=without_images)
     converter = DocumentConverter(format_options={InputFormat.PDF: pdf_option})
-    found = {}
-    for name, data in given.items():
+    outcomes = {}
+    for name, data in source.items():
         # its tree has the name of the file
         result = converter.convert(DocumentStream(name=f"document{Path(name).suffix}", stream=io.BytesIO(data)))
-        made = result.document
-        found[name] = {
-            "text": made.export_to_text(),
-            "markdown": made.export_to_markdown(),
-            "document": made.export_to_dict(),
+        document = result.document
+        outcomes[name] = {
+            "text": document.export_to_text(),
+            "markdown": document.export_to_markdown(),
+            "document": document.export_to_dict(),
         }
-    return found
+    return outcomes
 
 
-def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
+def by_the_product(source: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
     """The results, in order, and the numbers of the processes that made them."""
     entry = read_folder(packaged_folder() / "models")["docling"]
     loader = Loader(torch.device("cpu"), WeightSources(folder, False), Settings())
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model.certificate, dict)
     assert certificate.check_files(loader.sources.folder(entry), entry, entry.load) == ()
-    documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in given.items()]
+    documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in source.items()]
     rows = len(documents) + 1
     groups = (
         Group(0, len(documents), RunOptions()),
@@ -156,11 +156,11 @@ def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], li
         texts=("",) * rows,
         documents=(*documents, documents[0]),
     )
-    found = [
-        each.data if isinstance(each, Ok) else [each.error.reason, each.error.message]
-        for each in run_raw(model.reading(None, lambda: False), message).outcomes
+    outcomes = [
+        outcome.data if isinstance(outcome, Ok) else [outcome.error.reason, outcome.error.message]
+        for outcome in run_raw(model.reading(None, lambda: False), message).outcomes
     ]
-    return found, list(model.pids)
+    return outcomes, list(model.pids)
 
 
 if __name__ == "__main__":

@@ -96,21 +96,21 @@ def reasons() -> dict[str, set[str]]:
     """Every reason that the code gives an error of the tree, with the codes that have it."""
     names = {leaf.__name__: leaf.code for leaf in catalogue()}
     call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
-    made = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
-    found: dict[str, set[str]] = {}
+    pattern = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
+    result: dict[str, set[str]] = {}
     for folder in ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter"):
         for file in (ROOT / folder).rglob("*.py"):
-            for name, reason in made.findall(file.read_text("utf-8")):
-                found.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
-    return found
+            for name, reason in pattern.findall(file.read_text("utf-8")):
+                result.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
+    return result
 
 
 def page(old: str) -> str:
     """The page with its tables as the code has them now."""
-    for name, made in (("codes", table()), ("families", families())):
+    for name, text in (("codes", table()), ("families", families())):
         before, start, rest = old.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"\n<!-- /{name} -->")
-        old = f"{before}{start}{made}{end}{after}"
+        old = f"{before}{start}{text}{end}{after}"
     return old
 
 

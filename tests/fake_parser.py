@@ -17,8 +17,8 @@ class FakeParser:
     kept = b""
 
     def parse(self, job: ParseJob) -> Parsed:
-        said = job.document.data.decode()
-        match said.split():
+        text = job.document.data.decode()
+        match text.split():
             case ["signal", number]:
                 os.kill(os.getpid(), int(number))
                 signal.pause()
@@ -40,13 +40,13 @@ class FakeParser:
             case ["answer", number]:
                 job = ParseJob(int(number), job.document)
             case ["long", size]:
-                said = "x" * int(size)
+                text = "x" * int(size)
             case ["environment"]:
-                said = json.dumps([os.getpid(), dict(os.environ)])
+                text = json.dumps([os.getpid(), dict(os.environ)])
             case ["exit"]:
                 os._exit(3)
         tree = b'{"name": "fake"}' if job.has_tree else b""
-        return Parsed(job.number, job.document.format or "md", said, said, tree, 1, True, ((0, 1),))
+        return Parsed(job.number, job.document.format or "md", text, text, tree, 1, True, ((0, 1),))
 
 
 if __name__ == "__main__":

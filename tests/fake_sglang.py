@@ -31,9 +31,9 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200 if self.path == "/ready" else 404, {})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        texts = asked["input"]
-        if self.path != "/v1/embeddings" or asked.get("encoding_format") != "base64":
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        texts = request["input"]
+        if self.path != "/v1/embeddings" or request.get("encoding_format") != "base64":
             self._answer(404, {})
             return
         if any(len(ids) >= self.context for ids in texts):
@@ -46,11 +46,11 @@ class Handler(BaseHTTPRequestHandler):
             rows = [base64.b64decode(row) for row in json.load(states)]
         if (self.folder / "wrong").exists():
             rows = [row[-4:] + row[:-4] for row in rows]
-        found = [
+        result = [
             {"object": "embedding", "index": index, "embedding": base64.b64encode(row).decode()}
             for index, row in enumerate(rows)
         ]
-        self._answer(200, {"object": "list", "data": found, "model": "model", "usage": {}})
+        self._answer(200, {"object": "list", "data": result, "model": "model", "usage": {}})
 
     def _dies(self, texts: list[list[int]]) -> bool:
         file = self.folder / "dies"

@@ -68,12 +68,12 @@ class Fetcher:
 
 @contextlib.contextmanager
 def fetcher(hub: HubStub, cache: Path, **options: Any) -> Iterator[Fetcher]:
-    made = Fetcher(hub, cache, **options)
+    created = Fetcher(hub, cache, **options)
     try:
-        yield made
+        yield created
     finally:
-        made.process.kill()
-        made.end()
+        created.process.kill()
+        created.end()
 
 
 def obtain(hub: HubStub, cache: Path) -> Path:

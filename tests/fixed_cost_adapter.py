@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--deadly", default="", help="a text that ends the process when the device takes it")
     options = parser.parse_args()
     device = Device(options.lanes, options.batch_ms / 1000, options.token_us / 1e6)
-    load_s_of = {model: float(load_s) for model, _, load_s in (each.rpartition("=") for each in options.load_s_of)}
+    load_s_of = {model: float(load_s) for model, _, load_s in (pair.rpartition("=") for pair in options.load_s_of)}
     adapter = Adapter(
         device,
         load_s=options.load_s,

@@ -316,14 +316,14 @@ def packed(path: str, body: Any) -> Case:
 
 def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
     """A copy of `body` with another value at a place. Maps on the way are made where they are missing."""
-    found = copy.deepcopy(body)
-    here = found
+    body_copy = copy.deepcopy(body)
+    here = body_copy
     for key in place[:-1]:
         if isinstance(here, dict) and not isinstance(here.get(key), dict | list):
             here[key] = {}
         here = here[key]
     here[place[-1]] = value
-    return found
+    return body_copy
 
 
 def part(cases: Iterator[Case], every: int) -> Iterator[Case]:

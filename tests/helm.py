@@ -61,7 +61,7 @@ def template(file: str = "values.yaml", values: Mapping[str, Any] | None = None,
 
 
 def objects(text: str) -> list[Object]:
-    return [found for found in yaml.load_all(text, yaml.CSafeLoader) if found]
+    return [manifest for manifest in yaml.load_all(text, yaml.CSafeLoader) if manifest]
 
 
 @functools.cache
@@ -71,24 +71,24 @@ def rendered(file: str) -> tuple[Object, ...]:
     return tuple(objects(template(file, CHOSEN if chosen else None)))
 
 
-def of_kind(kind: str, found: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+def of_kind(kind: str, result: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
     """Objects of a kind by name."""
-    return {each["metadata"]["name"]: each for each in found if each["kind"] == kind}
+    return {manifest["metadata"]["name"]: manifest for manifest in result if manifest["kind"] == kind}
 
 
-def workloads(found: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+def workloads(result: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
     """Deployments and StatefulSets by name."""
-    return of_kind("Deployment", found) | of_kind("StatefulSet", found)
+    return of_kind("Deployment", result) | of_kind("StatefulSet", result)
 
 
 def pod(workload: Object) -> Object:
-    found: Object = workload["spec"]["template"]["spec"]
-    return found
+    spec: Object = workload["spec"]["template"]["spec"]
+    return spec
 
 
-def containers(found: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
+def containers(result: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """Workload, pod and container, init containers too."""
-    for name, workload in workloads(found).items():
+    for name, workload in workloads(result).items():
         spec = pod(workload)
         for container in [*spec.get("initContainers", ()), *spec["containers"]]:
             yield name, spec, container
@@ -96,11 +96,11 @@ def containers(found: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, 
 
 def variables(container: Object) -> dict[str, Any]:
     """Its environment: the text of a variable, or where it comes from."""
-    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container.get("env", ())}
+    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container.get("env", ())}
 
 
-def container(found: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
-    return next(each for owner, _, each in containers(found) if (owner, each["name"]) == (workload, name))
+def container(result: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
+    return next(entry for owner, _, entry in containers(result) if (owner, entry["name"]) == (workload, name))
 
 
 def matches(peer: Object, labels: dict[str, str]) -> bool:
@@ -108,18 +108,20 @@ def matches(peer: Object, labels: dict[str, str]) -> bool:
     return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
 
 
-def allowed(found: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
+def allowed(result: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
     """Whether some policy of the source lets it out and some policy of the target lets it in."""
-    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(found).items()}
+    labels = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(result).items()}
 
-    def passes(own: str, other: str, direction: str, key: str) -> bool:
+    def passes(own: str, second: str, direction: str, key: str) -> bool:
         policies = [
-            each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])
+            policy["spec"]
+            for policy in of_kind("NetworkPolicy", result).values()
+            if matches(policy["spec"], labels[own])
         ]
         assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
         return any(
-            any(each["port"] == port for each in rule.get("ports", ()))
-            and (key not in rule or any(matches(peer, labels[other]) for peer in rule[key]))
+            any(entry["port"] == port for entry in rule.get("ports", ()))
+            and (key not in rule or any(matches(peer, labels[second]) for peer in rule[key]))
             for policy in policies
             for rule in policy.get(direction, ())
         )

@@ -35,8 +35,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def several(kind: str, *colours: str) -> bytes:
     """A file with an image of each colour."""
-    first, *others = (Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in colours)
-    return encoded(first, kind, save_all=True, append_images=others)
+    first, *rest = (Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in colours)
+    return encoded(first, kind, save_all=True, append_images=rest)
 
 
 def turned(orientation: int, image: Image.Image | None = None, kind: str = "PNG") -> bytes:
@@ -68,20 +68,20 @@ def bomb() -> bytes:
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Some bytes changed, cut out, repeated or written over with an extreme number; the magic mostly survives."""
-    found = bytearray(data)
+    content = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
-        place = rng.randrange(4 if rng.random() < 0.95 else 0, max(5, len(found)))
+        place = rng.randrange(4 if rng.random() < 0.95 else 0, max(5, len(content)))
         match rng.randrange(4):
             case 0:
-                found[place : place + 1] = bytes([rng.randrange(256)])
+                content[place : place + 1] = bytes([rng.randrange(256)])
             case 1:
-                del found[place : place + rng.randint(1, 40)]
+                del content[place : place + rng.randint(1, 40)]
             case 2:
-                found[place:place] = found[place : place + rng.randint(1, 40)]
+                content[place:place] = content[place : place + rng.randint(1, 40)]
             case _:
                 extreme = rng.choice((0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 65535, 20_000))
-                found[place : place + 4] = struct.pack(rng.choice(("<I", ">I")), extreme)
-    return bytes(found)
+                content[place : place + 4] = struct.pack(rng.choice(("<I", ">I")), extreme)
+    return bytes(content)
 
 
 def seeds() -> list[bytes]:

@@ -63,8 +63,8 @@ class ImageServer:
 
 def answer(body: bytes = b"", status: int = 200, **headers: str) -> bytes:
     """With the length of the body, unless the headers say another."""
-    told = {"content_length": str(len(body)), **headers}
-    lines = [f"HTTP/1.1 {status} X", *(f"{name.replace('_', '-')}: {value}" for name, value in told.items())]
+    headers_sent = {"content_length": str(len(body)), **headers}
+    lines = [f"HTTP/1.1 {status} X", *(f"{name.replace('_', '-')}: {value}" for name, value in headers_sent.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -93,10 +93,10 @@ def network(
     """One on which hosts have these addresses, and all others PUBLIC."""
 
     async def resolve(host: str, port: int) -> Sequence[str]:
-        found = (hosts or {}).get(host, (PUBLIC,))
-        if not found:
+        addresses = (hosts or {}).get(host, (PUBLIC,))
+        if not addresses:
             raise OSError("no such host")
-        return found
+        return addresses
 
     connections = Connections(server, dead)
     return Network(resolve, connections, lambda: tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), connections

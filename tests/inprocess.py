@@ -59,30 +59,30 @@ def clock_at(now_s: Callable[[], float] = time.time) -> BrokerClock:
     return clock
 
 
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+async def until(condition: Callable[[], Any], event: str, timeout_s: float = WAIT_S) -> Any:
     """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the
     time-out.
     """
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                if found := condition():
-                    return found
+                if value := condition():
+                    return value
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"not within {timeout_s} s: {what}") from None
+        raise AssertionError(f"not within {timeout_s} s: {event}") from None
 
 
-async def until_told(question: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 30.0) -> Any:
+async def until_told(question: Callable[[], Awaitable[Any]], event: str, timeout_s: float = 30.0) -> Any:
     """`until` of what a process answers. A question that follows the other at once would take all of a processor."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                if found := await question():
-                    return found
+                if value := await question():
+                    return value
                 await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
-        raise AssertionError(f"not within {timeout_s} s: {what}") from None
+        raise AssertionError(f"not within {timeout_s} s: {event}") from None
 
 
 async def closing_code(socket: ClientConnection) -> int | None:

@@ -49,8 +49,8 @@ class JobClient:
         return cast(dict[str, Any], self.submit(model, source, status=400, **options)["error"])
 
     def upload(self, name: str, data: bytes) -> str:
-        made = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
-        return str(made["id"])
+        uploaded = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
+        return str(uploaded["id"])
 
     def show(self, job: str) -> Job:
         return cast(Job, self.ask("GET", f"/v1/jobs/{job}"))
@@ -62,26 +62,26 @@ class JobClient:
         """The job once it is in one of the states. Fails at once where it stopped in another one."""
 
         def looked() -> Job | None:
-            found = self.show(job)
-            if found["state"] in states:
-                return found
-            assert found["state"] not in ENDED, found
+            info = self.show(job)
+            if info["state"] in states:
+                return info
+            assert info["state"] not in ENDED, info
             return None
 
         return cast(Job, until(looked, timeout_s, f"{job} to be {states}", lambda: self.show(job)))
 
     def done(self, job: str, timeout_s: float = 120.0) -> Job:
         """The job once it has completed."""
-        found = self.reaches(job, *STOPPED, timeout_s=timeout_s)
-        assert found["state"] == "completed", found
-        return found
+        info = self.reaches(job, *STOPPED, timeout_s=timeout_s)
+        assert info["state"] == "completed", info
+        return info
 
     def trouble(self, job: str, code: str, timeout_s: float = 60.0) -> Job:
         """The job once it says that it waits for this."""
         return cast(
             Job,
             until(
-                lambda: (found := self.show(job))["trouble"] and found["trouble"]["code"] == code and found,
+                lambda: (info := self.show(job))["trouble"] and info["trouble"]["code"] == code and info,
                 timeout_s,
                 f"{job} to wait for {code}",
                 lambda: self.show(job),
@@ -94,7 +94,7 @@ class JobClient:
     def parts(self, job: str) -> list[bytes]:
         """The parts of a job's output, whose digests are those of the manifest."""
         manifest = self.manifest(job)
-        found = []
+        parts_read = []
         for part in manifest["parts"]:
             if manifest["url"]:
                 data = (Path(manifest["url"].removeprefix("file://")) / part["name"]).read_bytes()
@@ -103,8 +103,8 @@ class JobClient:
                 assert answer.status_code == 200, answer.text
                 data = answer.content
             assert (len(data), hashlib.sha256(data).hexdigest()) == (part["bytes"], part["sha256"]), part
-            found.append(data)
-        return found
+            parts_read.append(data)
+        return parts_read
 
     def rows(self, job: str) -> Rows:
         """The rows of the whole output, in the order of its parts, whatever its format."""
@@ -119,12 +119,12 @@ def rows_of(part: bytes, kind: str) -> Rows:
     if kind == "jsonl":
         return [json.loads(line) for line in part.splitlines()]
     with np.load(io.BytesIO(part)) as arrays:
-        found = [json.loads(line) for line in bytes(arrays["rows.jsonl"]).splitlines()]
+        rows = [json.loads(line) for line in bytes(arrays["rows.jsonl"]).splitlines()]
         if "dense" in arrays:
-            for row, vector, failed in zip(found, arrays["dense"], arrays["failed"], strict=True):
+            for row, vector, failed in zip(rows, arrays["dense"], arrays["failed"], strict=True):
                 if not failed:
                     row["dense"] = vector
-    return found
+    return rows
 
 
 def jsonl(rows: Rows) -> bytes:

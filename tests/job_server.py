@@ -69,9 +69,9 @@ class JobServer(ThreadingHTTPServer):
 
     def asked(self, method: str, path: str = "") -> list[str]:
         """Paths of the requests so far."""
-        return [each for verb, each in self.seen if verb == method and each.startswith(path)]
+        return [job for verb, job in self.seen if verb == method and job.startswith(path)]
 
-    def add(self, **told: Any) -> dict[str, Any]:
+    def add(self, **fields: Any) -> dict[str, Any]:
         """A job that is there."""
         job: dict[str, Any] = {
             "id": f"{JOB}{len(self.jobs)}",
@@ -83,7 +83,7 @@ class JobServer(ThreadingHTTPServer):
             "operation": "encode",
             "counts": {},
             "request": {"model": "org/m", "input": {"file": f"{FILE}0"}},
-            **told,
+            **fields,
         }
         self.jobs[job["id"]] = job
         return job
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         assert self.rfile.read(len(tail)) == tail
         server = self.server
         with server.lock:
-            found = FileObject(
+            file_object = FileObject(
                 id=f"{FILE}{len(server.files)}",
                 bytes=size,
                 created_at=1790000000,
@@ -161,8 +161,8 @@ class Handler(BaseHTTPRequestHandler):
                 purpose=purpose[1].decode(),
                 expires_at=1790000000 + int(seconds[1]) if seconds else None,
             )
-            server.files[found.id], server.digests[found.id] = found, digest.hexdigest()
-        return found
+            server.files[file_object.id], server.digests[file_object.id] = file_object, digest.hexdigest()
+        return file_object
 
     def file(self, name: str, rest: list[str]) -> None:
         if rest == ["content"]:
@@ -176,16 +176,18 @@ class Handler(BaseHTTPRequestHandler):
     def submit(self, body: bytes) -> None:
         server = self.server
         try:
-            asked = msgspec.json.decode(body, type=JobRequest)
+            job_request = msgspec.json.decode(body, type=JobRequest)
         except msgspec.ValidationError as error:
             self.fail(400, "INVALID_INPUT", str(error))
             return
         key = self.headers["idempotency-key"]
         if key not in server.keys:
-            request = msgspec.to_builtins(asked)
-            job = server.add(model=asked.model, operation=asked.operation, name=asked.name, request=request)
+            request = msgspec.to_builtins(job_request)
+            job = server.add(
+                model=job_request.model, operation=job_request.operation, name=job_request.name, request=request
+            )
             server.keys[key] = job["id"]
-            server.bodies[job["id"]] = asked
+            server.bodies[job["id"]] = job_request
         self.reply(server.jobs[server.keys[key]], 201)
 
     def listing(self, query: dict[str, str]) -> None:

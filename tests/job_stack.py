@@ -92,13 +92,13 @@ def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
     """The job once some of its shards are answered, and not all."""
 
     def looked() -> Job | None:
-        found = jobs.show(job["id"])
-        assert found["state"] in ("queued", "planning", "running"), found
-        return found if found["counts"]["shards_done"] >= shards else None
+        info = jobs.show(job["id"])
+        assert info["state"] in ("queued", "planning", "running"), info
+        return info if info["counts"]["shards_done"] >= shards else None
 
-    found = until(looked, 60, f"{shards} shards of {job['id']}")
-    assert isinstance(found, dict)
-    return found
+    records = until(looked, 60, f"{shards} shards of {job['id']}")
+    assert isinstance(records, dict)
+    return records
 
 
 def computed(stack: Stack) -> float:

@@ -47,8 +47,8 @@ class Lane:
     def markers(self) -> str:
         if self.selected:
             return self.selected
-        others = [f"not {other}" for other in ("debian", "long") if other != self.marker]
-        return " and ".join([self.marker or "not serial", *others])
+        rest = [f"not {second}" for second in ("debian", "long") if second != self.marker]
+        return " and ".join([self.marker or "not serial", *rest])
 
     def files(self) -> list[str]:
         """Those in which one of its tests may be, or folders; none for all."""
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
     zygote.share()  # the lanes of one kind of environment: what is imported and collected for one serves the next
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
-    statuses |= {each.name: each.ended() for each in beside}
+    statuses |= {lane.name: lane.ended() for lane in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
     if failed:
         print("failed:", ", ".join(failed), flush=True)

@@ -28,8 +28,8 @@ def entries(count: int) -> dict[str, ModelEntry]:
     """As many entries as that, each with an id of its own, profiles and all."""
     packaged = list(packaged_catalogue().entries.values())
     numbered = zip(range(count), itertools.cycle(packaged), strict=False)
-    found = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
-    return {entry.id: entry for entry in found}
+    result = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
+    return {entry.id: entry for entry in result}
 
 
 def export(count: int, epoch: str = "large:9") -> bytes:

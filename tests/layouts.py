@@ -16,7 +16,7 @@ Table = dict[str, tuple[str, ...]]
 
 def place(
     prev: Mapping[str, tuple[str, ...]],
-    wanted: Mapping[str, int],
+    counts: Mapping[str, int],
     workers: Mapping[str, Holdings],
     demand: Mapping[str, float],
     slots: Mapping[str, int],
@@ -31,12 +31,12 @@ def place(
     layout = Layout()
     for name, holdings in workers.items():
         layout.set_worker(name, holdings, slots.get(name, 0))
-    for model, count in wanted.items():
+    for model, count in counts.items():
         layout.set_model(model, count)
         layout.set_before(model, prev.get(model, ()))
     demands = np.zeros(layout.size)
-    for model, each in demand.items():
+    for model, model_demand in demand.items():
         if model in layout.indices:
-            demands[layout.indices[model]] = each
+            demands[layout.indices[model]] = model_demand
     layout.settle(demands)
     return {model: layout.rows[model].before for model in sorted(layout.rows)} if workers else {}

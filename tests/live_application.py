@@ -232,7 +232,7 @@ class Points:
     def names(self) -> dict[str, str]:
         """Collections by alias."""
         client = self.client()
-        return {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
+        return {alias.alias_name: alias.collection_name for alias in client.get_aliases().aliases}
 
     async def stored_rows(self) -> Stored:
         return await asyncio.to_thread(self._rows, self.collection)
@@ -246,7 +246,7 @@ class Points:
     def unnamed(self) -> list[str]:
         """Collections of a migration that no alias names."""
         client = self.client()
-        names = [each.name for each in client.get_collections().collections]
+        names = [collection.name for collection in client.get_collections().collections]
         in_use = self.names().values()
         return [name for name in names if name.startswith(f"{self.collection}--") and name not in in_use]
 
@@ -259,7 +259,7 @@ class Points:
     async def is_clean(self) -> bool:
         client = self.client()
         points, _ = client.scroll(self.collection, limit=10_000)
-        count = sum(each.name.startswith(self.collection) for each in client.get_collections().collections)
+        count = sum(collection.name.startswith(self.collection) for collection in client.get_collections().collections)
         return (
             count == 1
             and not any("_sie" in point.payload for point in points)

@@ -134,7 +134,11 @@ class Load:
         """When the `count`-th request that was started after `moment_s` had succeeded."""
         async with asyncio.timeout(timeout_s):
             while True:
-                good = [each.ended_s for each in self.outcomes if each.started_s > moment_s and each.status == 200]
+                good = [
+                    outcome.ended_s
+                    for outcome in self.outcomes
+                    if outcome.started_s > moment_s and outcome.status == 200
+                ]
                 if len(good) >= count:
                     return sorted(good)[count - 1]
                 await asyncio.sleep(0.01)
@@ -148,7 +152,7 @@ class Load:
                 await asyncio.sleep(0.001)
 
     def wrong(self) -> list[Outcome]:
-        return [each for each in self.outcomes if each.status == 200 and not each.right]
+        return [outcome for outcome in self.outcomes if outcome.status == 200 and not outcome.right]
 
     def longest_s(self) -> float:
-        return max(each.ended_s - each.started_s for each in self.outcomes)
+        return max(outcome.ended_s - outcome.started_s for outcome in self.outcomes)

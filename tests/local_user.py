@@ -114,10 +114,10 @@ class Attacker:
     def port(self, port: int) -> dict[str, Any]:
         greeting = self.exchange(("127.0.0.1", port), b"PING\r\n")
         if greeting.startswith(b"INFO "):
-            return {"kind": "nats", "answers": [self.nats(port, each) for each in CONNECTS]}
-        found = {path: self.http(port, "GET", path) for path in PATHS}
+            return {"kind": "nats", "answers": [self.nats(port, connect) for connect in CONNECTS]}
+        replies = {path: self.http(port, "GET", path) for path in PATHS}
         written = {f"{method} {path}": self.http(port, method, path, body) for method, path, body in WRITES}
-        return {"kind": "http", "answers": found | written}
+        return {"kind": "http", "answers": replies | written}
 
     def files(self, folders: list[str]) -> dict[str, list[str]]:
         """What of all that lies below the folders can be read, written or spoken to, and where something can be put."""
@@ -188,21 +188,21 @@ class Attacker:
 
 
 def main() -> None:
-    wanted = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     attacker = Attacker()
-    told = {
+    report = {
         "uid": os.getuid(),
-        "processes": attacker.processes(wanted["pids"]),
-        "files": attacker.files(wanted["folders"]),
-        "named": attacker.named(wanted["paths"]),
-        "abstract": attacker.abstract_sockets(wanted["pids"]),
-        "ports": {str(port): attacker.port(port) for port in wanted["ports"]},
+        "processes": attacker.processes(settings["pids"]),
+        "files": attacker.files(settings["folders"]),
+        "named": attacker.named(settings["paths"]),
+        "abstract": attacker.abstract_sockets(settings["pids"]),
+        "ports": {str(port): attacker.port(port) for port in settings["ports"]},
     }
-    told["loot"] = attacker.loot.decode("latin-1")
-    print(json.dumps(told))
+    report["loot"] = attacker.loot.decode("latin-1")
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

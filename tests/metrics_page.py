@@ -37,11 +37,11 @@ def _row(metric: Metric) -> str:
 def metrics() -> str:
     """Each process with its metrics, in the order of the table."""
     lines = []
-    for process, found in TABLE.items():
-        most = sum(metric.series for metric in found.values())
+    for process, row in TABLE.items():
+        most = sum(metric.series for metric in row.values())
         lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MAX_SERIES}.", ""]
         lines += ["| name | type | labels | series, at most | what |", "|---|---|---|---|---|"]
-        lines += [*(_row(metric) for metric in found.values()), ""]
+        lines += [*(_row(metric) for metric in row.values()), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -65,19 +65,22 @@ def alerts() -> str:
 
 def panels() -> str:
     """What the dashboard shows, row by row."""
-    found = json.loads((FILES / "dashboards" / "sie.json").read_text("utf-8"))
+    dashboard = json.loads((FILES / "dashboards" / "sie.json").read_text("utf-8"))
     rows = [
         f"| **{panel['title']}** | |" if panel["type"] == "row" else f"| {panel['title']} | {panel['description']} |"
-        for panel in found["panels"]
+        for panel in dashboard["panels"]
     ]
     return "\n".join(["| panel | what to read from it |", "|---|---|", *rows])
 
 
 def page(old: str) -> str:
     """The page with its tables as they are now."""
-    for name, made in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
+    for name, text in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
         old = re.sub(
-            rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)", lambda _, made=made: f"\n{made}\n", old, flags=re.DOTALL
+            rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)",
+            lambda _, created=text: f"\n{created}\n",
+            old,
+            flags=re.DOTALL,
         )
     return old
 

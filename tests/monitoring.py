@@ -17,8 +17,8 @@ NAMESPACE = "search"  # of the installation that is rendered
 
 def spec() -> dict[str, Any]:
     """Of the PrometheusRule, which is also a file of rules."""
-    found: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
-    return found
+    result: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
+    return result
 
 
 def rules() -> list[dict[str, Any]]:
@@ -55,24 +55,24 @@ def panels() -> list[tuple[str, str]]:
 
 def relabelings() -> list[dict[str, Any]]:
     """What the chart's ServiceMonitors change in the labels of a target, one list for all of them."""
-    (found,) = {
+    (result,) = {
         json.dumps(endpoint.get("relabelings", []))
         for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values()
         for endpoint in monitor["spec"]["endpoints"]
     }
-    changes: list[dict[str, Any]] = json.loads(found)
+    changes: list[dict[str, Any]] = json.loads(result)
     return changes
 
 
 def rule_tests() -> dict[str, Any]:
     """What promtool tests, without the annotations that it expects."""
-    found: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
-    return found
+    document: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
+    return document
 
 
 def proven() -> set[str]:
     """Expressions that rule tests show something for."""
-    return {case["expr"] for each in rule_tests()["tests"] for case in each.get("promql_expr_test", ())}
+    return {case["expr"] for test in rule_tests()["tests"] for case in test.get("promql_expr_test", ())}
 
 
 def parts_of(node: promql.Expr) -> Iterator[promql.Expr]:

@@ -33,11 +33,11 @@ def inner(seed: int, dim: int, width: int) -> np.ndarray:
 def margin(tokens: np.ndarray, parameters: Muvera) -> float:
     """The smallest distance of a token from a plane. Within rounding of 0, either side of the plane is right."""
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
-    found = [
+    products = [
         np.abs(tokens.astype(np.float64) @ planes(seed, tokens.shape[1], parameters.num_simhash_projections))
         for seed in seeds
     ]
-    return float(min((each.min(initial=np.inf) for each in found), default=np.inf))
+    return float(min((product.min(initial=np.inf) for product in products), default=np.inf))
 
 
 def encode(tokens: np.ndarray, parameters: Muvera, *, is_query: bool) -> np.ndarray:
@@ -58,8 +58,8 @@ def encode(tokens: np.ndarray, parameters: Muvera, *, is_query: bool) -> np.ndar
                 blocks[repetition, partition] = members.sum(0) if is_query else members.mean(0)
             elif parameters.fill_empty_partitions and not is_query:
                 code = partition ^ (partition >> 1)
-                wanted = [bool(code >> (bits.shape[1] - 1 - place) & 1) for place in range(bits.shape[1])]
-                blocks[repetition, partition] = values[np.argmin((bits != wanted).sum(1))]
+                bits_of_code = [bool(code >> (bits.shape[1] - 1 - place) & 1) for place in range(bits.shape[1])]
+                blocks[repetition, partition] = values[np.argmin((bits != bits_of_code).sum(1))]
     result = blocks.ravel()
     if parameters.final_projection_dim:
         columns, signs = sketch(parameters.seed, len(result), parameters.final_projection_dim)

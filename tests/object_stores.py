@@ -144,10 +144,10 @@ class Faults:
 
     def reads(self) -> list[Request]:
         """Reads of files, other than of manifests."""
-        return [each for each in self.requests if each.method == "GET" and each.range]
+        return [request for request in self.requests if request.method == "GET" and request.range]
 
     def writes(self) -> list[str]:
-        return [each.path for each in self.requests if each.method == "PUT"]
+        return [request.path for request in self.requests if request.method == "PUT"]
 
 
 class Moto:
@@ -260,10 +260,10 @@ class Google:
                 resource = _make_object_resource(
                     f"http://{self.headers['Host']}", bucket, name, "application/octet-stream", str(len(data))
                 )
-                wanted = self.headers.get("x-goog-if-generation-match")
+                generation = self.headers.get("x-goog-if-generation-match")
                 with writing:
                     files = {} if bucket not in self.storage.buckets else self.storage.objects.get(bucket, {})
-                    if wanted is not None and int(wanted) != int(files.get(name, {}).get("generation", 0)):
+                    if generation is not None and int(generation) != int(files.get(name, {}).get("generation", 0)):
                         self._xml(412, "<Error><Code>PreconditionFailed</Code></Error>")
                         return
                     try:
@@ -293,7 +293,7 @@ class Google:
                     for file in files
                 )
                 common = "".join(
-                    f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in prefixes
+                    f"<CommonPrefixes><Prefix>{escape(entry)}</Prefix></CommonPrefixes>" for entry in prefixes
                 )
                 self._xml(
                     200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}{common}</ListBucketResult>"

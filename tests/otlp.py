@@ -78,19 +78,19 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         """All spans of a trace so far."""
         return [span for span in self.spans if span.trace == trace]
 
-    def until(self, condition: Callable[[list[Seen]], Any], what: str) -> Any:
+    def until(self, condition: Callable[[list[Seen]], Any], event: str) -> Any:
         """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the
         time-out.
         """
         end_s = time.monotonic() + WAIT_S
         with self._changed:
-            while not (found := condition(self._spans)):
+            while not (result := condition(self._spans)):
                 left_s = end_s - time.monotonic()
                 assert left_s > 0, (
-                    f"not within {WAIT_S} s: {what}; there are {sorted({span.name for span in self._spans})}"
+                    f"not within {WAIT_S} s: {event}; there are {sorted({span.name for span in self._spans})}"
                 )
                 self._changed.wait(left_s)
-            return found
+            return result
 
 
 def _seen(request: Any) -> list[Seen]:
@@ -106,16 +106,16 @@ def _seen(request: Any) -> list[Seen]:
             _values(span.attributes),
             tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
             span.status.code == span.status.STATUS_CODE_ERROR,
-            _values(each.resource.attributes),
+            _values(entry.resource.attributes),
         )
-        for each in request.resource_spans
-        for scope in each.scope_spans
+        for entry in request.resource_spans
+        for scope in entry.scope_spans
         for span in scope.spans
     ]
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+    return {attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in attributes}
 
 
 class HttpCollector:
@@ -123,7 +123,7 @@ class HttpCollector:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, str], list[str]]] = []
-        seen = self.seen
+        spans_seen = self.seen
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -132,7 +132,7 @@ class HttpCollector:
                 names = [
                     span.name for group in request.resource_spans for scope in group.scope_spans for span in scope.spans
                 ]
-                seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
+                spans_seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
                 self.send_response(200)
                 self.send_header("content-length", "0")
                 self.end_headers()

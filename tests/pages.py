@@ -65,11 +65,11 @@ class Block:
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     """The blocks of a page in these languages, in their order; without any all of them."""
-    found = [
+    result = [
         Block(match["language"], match["code"], match["mark"] or "", match["shown"], match["measured"] is not None)
         for match in _BLOCK.finditer(page.read_text("utf-8"))
     ]
-    return [block for block in found if not languages or block.language in languages]
+    return [block for block in result if not languages or block.language in languages]
 
 
 def marks(page: Path) -> Counter[str]:
@@ -93,24 +93,24 @@ def run(code: str, cluster: Cluster) -> list[str]:
 
 def differences(shown: str, printed: str, *, measured: bool = False) -> list[str]:
     """The lines that are not as shown, `measured` numbers excepted."""
-    expected, found = shown.splitlines(), printed.splitlines()
-    told = [f"{len(found)} lines in place of {len(expected)}"] if len(expected) != len(found) else []
-    for line, other in zip(expected, found, strict=False):
-        if not _is_shown(line, other, measured=measured):
-            told.append(f"{other!r} in place of {line!r}")
-    return told
+    expected, printed_lines = shown.splitlines(), printed.splitlines()
+    faults = [f"{len(printed_lines)} lines in place of {len(expected)}"] if len(expected) != len(printed_lines) else []
+    for line, line_after in zip(expected, printed_lines, strict=False):
+        if not _is_shown(line, line_after, measured=measured):
+            faults.append(f"{line_after!r} in place of {line!r}")
+    return faults
 
 
 def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
     """Whether a line is as the page has it: words, and numbers at their places."""
     start, is_cut, _ = shown.partition("…")
-    words, others = _NUMBER.split(start), _NUMBER.split(printed)
-    numbers, found = _NUMBER.findall(start), _NUMBER.findall(printed)
-    if len(found) < len(numbers) or (not is_cut and len(found) > len(numbers)):
+    words, texts_between = _NUMBER.split(start), _NUMBER.split(printed)
+    numbers, result = _NUMBER.findall(start), _NUMBER.findall(printed)
+    if len(result) < len(numbers) or (not is_cut and len(result) > len(numbers)):
         return False
-    last = others[len(numbers)]
+    last = texts_between[len(numbers)]
     ends = last.startswith(words[-1]) if is_cut else last == words[-1]
-    return ends and words[:-1] == others[: len(numbers)] and (measured or all(map(_is_rounded, numbers, found)))
+    return ends and words[:-1] == texts_between[: len(numbers)] and (measured or all(map(_is_rounded, numbers, result)))
 
 
 def _is_rounded(shown: str, printed: str) -> bool:
@@ -158,15 +158,15 @@ class Reader:
     def _here(self, code: str) -> str:
         """The code with the ports that this reader's cluster was given."""
         here = {ADDRESS: self._cluster.url, WORKER: f"http://127.0.0.1:{self._cluster.worker_port}/metrics"}
-        for address, found in here.items():
-            code = code.replace(address, found)
+        for address, shown in here.items():
+            code = code.replace(address, shown)
         return code
 
     def serve(self, command: str) -> None:
         """In a terminal of its own, until the next one: Ctrl-C there."""
         self._leave()
         self._serves = command
-        argv = _SERVE.sub(lambda found: f"exec {SIE} {found[1] or ''}serve {self._options}", command)
+        argv = _SERVE.sub(lambda match: f"exec {SIE} {match[1] or ''}serve {self._options}", command)
         assert argv != command, command
         self._cluster.argv = ["bash", "-euc", f"cd {shlex.quote(str(self._folder))}\n{argv}"]
         self._cluster.lines.clear()
@@ -206,5 +206,7 @@ class Reader:
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"
         if block.language == "bash":
             self._terminal = dict(line.split("=", 1) for line in exported.read_text().split("\0") if line)
-        told = [] if block.shown is None else differences(self._here(block.shown), done.stdout, measured=block.measured)
-        assert not told, "\n".join([block.code, *told])
+        faults = (
+            [] if block.shown is None else differences(self._here(block.shown), done.stdout, measured=block.measured)
+        )
+        assert not faults, "\n".join([block.code, *faults])

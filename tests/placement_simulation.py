@@ -141,12 +141,12 @@ class Simulation:
         for worker in self._workers[: case.killed]:
             self._at(case.warm_s + 1.0, "kill", worker)
         while self._events and self._events[0][0] < self._end_s:
-            self._now_s, _, kind, what = heapq.heappop(self._events)
+            self._now_s, _, kind, argument = heapq.heappop(self._events)
             if kind == "arrival":
-                self._arrive(what)  # type: ignore[arg-type]
+                self._arrive(argument)  # type: ignore[arg-type]
                 self._at(*next(arrivals))
             else:
-                getattr(self, f"_{kind}")(what)
+                getattr(self, f"_{kind}")(argument)
         open_s = [arrived_s for waiting in self._waiting.values() for arrived_s in waiting]
         open_s += [arrived_s for leased in self._leased.values() for arrived_s in leased]
         late = [self._end_s - arrived_s for arrived_s in open_s if arrived_s >= case.warm_s]
@@ -154,8 +154,8 @@ class Simulation:
         p50_s, p99_s = np.quantile(times, (0.5, 0.99))
         return Figures(self._loads * 60 / case.measured_s, float(p50_s), float(p99_s), len(self._latencies), len(late))
 
-    def _at(self, at_s: float, kind: str, what: object) -> None:
-        heapq.heappush(self._events, (at_s, next(self._numbers), kind, what))
+    def _at(self, at_s: float, kind: str, argument: object) -> None:
+        heapq.heappush(self._events, (at_s, next(self._numbers), kind, argument))
 
     def _arrivals(self) -> Iterator[tuple[float, str, int]]:
         case = self._case
@@ -251,8 +251,8 @@ class Simulation:
     def _is_placed(self, worker: _Worker, model: int) -> bool:
         return self._table is not None and worker.name in self._table.hosts.get(self._names[model], ())
 
-    def _loaded(self, what: tuple[_Worker, int]) -> None:
-        worker, model = what
+    def _loaded(self, loaded: tuple[_Worker, int]) -> None:
+        worker, model = loaded
         if not worker.alive or worker.loading != model:
             return
         worker.loading = None
@@ -268,8 +268,8 @@ class Simulation:
             worker.running = worker.ready.popleft()
             self._at(self._now_s + PASS_S, "answer", (worker, worker.running))
 
-    def _answer(self, what: tuple[_Worker, tuple[float, int]]) -> None:
-        worker, (arrived_s, model) = what
+    def _answer(self, answered: tuple[_Worker, tuple[float, int]]) -> None:
+        worker, (arrived_s, model) = answered
         if not worker.alive:
             return
         del self._leased[model][arrived_s]
@@ -458,9 +458,9 @@ def main() -> None:
     runs = ((0.03, 0, 60.0), (0.03, 1000, 60.0), (0.36, 0, 60.0), (0.36, 1000, 60.0), (0.36, 1000, 300.0))
     for load, restarted, measured_s in runs:
         case, before_s = large(measured_s=measured_s, load=load, restarted=restarted), time.process_time()
-        found = Simulation(case, table=True).run()
+        result = Simulation(case, table=True).run()
         took_s = (time.process_time() - before_s) / (case.warm_s + case.measured_s)
-        figures = f"{found.loads_per_min:.0f} | {found.p50_s:.2f} s | {found.p99_s:.2f} s | {took_s:.2f} s"
+        figures = f"{result.loads_per_min:.0f} | {result.p50_s:.2f} s | {result.p99_s:.2f} s | {took_s:.2f} s"
         print(f"| {case.name}, {measured_s:.0f} s | {figures} |", flush=True)
 
 

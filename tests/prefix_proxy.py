@@ -23,12 +23,12 @@ class PrefixProxy:
         self.port = 0
         self.client = httpx.Client(trust_env=False, timeout=60)
 
-    def path(self, asked: str) -> str | None:
+    def path(self, path_asked: str) -> str | None:
         """What is asked of the gateway, None for a path beside the prefix."""
-        if not (asked + "/").startswith(f"{self.prefix}/"):
-            self.outside.append(asked)
+        if not (path_asked + "/").startswith(f"{self.prefix}/"):
+            self.outside.append(path_asked)
             return None
-        return asked.removeprefix(self.prefix) or "/" if self.strips else asked
+        return path_asked.removeprefix(self.prefix) or "/" if self.strips else path_asked
 
 
 @contextlib.contextmanager

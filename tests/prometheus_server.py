@@ -23,7 +23,7 @@ def targets(stack: Stack) -> list[dict[str, Any]]:
     """The static targets of a stack's processes, with the labels that the Prometheus operator gives
     those of the chart.
     """
-    found = [
+    result = [
         *(
             (url, "sie-gateway-metrics", "gateway", f"gateway-{number}")
             for number, url in enumerate(stack.metrics_urls)
@@ -45,7 +45,7 @@ def targets(stack: Stack) -> list[dict[str, Any]]:
                 "endpoint": "metrics",
             },
         }
-        for url, service, container, pod in found
+        for url, service, container, pod in result
     ]
 
 
@@ -89,18 +89,18 @@ class Prometheus:
 
     def query(self, expression: str) -> list[Any]:
         """The samples of an instant query."""
-        found = self.ask("query", query=expression)
-        return [] if found is None else list(found["result"])
+        answer = self.ask("query", query=expression)
+        return [] if answer is None else list(answer["result"])
 
     def query_range(self, expression: str, start_s: float, end_s: float, step_s: float) -> list[Any]:
         """The series of a range query."""
-        found = self.ask("query_range", query=expression, start=f"{start_s}", end=f"{end_s}", step=f"{step_s}")
-        assert found is not None, "prometheus does not answer"
-        return list(found["result"])
+        answer = self.ask("query_range", query=expression, start=f"{start_s}", end=f"{end_s}", step=f"{step_s}")
+        assert answer is not None, "prometheus does not answer"
+        return list(answer["result"])
 
     def is_scraping(self) -> bool:
-        found = self.ask("targets")
-        health = [target["health"] for target in found["activeTargets"]] if found else []
+        answer = self.ask("targets")
+        health = [target["health"] for target in answer["activeTargets"]] if answer else []
         return len(health) == self.targets and set(health) == {"up"}
 
     def stop(self) -> None:

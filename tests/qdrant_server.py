@@ -173,27 +173,29 @@ class Collections:
 
         if name in self._shards:
             raise Refused(409, f"Wrong input: Collection `{name}` already exists!")
-        wanted = models.CreateCollection.model_validate_json(body)
-        assert wanted.vectors is not None
-        named = wanted.vectors if isinstance(wanted.vectors, dict) else {"": wanted.vectors}
+        request = models.CreateCollection.model_validate_json(body)
+        assert request.vectors is not None
+        named = request.vectors if isinstance(request.vectors, dict) else {"": request.vectors}
         params = {
             key: EdgeVectorParams(
-                size=each.size,
-                distance=getattr(Distance, each.distance.value),
-                multivector_config=MultiVectorConfig(MultiVectorComparator.MaxSim) if each.multivector_config else None,
+                size=vector.size,
+                distance=getattr(Distance, vector.distance.value),
+                multivector_config=MultiVectorConfig(MultiVectorComparator.MaxSim)
+                if vector.multivector_config
+                else None,
             )
-            for key, each in named.items()
+            for key, vector in named.items()
         }
-        sparse = {key: EdgeSparseVectorParams() for key in wanted.sparse_vectors or {}}
+        sparse = {key: EdgeSparseVectorParams() for key in request.sparse_vectors or {}}
         place = self._folder / name
         (place / "shard").mkdir(parents=True)
-        dense = params if isinstance(wanted.vectors, dict) else params[""]
+        dense = params if isinstance(request.vectors, dict) else params[""]
         self._shards[name] = EdgeShard.create(
             str(place / "shard"), EdgeConfig(vectors=dense, sparse_vectors=sparse or None)
         )
-        shown = {key: each.model_dump(mode="json", exclude_none=True) for key, each in named.items()}
+        shown = {key: vector.model_dump(mode="json", exclude_none=True) for key, vector in named.items()}
         self._params[name] = {
-            "vectors": shown if isinstance(wanted.vectors, dict) else shown[""],
+            "vectors": shown if isinstance(request.vectors, dict) else shown[""],
             **({"sparse_vectors": {key: {} for key in sparse}} if sparse else {}),
         }
         (place / "params.json").write_text(json.dumps(self._params[name]))
@@ -223,9 +225,9 @@ class Collections:
         from qdrant_client import models
         from qdrant_edge import Point, UpdateOperation
 
-        wanted = models.PointsList.model_validate_json(body)
-        points = [Point(each.id, _stored(each.vector), each.payload or {}) for each in wanted.points]
-        shard.update(UpdateOperation.upsert_points(points, condition=_filter(wanted.update_filter)))
+        points_list = models.PointsList.model_validate_json(body)
+        points = [Point(point.id, _stored(point.vector), point.payload or {}) for point in points_list.points]
+        shard.update(UpdateOperation.upsert_points(points, condition=_filter(points_list.update_filter)))
         shard.flush()
         return {"operation_id": 0, "status": "completed"}
 
@@ -233,10 +235,10 @@ class Collections:
         from qdrant_client import models
         from qdrant_edge import PayloadSchemaType, UpdateOperation
 
-        wanted = models.CreateFieldIndex.model_validate_json(body)
-        assert isinstance(wanted.field_schema, models.PayloadSchemaType)
-        schema = getattr(PayloadSchemaType, wanted.field_schema.value.capitalize())
-        shard.update(UpdateOperation.create_field_index(wanted.field_name, schema))
+        request = models.CreateFieldIndex.model_validate_json(body)
+        assert isinstance(request.field_schema, models.PayloadSchemaType)
+        schema = getattr(PayloadSchemaType, request.field_schema.value.capitalize())
+        shard.update(UpdateOperation.create_field_index(request.field_name, schema))
         shard.flush()
         return {"operation_id": 0, "status": "completed"}
 
@@ -248,7 +250,7 @@ def _stored(vector: Any) -> Any:
 
     if isinstance(vector, models.SparseVector):
         return SparseVector(vector.indices, vector.values)
-    return {name: _stored(each) for name, each in vector.items()} if isinstance(vector, dict) else vector
+    return {name: _stored(entry) for name, entry in vector.items()} if isinstance(vector, dict) else vector
 
 
 def _shown(vector: Any) -> Any:
@@ -257,23 +259,23 @@ def _shown(vector: Any) -> Any:
 
     if isinstance(vector, SparseVector):
         return {"indices": vector.indices, "values": vector.values}
-    return {name: _shown(each) for name, each in vector.items()} if isinstance(vector, dict) else vector
+    return {name: _shown(entry) for name, entry in vector.items()} if isinstance(vector, dict) else vector
 
 
-def _filter(wanted: Any) -> Any:
+def _filter(filter_wanted: Any) -> Any:
     """A filter of a request in the form of the engine: ids, and fields with one of some values."""
     from qdrant_client import models
     from qdrant_edge import FieldCondition, Filter, HasIdCondition, MatchAny
 
-    if wanted is None:
+    if filter_wanted is None:
         return None
-    assert wanted == models.Filter(must=wanted.must)
+    assert filter_wanted == models.Filter(must=filter_wanted.must)
     conditions: list[Any] = []
-    for each in wanted.must or ():
-        if isinstance(each, models.HasIdCondition):
-            conditions.append(HasIdCondition(set(each.has_id)))
+    for condition in filter_wanted.must or ():
+        if isinstance(condition, models.HasIdCondition):
+            conditions.append(HasIdCondition(set(condition.has_id)))
         else:
-            conditions.append(FieldCondition(each.key, match=MatchAny(each.match.any)))
+            conditions.append(FieldCondition(condition.key, match=MatchAny(condition.match.any)))
     return Filter(must=conditions)
 
 
@@ -291,18 +293,21 @@ def _query(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import Query, QueryRequest, Sample
 
-    asked = models.QueryRequest.model_validate_json(body)
-    if isinstance(asked.query, models.SampleQuery):
+    query_request = models.QueryRequest.model_validate_json(body)
+    if isinstance(query_request.query, models.SampleQuery):
         query: Any = Sample.Random
     else:
-        vector = asked.query.nearest if isinstance(asked.query, models.NearestQuery) else asked.query
+        vector = (
+            query_request.query.nearest if isinstance(query_request.query, models.NearestQuery) else query_request.query
+        )
         vector = _stored(vector)
-        query = Query.Nearest(vector, using=asked.using) if asked.using else Query.Nearest(vector)
-    found = shard.query(QueryRequest(limit=asked.limit or 10, query=query, with_payload=bool(asked.with_payload)))
+        query = Query.Nearest(vector, using=query_request.using) if query_request.using else Query.Nearest(vector)
+    hits = shard.query(
+        QueryRequest(limit=query_request.limit or 10, query=query, with_payload=bool(query_request.with_payload))
+    )
     return {
         "points": [
-            {"id": _id(each.id), "version": each.version, "score": each.score, "payload": each.payload}
-            for each in found
+            {"id": _id(hit.id), "version": hit.version, "score": hit.score, "payload": hit.payload} for hit in hits
         ]
     }
 
@@ -311,24 +316,27 @@ def _scroll(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import ScrollRequest
 
-    asked = models.ScrollRequest.model_validate_json(body)
-    found, following = shard.scroll(
+    scroll_request = models.ScrollRequest.model_validate_json(body)
+    records, following = shard.scroll(
         ScrollRequest(
-            offset=asked.offset, limit=asked.limit, with_payload=asked.with_payload, with_vector=asked.with_vector
+            offset=scroll_request.offset,
+            limit=scroll_request.limit,
+            with_payload=scroll_request.with_payload,
+            with_vector=scroll_request.with_vector,
         )
     )
-    return {"points": _records(found), "next_page_offset": None if following is None else _id(following)}
+    return {"points": _records(records), "next_page_offset": None if following is None else _id(following)}
 
 
 def _records(records: Any) -> list[Any]:
-    return [{"id": _id(each.id), "vector": _shown(each.vector), "payload": each.payload} for each in records]
+    return [{"id": _id(record.id), "vector": _shown(record.vector), "payload": record.payload} for record in records]
 
 
 def _retrieve(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
 
-    asked = models.PointRequest.model_validate_json(body)
-    return _records(shard.retrieve(list(asked.ids), bool(asked.with_payload), asked.with_vector or False))
+    request = models.PointRequest.model_validate_json(body)
+    return _records(shard.retrieve(list(request.ids), bool(request.with_payload), request.with_vector or False))
 
 
 def _update(shard: Any, *operations: Any) -> Any:
@@ -343,8 +351,8 @@ def _delete_points(shard: Any, body: bytes) -> Any:
     from qdrant_edge import UpdateOperation
 
     if "filter" in json.loads(body):
-        wanted = models.FilterSelector.model_validate_json(body).filter
-        return _update(shard, UpdateOperation.delete_points_by_filter(_filter(wanted)))
+        selector = models.FilterSelector.model_validate_json(body).filter
+        return _update(shard, UpdateOperation.delete_points_by_filter(_filter(selector)))
     return _update(shard, UpdateOperation.delete_points(list(models.PointIdsList.model_validate_json(body).points)))
 
 
@@ -352,17 +360,17 @@ def _set_payload(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import UpdateOperation
 
-    asked = models.SetPayload.model_validate_json(body)
-    return _update(shard, UpdateOperation.set_payload(list(asked.points or ()), asked.payload))
+    payload_request = models.SetPayload.model_validate_json(body)
+    return _update(shard, UpdateOperation.set_payload(list(payload_request.points or ()), payload_request.payload))
 
 
 def _delete_payload(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import Filter, UpdateOperation
 
-    asked = models.DeletePayload.model_validate_json(body)
-    assert asked.filter == models.Filter()
-    return _update(shard, UpdateOperation.delete_payload_by_filter(Filter(), list(asked.keys)))
+    payload_request = models.DeletePayload.model_validate_json(body)
+    assert payload_request.filter == models.Filter()
+    return _update(shard, UpdateOperation.delete_payload_by_filter(Filter(), list(payload_request.keys)))
 
 
 def _batch(shard: Any, body: bytes) -> Any:
@@ -370,18 +378,18 @@ def _batch(shard: Any, body: bytes) -> Any:
     from qdrant_edge import PointVectors, UpdateOperation
 
     operations = []
-    for asked in models.UpdateOperations.model_validate_json(body).operations:
-        if isinstance(asked, models.UpdateVectorsOperation):
-            points = asked.update_vectors.points
-            present = {_id(each.id) for each in shard.retrieve([each.id for each in points], False, False)}
-            if gone := [each.id for each in points if each.id not in present]:
-                raise Refused(404, f"Not found: No point with id {gone[0]} found")
-            changed = [PointVectors(each.id, _stored(each.vector)) for each in points]
-            condition = _filter(asked.update_vectors.update_filter)
+    for operation in models.UpdateOperations.model_validate_json(body).operations:
+        if isinstance(operation, models.UpdateVectorsOperation):
+            points = operation.update_vectors.points
+            present = {_id(record.id) for record in shard.retrieve([point.id for point in points], False, False)}
+            if absent_ids := [point.id for point in points if point.id not in present]:
+                raise Refused(404, f"Not found: No point with id {absent_ids[0]} found")
+            changed = [PointVectors(point.id, _stored(point.vector)) for point in points]
+            condition = _filter(operation.update_vectors.update_filter)
             operations.append(UpdateOperation.update_vectors(changed, condition=condition))
         else:
-            assert isinstance(asked, models.SetPayloadOperation)
-            change = asked.set_payload
+            assert isinstance(operation, models.SetPayloadOperation)
+            change = operation.set_payload
             operations.append(UpdateOperation.set_payload_by_filter(_filter(change.filter), change.payload))
     return [_update(shard, *operations)]
 

@@ -15,12 +15,12 @@ import pytest
 BACKBONES = ("bert", "modernbert", "qwen2 sliding", "deberta-v2")
 
 
-def long_but(parameters: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+def long_but(parameters: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     """`parameters`, those that are not `kept` with the mark `long`. Raises ValueError if one to keep is not there."""
-    given = list(parameters)
-    if absent := [each for each in kept if each not in given]:
+    cases = list(parameters)
+    if absent := [case for case in chosen if case not in cases]:
         raise ValueError(f"no such parameters: {absent}")
-    return [each if each in kept else _long(each) for each in given]
+    return [case if case in chosen else _long(case) for case in cases]
 
 
 def _long(parameters: Any) -> Any:

@@ -34,16 +34,19 @@ def tables() -> str:
 
 def profiles() -> str:
     """The measured defaults of machine profiles."""
-    values = [(profile, *value) for profile, found in MACHINE_PROFILE_DEFAULTS.items() for value in found.items()]
+    values = [(profile, *value) for profile, default in MACHINE_PROFILE_DEFAULTS.items() for value in default.items()]
     rows = [f"| `{profile}` | `{name}` | {value} |" for profile, name, value in values]
     return "\n".join(["| machine profile | setting | default there |", "|---|---|---|", *rows])
 
 
 def page(old: str) -> str:
     """The page with its tables as the code has them now."""
-    for name, made in (("settings", tables()), ("profiles", profiles())):
+    for name, text in (("settings", tables()), ("profiles", profiles())):
         old = re.sub(
-            rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)", lambda _, made=made: made, old, flags=re.DOTALL
+            rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)",
+            lambda _, created=text: created,
+            old,
+            flags=re.DOTALL,
         )
     return old
 

@@ -21,8 +21,8 @@ def tone(seconds: float, *, rate: int = RATE, seed: int = 0, channels: int = 1) 
     base = 200 + 60 * (seed % 7)
     phase = 2 * np.pi * (base * times + 40 * times**2)
     sound = sum(0.3 / part * np.sin(part * phase) for part in (1, 2, 5)) + rng.normal(0, 0.01, len(times))
-    found = np.asarray(sound, np.float32)
-    return found if channels == 1 else np.stack([found / (1 + each) for each in range(channels)], 1)
+    samples = np.asarray(sound, np.float32)
+    return samples if channels == 1 else np.stack([samples / (1 + channel) for channel in range(channels)], 1)
 
 
 def encoded(sound: NDArray[np.float32], kind: str = "WAV", *, rate: int = RATE, subtype: str | None = None) -> bytes:

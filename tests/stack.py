@@ -293,7 +293,9 @@ class Stack:
     def consumers(self) -> list[dict[str, Any]]:
         """Durable consumers of all work streams, as the first broker's monitor tells."""
         answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=30).json()
-        streams = [each for account in answer.get("account_details", []) for each in account.get("stream_detail", [])]
+        streams = [
+            detail for account in answer.get("account_details", []) for detail in account.get("stream_detail", [])
+        ]
         work = (stream for stream in streams if stream["name"].startswith("WORK_"))
         return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]
 
@@ -306,16 +308,16 @@ class Stack:
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time so far, by role, seconds."""
-        found: dict[str, float] = {}
+        sizes: dict[str, float] = {}
         for part in self.parts:
-            found[part.role] = found.get(part.role, 0.0) + part.cpu_s()
-        return found
+            sizes[part.role] = sizes.get(part.role, 0.0) + part.cpu_s()
+        return sizes
 
     def rss_bytes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for part in self.parts:
-            found[part.role] = found.get(part.role, 0) + part.rss_bytes()
-        return found
+            sizes[part.role] = sizes.get(part.role, 0) + part.rss_bytes()
+        return sizes
 
     def _write_models(self) -> Path:
         folder = self.folder / "models"

@@ -78,8 +78,8 @@ class Forked:
 
     def __init__(self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         reading, writing = os.pipe()
-        with open(os.devnull, "rb") as nothing:
-            self._start(kind, argv, environ, (nothing.fileno(), writing, writing))
+        with open(os.devnull, "rb") as null:
+            self._start(kind, argv, environ, (null.fileno(), writing, writing))
         os.close(writing)
         self.stdout = os.fdopen(reading, encoding="utf-8")
 
@@ -96,15 +96,15 @@ class Forked:
         self.argv = list(argv)
         self.returncode: int | None = None
         self._ending = threading.Lock()
-        told, tells = os.pipe()
+        read_end, tells = os.pipe()
         request = json.dumps({"argv": self.argv, "environ": dict(environ), "cwd": str(Path.cwd())}).encode()
         with _lock:
             control = _beside or _zygote(kind)
             socket.send_fds(control, [len(request).to_bytes(4, "big")], [tells, *streams])
             control.sendall(request)
         os.close(tells)
-        self.status_file = told  # readable when it has ended
-        self._told = os.fdopen(told, encoding="ascii")
+        self.status_file = read_end  # readable when it has ended
+        self._told = os.fdopen(read_end, encoding="ascii")
         self.pid = int(self._told.readline())
 
     def poll(self) -> int | None:
@@ -119,8 +119,8 @@ class Forked:
     def _ended(self, timeout_s: float | None) -> bool:
         with self._ending:  # which several threads may ask for
             if self.returncode is None and _readable([self._told], timeout_s):
-                with self._told as told:
-                    self.returncode = int(told.readline())
+                with self._told as read_end:
+                    self.returncode = int(read_end.readline())
             return self.returncode is not None
 
     def send_signal(self, number: int) -> None:
@@ -193,9 +193,9 @@ def _prepare(kind: Kind) -> None:
 
 def environ_of(pid: int) -> dict[str, str]:
     """What a process was given as its environment. The kernel tells that of the zygote for one that is forked."""
-    given = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
-    if given.exists():
-        return dict(json.loads(given.read_text("utf-8")))
+    settings = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
+    if settings.exists():
+        return dict(json.loads(settings.read_text("utf-8")))
     return psutil.Process(pid).environ()
 
 
@@ -262,12 +262,12 @@ def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | N
     return json.loads(body), descriptors
 
 
-def _reap(told: dict[int, int]) -> None:
+def _reap(pipes: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if _given is not None:
                 _given_to(_given, ended[0]).unlink(missing_ok=True)
-            _tell(status := told.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
+            _tell(status := pipes.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
             os.close(status)
 
 
@@ -283,8 +283,8 @@ def fork_on_request(
     until its other side is, and end. In each child: return its arguments.
     """
     controls = set(filter(None, [control]))
-    told: dict[int, int] = {}
-    asked: dict[int, socket.socket] = {}
+    pipes: dict[int, int] = {}
+    requests: dict[int, socket.socket] = {}
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(woken, False)
@@ -297,17 +297,17 @@ def fork_on_request(
             sys.exit()
         if woken in ready:
             os.read(woken, 4096)
-            _reap(told)
+            _reap(pipes)
         if listener in ready and listener is not None:
             controls.add(listener.accept()[0])
-        for each in controls.intersection(ready):
-            request = _received(each)
+        for element in controls.intersection(ready):
+            request = _received(element)
             if request is None:
                 if listener is None:
                     sys.exit()
-                controls.remove(each)
-                each.close()
-                for pid in [pid for pid, who in asked.items() if who is each and pid in told]:
+                controls.remove(element)
+                element.close()
+                for pid in [pid for pid, sender in requests.items() if sender is element and pid in pipes]:
                     os.kill(pid, signal.SIGKILL)
                 continue
             job, (status, *streams) = request
@@ -317,13 +317,13 @@ def fork_on_request(
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for connection in (*controls, *filter(None, [listener])):
                     connection.close()
-                for descriptor in (woken, wakes, status, *told.values(), *filter(None, [owner])):
+                for descriptor in (woken, wakes, status, *pipes.values(), *filter(None, [owner])):
                     os.close(descriptor)
                 return _become(job, streams, parent)
             for stream in streams:
                 os.close(stream)
-            told[pid] = status
-            asked[pid] = each
+            pipes[pid] = status
+            requests[pid] = element
             _tell(status, pid)
 
 

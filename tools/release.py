@@ -46,13 +46,13 @@ def run(*command: str | Path, **environ: str) -> str:
 
 def checked_version(*, dirty: bool) -> str:
     """Return the version. Raises ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
-    found = version.current()
-    if wrong := [f"{place} has {other}" for place, other in version.found() if other != found]:
-        raise ReleaseError(f"the version is {found}, but {', '.join(wrong)}: run python tools/version.py {found}")
+    current = version.current()
+    if wrong := [f"{place} has {line}" for place, line in version.found() if line != current]:
+        raise ReleaseError(f"the version is {current}, but {', '.join(wrong)}: run python tools/version.py {current}")
     changed = run("git", "status", "--porcelain").splitlines()
     if changed and not dirty:
         raise ReleaseError(f"{len(changed)} files have uncommitted changes: commit them, or use --dirty for a trial")
-    return found
+    return current
 
 
 def distributions(out: Path) -> None:
@@ -106,20 +106,20 @@ def main(arguments: Sequence[str]) -> int:
         if out.exists() and any(out.iterdir()):
             raise ReleaseError(f"{out} is not empty: remove it, or name another folder by --out")
         out.mkdir(parents=True, exist_ok=True)
-        made = checked_version(dirty=options.dirty)
+        version_built = checked_version(dirty=options.dirty)
         distributions(out)
         chart(out)
-        bill(out, made)
-        left_out = ["images: --without-images"] if options.without_images else images(out, made)
+        bill(out, version_built)
+        left_out = ["images: --without-images"] if options.without_images else images(out, version_built)
         sums(out)
-        tagged = f"v{made}" in run("git", "tag", "--points-at", "HEAD").split()
+        tagged = f"v{version_built}" in run("git", "tag", "--points-at", "HEAD").split()
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print((out / SUMS).read_text(), end="")
-    print(*(f"left out: {each}" for each in left_out), sep="\n")
+    print(*(f"left out: {name}" for name in left_out), sep="\n")
     if not tagged:
-        print(f"not tagged: git tag v{made} makes this commit the release")
+        print(f"not tagged: git tag v{version_built} makes this commit the release")
     return 0
 
 

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         write(arguments[0])
     version = current()
-    wrong = [f"{place} has {other}" for place, other in found() if other != version]
+    wrong = [f"{place} has {line}" for place, line in found() if line != version]
     print(version, *wrong, sep="\n")
     return 1 if wrong else 0
 

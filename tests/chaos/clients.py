@@ -84,10 +84,10 @@ class Expected:
         for slot, index in zip(slots, picked, strict=True):
             if "error" in slot:
                 return f"slot error {slot['error']['code']}"
-            values, wanted = np.asarray(slot["dense"]["values"], np.float64), self.vectors[index]
-            if values.shape != wanted.shape:
+            values, vector = np.asarray(slot["dense"]["values"], np.float64), self.vectors[index]
+            if values.shape != vector.shape:
                 return f"{values.shape} values"
-            cosine = float(values @ wanted / (np.linalg.norm(values) * np.linalg.norm(wanted)))
+            cosine = float(values @ vector / (np.linalg.norm(values) * np.linalg.norm(vector)))
             if not cosine > COSINE:
                 return f"a vector of another text, cosine {cosine:.3f}"
         return ""
@@ -139,7 +139,7 @@ class Crowd:
         count = 1 + number % self._items
         picked = [(number * 7 + offset) % len(expected.texts) for offset in range(count)]
         ids = [f"{expected.model}-{number}-{offset}" for offset in range(count)]
-        items = [{"id": each, "text": expected.texts[index]} for each, index in zip(ids, picked, strict=True)]
+        items = [{"id": entry, "text": expected.texts[index]} for entry, index in zip(ids, picked, strict=True)]
         body = msgspec.msgpack.encode({"items": items})
         outcome = Outcome(expected.model, time.monotonic())
         plan = call(
@@ -148,12 +148,12 @@ class Crowd:
         step: Received | TransportFailed | None = None
         try:
             while True:
-                wanted = plan.send(step)
-                if isinstance(wanted, Send):
-                    step = await self._attempt(wanted, outcome, number)
+                expected_value = plan.send(step)
+                if isinstance(expected_value, Send):
+                    step = await self._attempt(expected_value, outcome, number)
                 else:
                     step = None
-                    await asyncio.sleep(wanted.seconds)
+                    await asyncio.sleep(expected_value.seconds)
         except StopIteration as done:
             outcome.detail = expected.fault(done.value.body, ids, picked)
             outcome.verdict = "wrong" if outcome.detail else "right"
@@ -162,7 +162,7 @@ class Crowd:
         outcome.ended_s = time.monotonic()
         return outcome
 
-    async def _attempt(self, wanted: Send, outcome: Outcome, number: int) -> Received | TransportFailed:
+    async def _attempt(self, expected: Send, outcome: Outcome, number: int) -> Received | TransportFailed:
         first = number + len(outcome.attempts)
         started_s = time.monotonic()
         failure: OSError = ConnectionRefusedError("no gateway listens")
@@ -175,8 +175,8 @@ class Crowd:
                 continue
             timeout_ms = str(round(self._budget_s * 1000))
             message = request(
-                wanted.path,
-                wanted.body,
+                expected.path,
+                expected.body,
                 x_sie_timeout_ms=timeout_ms,
                 x_sie_client_version="0.1.0",
                 **self._headers,

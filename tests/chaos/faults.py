@@ -180,5 +180,5 @@ class Leaders:
             report.get("meta_cluster", {}).get("leader")
         }
         return leaders <= {
-            f"b{index}" for index, each in enumerate(self._stack.brokers) if each.alive and not each.paused
+            f"b{index}" for index, broker in enumerate(self._stack.brokers) if broker.alive and not broker.paused
         }

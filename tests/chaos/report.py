@@ -29,11 +29,11 @@ class Report:
 
     @property
     def wrong(self) -> list[Outcome]:
-        return [each for each in self.outcomes if each.verdict == "wrong"]
+        return [outcome for outcome in self.outcomes if outcome.verdict == "wrong"]
 
     @property
     def failed(self) -> list[Outcome]:
-        return [each for each in self.outcomes if each.verdict == "failed"]
+        return [outcome for outcome in self.outcomes if outcome.verdict == "failed"]
 
     @property
     def holds(self) -> bool:
@@ -42,10 +42,10 @@ class Report:
 
     def split(self) -> tuple[list[Outcome], list[Outcome]]:
         """Requests that no leader election touched, and the others."""
-        found: tuple[list[Outcome], list[Outcome]] = ([], [])
-        for each in self.outcomes:
-            found[_touches(self.leaderless, each.started_s, each.ended_s)].append(each)
-        return found
+        totals: tuple[list[Outcome], list[Outcome]] = ([], [])
+        for outcome in self.outcomes:
+            totals[_touches(self.leaderless, outcome.started_s, outcome.ended_s)].append(outcome)
+        return totals
 
 
 def _touches(spans: Sequence[Span], started_s: float, ended_s: float) -> bool:
@@ -84,7 +84,7 @@ def judged(
 
 def availability(outcomes: Sequence[Outcome]) -> float:
     """The share that was right at the first attempt."""
-    return sum(each.at_once for each in outcomes) / len(outcomes) if outcomes else 1.0
+    return sum(outcome.at_once for outcome in outcomes) / len(outcomes) if outcomes else 1.0
 
 
 def table(report: Report) -> str:
@@ -92,14 +92,14 @@ def table(report: Report) -> str:
     leaderless_s = sum(end_s - begin_s for begin_s, end_s in report.leaderless)
     attempts = Counter(
         attempt.failure or str(attempt.status) if attempt.status != 200 else "200"
-        for each in report.outcomes
-        for attempt in each.attempts
+        for outcome in report.outcomes
+        for attempt in outcome.attempts
     )
-    times = sorted(each.ended_s - each.started_s for each in report.outcomes)
+    times = sorted(outcome.ended_s - outcome.started_s for outcome in report.outcomes)
     lines = ["| | found | goal | |", "|---|---|---|---|"]
 
-    def row(what: str, found: str, goal: str, met: bool) -> None:
-        lines.append(f"| {what} | {found} | {goal} | {'met' if met else 'MISSED'} |")
+    def row(label: str, value: str, goal: str, met: bool) -> None:
+        lines.append(f"| {label} | {value} | {goal} | {'met' if met else 'MISSED'} |")
 
     row("accepted and not answered by its deadline", str(len(report.lost)), "0", not report.lost)
     row("wrong answers", str(len(report.wrong)), "0", not report.wrong)
@@ -116,26 +116,26 @@ def table(report: Report) -> str:
     )
     whole_s = report.end_s - report.begin_s
     lines.append(f"\n{whole_s:.0f} s, {len(report.faults)} faults, {leaderless_s:.0f} s with a group without a leader.")
-    lines.append(f"Attempts: {', '.join(f'{count} x {what}' for what, count in attempts.most_common())}.")
+    lines.append(f"Attempts: {', '.join(f'{count} x {label}' for label, count in attempts.most_common())}.")
     if times:
         lines.append(
             f"Time to the right answer, retries included: p50 {times[len(times) // 2] * 1000:.0f} ms, "
             f"p99 {times[int(len(times) * 0.99)]:.1f} s, longest {times[-1]:.1f} s."
         )
     lines += [
-        f"- {each.verdict}: {each.model} after {each.started_s - report.begin_s:.1f} s, {each.detail}"
-        for each in [*report.wrong, *report.failed][:10]
+        f"- {problem.verdict}: {problem.model} after {problem.started_s - report.begin_s:.1f} s, {problem.detail}"
+        for problem in [*report.wrong, *report.failed][:10]
     ]
     for attempt in report.lost[:10]:
         when = f"{attempt.started_s - report.begin_s:.1f} to {attempt.ended_s - report.begin_s:.1f} s"
         lines.append(f"- lost at gateway {attempt.gateway}: {when}, {attempt.status} {attempt.failure}")
     lines += ["\n| s | part | what | ready again after s |", "|---|---|---|---|"]
     for fault in report.faults:
-        what = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[
+        labels = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[
             fault.action
         ]
         ready = f"{fault.recovered_s - fault.at_s:.1f}" if fault.recovered_s else "never"
-        lines.append(f"| {fault.at_s - report.begin_s:.0f} | {fault.part} | {what} | {ready} |")
+        lines.append(f"| {fault.at_s - report.begin_s:.0f} | {fault.part} | {labels} | {ready} |")
     return "\n".join(lines)
 
 
@@ -149,11 +149,11 @@ def plot(report: Report) -> str:
     """
     seconds = max(1, int(report.end_s - report.begin_s))
     rates, waits = [0] * seconds, [0.0] * seconds
-    for each in report.outcomes:
-        second = int(each.ended_s - report.begin_s)
-        if 0 <= second < seconds and each.verdict == "right":
+    for outcome in report.outcomes:
+        second = int(outcome.ended_s - report.begin_s)
+        if 0 <= second < seconds and outcome.verdict == "right":
             rates[second] += 1
-            waits[second] = max(waits[second], each.ended_s - each.started_s)
+            waits[second] = max(waits[second], outcome.ended_s - outcome.started_s)
     height = _TOP + 2 * (_HEIGHT + _GAP)
     parts = [
         (

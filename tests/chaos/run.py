@@ -68,7 +68,9 @@ async def chaos(stack: Stack, *, duration_s: float, every_s: float, seed: int, m
     watching.cancel()
     await asyncio.wait([watching])  # which closes its connections
     leaders.end()
-    outcomes = sorted((outcome for crowd in crowds for outcome in crowd.outcomes), key=lambda each: each.started_s)
+    outcomes = sorted(
+        (outcome for crowd in crowds for outcome in crowd.outcomes), key=lambda outcome: outcome.started_s
+    )
     return judged(begin_s, end_s, outcomes, monkey.faults, leaders.without, sum(crowd.unasked for crowd in crowds))
 
 

@@ -62,10 +62,12 @@ SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 
 def test_there_is_one_for_each_that_the_chart_names() -> None:
     named = {
-        each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("everything.yaml"))
+        container["image"].partition(":")[0].rpartition("/")[2]
+        for _, _, container in containers(rendered("everything.yaml"))
     } - {"nats"}
     named |= {
-        each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("values-gke.yaml"))
+        container["image"].partition(":")[0].rpartition("/")[2]
+        for _, _, container in containers(rendered("values-gke.yaml"))
     } - {"nats"}
     assert named == {f"sie-{image}" for image in IMAGES if image != "serve"}
 
@@ -79,30 +81,30 @@ def test_hadolint_has_nothing_to_say() -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> None:
     """The process itself is the first one, with no shell before it that would keep signals."""
-    found = last_stage(image)
-    words = [word for word, _ in found]
-    told = dict(found)
+    instructions = last_stage(image)
+    words = [word for word, _ in instructions]
+    values = dict(instructions)
     (security,) = {
         json.dumps(spec["securityContext"]["runAsUser"]) for _, spec, _ in containers(rendered("everything.yaml"))
     }
-    assert told["USER"] == security
+    assert values["USER"] == security
     assert words.index("USER") < words.index("ENTRYPOINT")
-    assert json.loads(told["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
+    assert json.loads(values["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
     assert "CMD" not in words
     command = health_check(image)
     assert command[:2] == ["python", "-ISc"]
     compile(command[2], image, "exec")
     assert "ADD" not in words
-    copied = [rest for word, rest in found if word == "COPY"]
+    copied = [rest for word, rest in instructions if word == "COPY"]
     assert copied == ["--from=dependencies /opt/sie /opt/sie", "--from=code /opt/code /opt/sie"], "the code comes last"
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_code_is_no_part_of_what_its_dependencies_are_made_of(image: str) -> None:
-    found = stages(dockerfile(image))
-    copied = [rest for word, rest in found["dependencies"] if word == "COPY"]
+    stages_read = stages(dockerfile(image))
+    copied = [rest for word, rest in stages_read["dependencies"] if word == "COPY"]
     assert copied == ["constraints.txt .", "pyproject.toml docker/trim.sh ./"]
-    assert [rest for word, rest in found["code"] if word == "COPY"] == [". ."]
+    assert [rest for word, rest in stages_read["code"] if word == "COPY"] == [". ."]
 
 
 def test_each_image_from_elsewhere_is_pinned_in_one_place() -> None:
@@ -118,16 +120,16 @@ def test_each_image_from_elsewhere_is_pinned_in_one_place() -> None:
     for name in named:
         assert re.fullmatch(r"docker\.io/[a-z]+/[a-z-]+:v?\d[a-z0-9.-]*@sha256:[0-9a-f]{64}", name), name
     for path in ALL:
-        made = stages(path)
-        for each in made.values():
-            (base,) = [rest.partition(" AS ")[0] for word, rest in each if word == "FROM"]
-            assert base in made or base in ("${BASE}", "${CUDA}", "${COMPONENT}"), base
+        stages_read = stages(path)
+        for stage in stages_read.values():
+            (base,) = [rest.partition(" AS ")[0] for word, rest in stage if word == "FROM"]
+            assert base in stages_read or base in ("${BASE}", "${CUDA}", "${COMPONENT}"), base
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_says_what_it_is(image: str) -> None:
-    told = dict(last_stage(image))
-    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]*)"', told["LABEL"]))
+    instructions = dict(last_stage(image))
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]*)"', instructions["LABEL"]))
     title = labels["title"].replace("${COMPONENT}", image)
     assert (title, labels["licenses"]) == (f"sie-{image}", "Apache-2.0")
     assert {"version", "base.name"} <= labels.keys()
@@ -160,7 +162,7 @@ def test_an_image_says_what_it_is(image: str) -> None:
 
 def test_health_checks_ask_what_processes_answer() -> None:
     """The same ports and paths as the probes of the chart."""
-    ports = {each["name"]: each.get("ports", ()) for _, _, each in containers(rendered("values.yaml"))}
+    ports = {entry["name"]: entry.get("ports", ()) for _, _, entry in containers(rendered("values.yaml"))}
     for image, container, port in (
         ("gateway", "gateway", 9090),
         ("config", "config", 8081),
@@ -169,7 +171,7 @@ def test_health_checks_ask_what_processes_answer() -> None:
         check = health_check(image)[2]
         assert "/healthz" in check
         assert str(port) in check
-        assert port in {each["containerPort"] for each in ports[container]}
+        assert port in {entry["containerPort"] for entry in ports[container]}
 
 
 async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp_path: Path) -> None:
@@ -177,10 +179,10 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
 
     async def passes(image: str, **environ: str) -> bool:
         _, *arguments = health_check(image)
-        found = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, env=environ, stderr=asyncio.subprocess.DEVNULL
         )
-        return await asyncio.wait_for(found.wait(), 60) == 0
+        return await asyncio.wait_for(process.wait(), 60) == 0
 
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway()
@@ -208,8 +210,8 @@ def test_all_that_compose_names_is_there() -> None:
             source = volume.partition(":")[0]
             if source != "./models":  # which a builder makes where it is not there
                 assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
-        told = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
-        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", told)) <= services.keys()
+        words = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
+        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", words)) <= services.keys()
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
 
 
@@ -230,18 +232,18 @@ def test_spans_go_where_the_collector_of_compose_listens() -> None:
 
 def test_compose_builds_and_scrapes_what_there_is() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    built = {name: each for name, each in services.items() if "build" in each}
+    built = {name: element for name, element in services.items() if "build" in element}
     assert built.keys() == {"gateway", "config", "sidecar", "adapter", "standalone"}
-    for service, each in built.items():
-        image = each["build"]["args"]["COMPONENT"]
+    for service, entry in built.items():
+        image = entry["build"]["args"]["COMPONENT"]
         name = {"standalone": "serve"}.get(service, service)
-        assert (each["image"], image.partition("-")[0]) == (f"sie-{image}:{VERSION}", name)
-        assert each["build"]["dockerfile"] == dockerfile(image).relative_to(ROOT).as_posix()
-        assert each["read_only"] is True
-        assert "/tmp" in each["tmpfs"]
-        for variable in each.get("environment", {}):
+        assert (entry["image"], image.partition("-")[0]) == (f"sie-{image}:{VERSION}", name)
+        assert entry["build"]["dockerfile"] == dockerfile(image).relative_to(ROOT).as_posix()
+        assert entry["read_only"] is True
+        assert "/tmp" in entry["tmpfs"]
+        for variable in entry.get("environment", {}):
             assert variable in BY_NAME, f"{name}: {variable}"
-        cli.main.commands[name].make_context(name, list(each.get("command", ())), resilient_parsing=False)
+        cli.main.commands[name].make_context(name, list(entry.get("command", ())), resilient_parsing=False)
     (mounted,) = [volume.partition(":")[0] for volume in services["prometheus"]["volumes"] if volume.startswith("./")]
     scraped = yaml.safe_load((ROOT / mounted).read_text())["scrape_configs"]
     targets = {target for job in scraped for config in job["static_configs"] for target in config["targets"]}
@@ -254,8 +256,8 @@ def test_compose_gives_its_processes_models_payloads_and_the_token_that_changes_
     services = composed()["services"]
 
     def settings(name: str, variable: str) -> str | None:
-        found: str | None = services[name]["environment"].get(variable)
-        return found
+        value: str | None = services[name]["environment"].get(variable)
+        return value
 
     for variable, readers in (
         ("SIE_PAYLOAD_STORE_URL", ("gateway", "sidecar")),
@@ -271,8 +273,8 @@ def test_compose_gives_its_processes_models_payloads_and_the_token_that_changes_
         assert volume == {"SIE_PAYLOAD_STORE_URL": "payloads", "SIE_MODELS_DIR": "./models"}[variable]
         assert set(readers) - {"standalone"} == {
             name
-            for name, each in services.items()
-            if variable in each.get("environment", {}) and "profiles" not in each
+            for name, service in services.items()
+            if variable in service.get("environment", {}) and "profiles" not in service
         }
     assert {settings(name, "SIE_ADMIN_TOKEN") for name in ("gateway", "config", "standalone")} == {""}
     assert "SIE_ADMIN_TOKEN" not in {*services["sidecar"]["environment"], *services["adapter"]["environment"]}
@@ -293,19 +295,19 @@ def test_the_standalone_service_takes_the_bounds_of_its_batches_from_the_environ
 
 def test_compose_starts_without_what_observes_it() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert {name for name, each in services.items() if each.get("profiles") == ["observability"]} == {
+    assert {name for name, entry in services.items() if entry.get("profiles") == ["observability"]} == {
         "prometheus",
         "collector",
     }
-    for name, each in services.items():
-        assert "profiles" in each or not {"prometheus", "collector"} & {*each.get("depends_on", ())}, name
-        assert "profiles" in each or each["restart"] == "on-failure", name
+    for name, service in services.items():
+        assert "profiles" in service or not {"prometheus", "collector"} & {*service.get("depends_on", ())}, name
+        assert "profiles" in service or service["restart"] == "on-failure", name
 
 
 def extras_within(name: str, extras: Mapping[str, list[str]]) -> set[str]:
     """This extra and all that it names, at any depth."""
     named = re.findall(r"^sie-cluster\[(.*)\]$", "\n".join(extras[name]), re.MULTILINE)
-    return {name}.union(*(extras_within(each, extras) for some in named for each in some.split(",")))
+    return {name}.union(*(extras_within(entry, extras) for some in named for entry in some.split(",")))
 
 
 def test_the_install_steps_name_extras_that_exist() -> None:
@@ -315,7 +317,9 @@ def test_the_install_steps_name_extras_that_exist() -> None:
         assert {image.partition("-")[0], "cli", "tracing"} <= extras_within(own[2:-1], project["optional-dependencies"])
         pinned = [word for word in installed(image) if not word.startswith(".")]
         assert all("==" in word for word in pinned)
-    torch = next(each for each in project["optional-dependencies"]["adapter"] if each.startswith("torch"))
+    torch = next(
+        requirement for requirement in project["optional-dependencies"]["adapter"] if requirement.startswith("torch")
+    )
     assert all(torch in installed(image) for image in ("adapter-cpu", "adapter-cuda", "serve"))
     (flash,) = (word for word in installed("adapter-cuda") if word.startswith("flash-attn=="))
     assert flash in project["optional-dependencies"]["flash"]
@@ -330,12 +334,12 @@ def needs(name: str, extras: set[str]) -> list[Requirement]:
         parts = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
         return [Requirement(text) for part in parts for text in part]
     try:
-        found = [Requirement(text) for text in importlib.metadata.distribution(name).requires or ()]
+        requirements = [Requirement(text) for text in importlib.metadata.distribution(name).requires or ()]
     except importlib.metadata.PackageNotFoundError:
         return []
     return [
         need
-        for need in found
+        for need in requirements
         if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras})
     ]
 
@@ -346,17 +350,17 @@ def closure(image: str) -> frozenset[str]:
     extras: dict[str, set[str]] = {}
     due = [Requirement("sie-cluster" + word[1:] if word.startswith(".") else word) for word in installed(image)]
     while due:
-        wanted = due.pop()
-        name = canonicalize_name(wanted.name)
-        if name not in extras or wanted.extras - extras[name]:
-            extras.setdefault(name, set()).update(wanted.extras)
+        requirement = due.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in extras or requirement.extras - extras[name]:
+            extras.setdefault(name, set()).update(requirement.extras)
             due += needs(name, extras[name])
     return frozenset(extras) - {"sie-cluster"}
 
 
 def files_of(name: str) -> list[Path]:
-    found = importlib.metadata.distribution(name).files or ()
-    return [path for path in (Path(str(each.locate())) for each in found) if path.is_file()]
+    files = importlib.metadata.distribution(name).files or ()
+    return [path for path in (Path(str(file.locate())) for file in files) if path.is_file()]
 
 
 @pytest.mark.parametrize("image", SLIM)
@@ -418,17 +422,19 @@ def test_what_the_cuda_image_installs_can_be_had_together(tmp_path: Path) -> Non
     among it.
     """
     compiled = next(word for word in installed("adapter-cuda") if word.startswith("flash-attn=="))
-    others = [word for word in installed("adapter-cuda") if word != compiled]
-    others[others.index(".[image-adapter-cuda]")] = ".[image-adapter]"  # without what is compiled
+    words = [word for word in installed("adapter-cuda") if word != compiled]
+    words[words.index(".[image-adapter-cuda]")] = ".[image-adapter]"  # without what is compiled
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     resolve = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(tmp_path / "report")]
     done = subprocess.run(
-        [*resolve, "--constraint", "constraints.txt", *others], cwd=ROOT, capture_output=True, text=True, timeout=580
+        [*resolve, "--constraint", "constraints.txt", *words], cwd=ROOT, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report").read_text())
-    found = {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in report["install"]}
-    assert found["torch"].partition("+")[0] == "2.13.0"
+    versions = {
+        canonicalize_name(package["metadata"]["name"]): package["metadata"]["version"] for package in report["install"]
+    }
+    assert versions["torch"].partition("+")[0] == "2.13.0"
     environ = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
     fetch = [
         *pip,
@@ -447,4 +453,4 @@ def test_what_the_cuda_image_installs_can_be_had_together(tmp_path: Path) -> Non
     (flash,) = json.loads(done.stdout)["install"]
     needed = [Requirement(text) for text in flash["metadata"].get("requires_dist", ())]
     for need in needed:
-        assert need.marker is not None or found[canonicalize_name(need.name)] in need.specifier
+        assert need.marker is not None or versions[canonicalize_name(need.name)] in need.specifier

@@ -28,9 +28,9 @@ ON = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "everything.yaml"
 
 @pytest.mark.parametrize("file", ON)
 def test_every_port_of_metrics_is_scraped(file: str) -> None:
-    found = rendered(file)
+    objects_rendered = rendered(file)
     scraped = set()
-    for monitor in of_kind("ServiceMonitor", found).values():
+    for monitor in of_kind("ServiceMonitor", objects_rendered).values():
         spec = monitor["spec"]
         assert spec.keys() == {"namespaceSelector", "selector", "endpoints"}
         assert spec["namespaceSelector"] == {"matchNames": ["search"]}
@@ -39,22 +39,22 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
         assert endpoint.pop("relabelings") == [{"action": "labeldrop", "regex": "endpoint"}]
         assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "30s"}
         selected = [
-            each
-            for each in of_kind("Service", found).values()
-            if spec["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+            service
+            for service in of_kind("Service", objects_rendered).values()
+            if spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         ]
         assert len(selected) == 1, "each pod is scraped once"
         (port,) = [port for port in selected[0]["spec"]["ports"] if port["name"] == endpoint["port"]]
-        pods = [each["spec"]["template"] for each in workloads(found).values()]
+        pods = [workload["spec"]["template"] for workload in workloads(objects_rendered).values()]
         behind = [
-            each for each in pods if selected[0]["spec"]["selector"].items() <= each["metadata"]["labels"].items()
+            entry for entry in pods if selected[0]["spec"]["selector"].items() <= entry["metadata"]["labels"].items()
         ]
         targets = [
-            (container["name"], each["containerPort"])
+            (container["name"], entry["containerPort"])
             for template in behind
             for container in template["spec"]["containers"]
-            for each in container.get("ports", ())
-            if each["name"] == port["targetPort"]
+            for entry in container.get("ports", ())
+            if entry["name"] == port["targetPort"]
         ]
         assert len(targets) == len(behind)
         scraped |= set(targets)
@@ -91,30 +91,30 @@ def test_alerts_of_a_release_ask_for_no_other_one() -> None:
 
 
 def dashboards() -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, each in of_kind("ConfigMap", rendered("values-gke.yaml")).items():
+    for name, config in of_kind("ConfigMap", rendered("values-gke.yaml")).items():
         if "-dashboard-" in name:
-            assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
-            for text in each["data"].values():
+            assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+            for text in config["data"].values():
                 yield name, json.loads(text)
 
 
 def test_dashboards_are_whole() -> None:
-    found = dict(dashboards())
-    assert len(found) == len(list((CHART / "files" / "dashboards").glob("*.json"))) > 0
-    for each in found.values():
-        numbers = [panel["id"] for panel in each["panels"]]
-        titles = [panel["title"] for panel in each["panels"]]
+    boards = dict(dashboards())
+    assert len(boards) == len(list((CHART / "files" / "dashboards").glob("*.json"))) > 0
+    for dashboard in boards.values():
+        numbers = [panel["id"] for panel in dashboard["panels"]]
+        titles = [panel["title"] for panel in dashboard["panels"]]
         assert len(set(numbers)) == len(numbers) == len(set(titles))
         cells = [
             (x, y)
-            for panel in each["panels"]
+            for panel in dashboard["panels"]
             for at in [panel["gridPos"]]
             for x in range(at["x"], at["x"] + at["w"])
             for y in range(at["y"], at["y"] + at["h"])
         ]
         assert len(set(cells)) == len(cells), "panels lie over each other"
         assert max(x for x, _ in cells) < 24
-        for panel in each["panels"]:
+        for panel in dashboard["panels"]:
             if panel["type"] != "row":
                 assert panel["description"], panel["title"]
                 assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -124,21 +124,29 @@ def test_dashboards_are_whole() -> None:
 def test_every_field_of_a_dashboard_is_one_that_grafana_reads() -> None:
     """What its own types read and write again is what the file says: they leave out names that they do not know."""
     register_default_plugins()
-    for each in dict(dashboards()).values():
-        again = json.loads(JSONEncoder().encode(Dashboard.from_json(each)))
-        assert lost(each, again) == []
+    for dashboard in dict(dashboards()).values():
+        again = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+        assert lost(dashboard, again) == []
 
 
-def lost(wanted: Any, found: Any, path: str = "") -> list[str]:
+def lost(expected: Any, result: Any, path: str = "") -> list[str]:
     """Where `found` has not what is wanted; it may have more."""
-    if isinstance(wanted, dict):
-        within = found if isinstance(found, dict) else {}
-        return [each for name, value in wanted.items() for each in lost(value, within.get(name), f"{path}.{name}")]
-    if isinstance(wanted, list):
-        if not isinstance(found, list) or len(found) != len(wanted):
+    if isinstance(expected, dict):
+        within = result if isinstance(result, dict) else {}
+        return [
+            path_lost
+            for name, value in expected.items()
+            for path_lost in lost(value, within.get(name), f"{path}.{name}")
+        ]
+    if isinstance(expected, list):
+        if not isinstance(result, list) or len(result) != len(expected):
             return [path]
-        return [each for number, value in enumerate(wanted) for each in lost(value, found[number], f"{path}[{number}]")]
-    return [] if wanted == found else [path]
+        return [
+            path_lost
+            for number, value in enumerate(expected)
+            for path_lost in lost(value, result[number], f"{path}[{number}]")
+        ]
+    return [] if expected == result else [path]
 
 
 ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to every series
@@ -151,14 +159,14 @@ def test_every_name_and_label_in_a_query_is_of_the_table() -> None:
 
 
 def check(query: str) -> None:
-    known = {name: metric for metric in every().values() for name in metric.exported}
+    metrics_by_name = {name: metric for metric in every().values() for name in metric.exported}
     nodes = list(parts_of(promql.parse(query)))
     selectors = [node for node in nodes if isinstance(node, promql.VectorSelector)]
     assert selectors
     labels = set()
     for selector in selectors:
-        assert selector.name in known, query
-        own = {*known[selector.name].labels} | ({"le"} if selector.name.endswith("_bucket") else set())
+        assert selector.name in metrics_by_name, query
+        own = {*metrics_by_name[selector.name].labels} | ({"le"} if selector.name.endswith("_bucket") else set())
         assert {matcher.name for matcher in selector.matchers.matchers} <= own | ADDED, query
         assert {"namespace"} <= {matcher.name for matcher in selector.matchers.matchers}, "of one installation alone"
         labels |= own
@@ -168,22 +176,22 @@ def check(query: str) -> None:
         if isinstance(node, promql.Call) and node.func.name in ("rate", "increase"):
             (argument,) = node.args
             if isinstance(argument, promql.MatrixSelector):
-                assert known[argument.vector_selector.name].kind != "gauge", query
+                assert metrics_by_name[argument.vector_selector.name].kind != "gauge", query
         if isinstance(node, promql.Call) and node.func.name == "histogram_quantile":
             assert "_bucket" in query
 
 
 def test_every_alert_has_a_test_that_raises_it_and_one_that_clears_it() -> None:
     cases: dict[str, list[bool]] = {}
-    for each in rule_tests()["tests"]:
-        for case in each.get("alert_rule_test", ()):
+    for test in rule_tests()["tests"]:
+        for case in test.get("alert_rule_test", ()):
             cases.setdefault(case["alertname"], []).append(bool(case.get("exp_alerts")))
     assert cases == {rule["alert"]: [False, True, False] for rule in rules()}
 
 
 def test_the_runbook_of_alerts_is_where_the_values_say() -> None:
     (rule,) = of_kind("PrometheusRule", rendered("everything.yaml")).values()
-    urls = [each["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for each in group["rules"]]
+    urls = [entry["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for entry in group["rules"]]
     assert len(urls) > 8
     assert {url.partition("#")[0] for url in urls} == {"https://docs.example.com/runbook/"}
 
@@ -205,27 +213,27 @@ def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
     texts = {rule["alert"]: rule["annotations"] for rule in rules()}
     cases = rule_tests()
-    for each in cases["tests"]:
-        for case in each.get("alert_rule_test", ()):
+    for test in cases["tests"]:
+        for case in test.get("alert_rule_test", ()):
             for alert in case.get("exp_alerts", ()):
                 labels = alert["exp_labels"]
                 alert["exp_annotations"] = {
-                    name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found, labels=labels: labels[found[1]], text)
+                    name: re.sub(r"{{ \$labels\.(\w+) }}", lambda match, labels=labels: labels[match[1]], text)
                     for name, text in texts[case["alertname"]].items()
                 }
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(cases), "utf-8")
     for arguments in (("check", "rules", "rules.yaml"), ("test", "rules", "tests.yaml")):
-        found = subprocess.run(
+        process = subprocess.run(
             ["promtool", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )
-        assert found.returncode == 0, found.stdout + found.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_pods_that_are_watched_are_those_that_export() -> None:
     assert {
-        each["name"]
+        container["name"]
         for workload in workloads(rendered("values-gke.yaml")).values()
-        for each in pod(workload)["containers"]
+        for container in pod(workload)["containers"]
     } == {
         "gateway",
         "config",

@@ -27,34 +27,34 @@ COMMANDS = [(page, command) for page, commands in TYPED.items() for command in c
 
 
 def test_every_selector_finds_pods() -> None:
-    labels = [each["spec"]["template"]["metadata"]["labels"] for each in workloads(rendered(FILE)).values()]
-    asked = [
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in workloads(rendered(FILE)).values()]
+    selectors = [
         (page, key, value)
         for page, command in COMMANDS
         for key, value in re.findall(r"-l ([\w./-]+)=([\w-]+)", command)
     ]
-    assert len(asked) >= 4
-    assert [each for each in asked if not any(own.get(each[1]) == each[2] for own in labels)] == []
+    assert len(selectors) >= 4
+    assert [selector for selector in selectors if not any(own.get(selector[1]) == selector[2] for own in labels)] == []
 
 
 def test_every_object_container_and_file_is_there() -> None:
-    found = [*rendered(FILE), *rendered("values-kind.yaml")]
-    names = {"deployment": workloads(found).keys(), "service": of_kind("Service", found).keys()}
+    objects_rendered = [*rendered(FILE), *rendered("values-kind.yaml")]
+    names = {"deployment": workloads(objects_rendered).keys(), "service": of_kind("Service", objects_rendered).keys()}
     objects = [
         (page, kind, name)
         for page, command in COMMANDS
         for kind, name in re.findall(r"\b(deployment|service)/([\w-]+)", command)
     ]
     assert {kind for _, kind, _ in objects} == {"deployment", "service"}
-    assert [each for each in objects if each[2] not in names[each[1]]] == []
-    own = {each["name"] for workload in workloads(rendered(FILE)).values() for each in pod(workload)["containers"]}
-    asked = set(re.findall(r"-c ([\w-]+)", " ".join(command for _, command in COMMANDS) + RUNBOOK))
-    assert {"adapter", "worker-sidecar"} == asked <= own
+    assert [entry for entry in objects if entry[2] not in names[entry[1]]] == []
+    own = {entry["name"] for workload in workloads(rendered(FILE)).values() for entry in pod(workload)["containers"]}
+    containers_named = set(re.findall(r"-c ([\w-]+)", " ".join(command for _, command in COMMANDS) + RUNBOOK))
+    assert {"adapter", "worker-sidecar"} == containers_named <= own
     files = {file for _, command in COMMANDS for file in re.findall(r"charts/sie-cluster/(\S+\.yaml)", command)}
     assert files
     assert [file for file in files if not (CHART / file).is_file()] == []
     (loaded,) = [set(command.split()[3:]) for _, command in COMMANDS if command.startswith("kind load")]
-    images = {each["image"] for _, _, each in containers(rendered("values-kind.yaml"))}
+    images = {entry["image"] for _, _, entry in containers(rendered("values-kind.yaml"))}
     assert loaded == {image for image in images if image.startswith("sie-")}
 
 
@@ -63,12 +63,12 @@ def test_the_first_hour_s_values_render_step_by_step() -> None:
     page = DOCS / "first-hour.md"
     steps = [yaml.safe_load(block.code) for block in blocks(page, "yaml")]
     assert len(steps) == 4
-    made, found = steps[0], []
+    created, missing_names = steps[0], []
     for step in steps:
-        made = merged(made, step)
-        found.append(objects(template(values=made)))
-    first, tls, scaled, watched = found
-    images = {each["image"] for _, _, each in containers(first) if "/sie-" in each["image"]}
+        created = merged(created, step)
+        missing_names.append(objects(template(values=created)))
+    first, tls, scaled, watched = missing_names
+    images = {entry["image"] for _, _, entry in containers(first) if "/sie-" in entry["image"]}
     pushed = re.search(r"for image in ([a-z -]+); do docker push \$REGISTRY/sie-\$image:(\S+);", page.read_text())
     assert pushed is not None
     assert images == {f"registry.example.com/sie/sie-{name}:{pushed[2]}" for name in pushed[1].split()}
@@ -102,19 +102,19 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def requested(found: list[Any]) -> tuple[float, float]:
+def requested(result: list[Any]) -> tuple[float, float]:
     """Cores and GiB of all pods as they start."""
     cores, gib = 0.0, 0.0
     scalers = {
-        each["spec"]["scaleTargetRef"]["name"]: each["spec"]
-        for each in of_kind("HorizontalPodAutoscaler", found).values()
+        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]
+        for scaler in of_kind("HorizontalPodAutoscaler", result).values()
     }
-    for name, workload in workloads(found).items():
+    for name, workload in workloads(result).items():
         count = scalers[name]["minReplicas"] if name in scalers else workload["spec"]["replicas"]
-        for each in pod(workload)["containers"]:
-            asked = each["resources"]["requests"]
-            cores += count * (float(asked["cpu"].rstrip("m")) / (1000 if asked["cpu"].endswith("m") else 1))
-            gib += count * float(asked["memory"][:-2]) / {"Gi": 1, "Mi": 1024}[asked["memory"][-2:]]
+        for entry in pod(workload)["containers"]:
+            requests = entry["resources"]["requests"]
+            cores += count * (float(requests["cpu"].rstrip("m")) / (1000 if requests["cpu"].endswith("m") else 1))
+            gib += count * float(requests["memory"][:-2]) / {"Gi": 1, "Mi": 1024}[requests["memory"][-2:]]
     return round(cores, 2), round(gib, 2)
 
 
@@ -122,16 +122,16 @@ def test_the_table_of_gpu_types_is_that_of_the_values_files() -> None:
     rows = re.findall(
         r"^\| `([\w-]+)` \|(.*)\|$", (DOCS / "sizing.md").read_text("utf-8").partition("### GPU types")[2], re.MULTILINE
     )
-    told = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+    rows_of_name = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
     profiles = yaml.safe_load((CHART / "values.yaml").read_text())["machineProfiles"]
-    assert told.keys() == {name for name, profile in profiles.items() if profile["gpu"]}
+    assert rows_of_name.keys() == {name for name, profile in profiles.items() if profile["gpu"]}
     for at, cloud in enumerate(("gke", "eks", "aks"), start=2):
-        known = yaml.safe_load((CHART / f"values-{cloud}.yaml").read_text())["machineProfiles"]
-        for name, cells in told.items():
-            selector = known.get(name, {}).get("nodeSelector", {})
+        expected_names = yaml.safe_load((CHART / f"values-{cloud}.yaml").read_text())["machineProfiles"]
+        for name, cells in rows_of_name.items():
+            selector = expected_names.get(name, {}).get("nodeSelector", {})
             assert dict(re.findall(r"`([^:`]+): ([^`]+)`", cells[at])) == selector, (name, cloud)
             assert selector or cells[at] == "no such nodes"
-    for name, cells in told.items():
+    for name, cells in rows_of_name.items():
         values = {**CHOSEN, "workers": {"groups": {"cpu": None, "g": {"machineProfile": name}}}}
         environ = variables(container(objects(template(values=values)), "sie-worker-g", "worker-sidecar"))
         default = load(environ={"SIE_MACHINE_PROFILE": name}).settings.max_batch_cost
@@ -139,25 +139,29 @@ def test_the_table_of_gpu_types_is_that_of_the_values_files() -> None:
 
 
 def test_the_secret_that_pages_create_has_every_key_that_is_read() -> None:
-    found = [value for _, _, each in containers(rendered("values-ha.yaml")) for value in variables(each).values()]
-    read = {value["secretKeyRef"]["key"] for value in found if isinstance(value, dict) and "secretKeyRef" in value}
+    variable_values = [
+        value for _, _, entry in containers(rendered("values-ha.yaml")) for value in variables(entry).values()
+    ]
+    read = {
+        value["secretKeyRef"]["key"] for value in variable_values if isinstance(value, dict) and "secretKeyRef" in value
+    }
     assert "nats-route" in read
-    (made,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / "first-hour.md").read_text("utf-8"))
-    keys = set(made.replace("\\", " ").split())
+    (created,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / "first-hour.md").read_text("utf-8"))
+    keys = set(created.replace("\\", " ").split())
     assert read <= keys
 
 
 def test_every_query_of_the_runbook_asks_for_what_is_exported() -> None:
     """Queries, and names with `by` a label."""
-    known = {name: metric for metric in every().values() for name in metric.exported}
-    queries = [each for each in re.findall(r"`([^`]+)`", RUNBOOK) if re.search(r"\bsie_\w+\[", each)]
+    metrics_by_name = {name: metric for metric in every().values() for name in metric.exported}
+    queries = [metric for metric in re.findall(r"`([^`]+)`", RUNBOOK) if re.search(r"\bsie_\w+\[", metric)]
     assert len(queries) >= 4
     for query in queries:
         nodes = list(parts_of(promql.parse(query)))
         (selector,) = [node for node in nodes if isinstance(node, promql.VectorSelector)]
-        own = {*known[selector.name].labels, "le"}
+        own = {*metrics_by_name[selector.name].labels, "le"}
         for node in nodes:
             if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
                 assert {*node.modifier.labels} <= own, query
     for name, label in re.findall(r"`(sie_\w+)` by `(\w+)`", RUNBOOK):
-        assert label in {*known[name].labels, "pod"}, name
+        assert label in {*metrics_by_name[name].labels, "pod"}, name

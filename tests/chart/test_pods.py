@@ -37,49 +37,49 @@ PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
 @pytest.fixture(params=FILES)
-def found(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
+def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
     return rendered(request.param)
 
 
-def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], ...]) -> None:
+def test_every_container_has_probes_and_resources(manifests: tuple[dict[str, Any], ...]) -> None:
     """A load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness
     whether it answers.
     """
-    for name, spec, each in containers(found):
-        resources = each["resources"]
+    for name, spec, entry in containers(manifests):
+        resources = entry["resources"]
         assert resources["requests"].keys() >= {"cpu", "memory"}, name
         assert "memory" in resources["limits"], name
-        if each in spec.get("initContainers", ()):
+        if entry in spec.get("initContainers", ()):
             continue
         for probe in PROBES:
-            assert probe in each, (name, each["name"], probe)
-        ports = {port["name"] for port in each.get("ports", ())}
+            assert probe in entry, (name, entry["name"], probe)
+        ports = {port["name"] for port in entry.get("ports", ())}
         for probe in PROBES:
-            if "httpGet" in each[probe]:
-                assert each[probe]["httpGet"]["port"] in ports
-        if each["name"] in ("gateway", "config", "worker-sidecar", "mcp"):
-            assert [each[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
+            if "httpGet" in entry[probe]:
+                assert entry[probe]["httpGet"]["port"] in ports
+        if entry["name"] in ("gateway", "config", "worker-sidecar", "mcp"):
+            assert [entry[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
 
 
-def test_who_waits_for_the_broker_is_not_restarted_meanwhile(found: tuple[dict[str, Any], ...]) -> None:
+def test_who_waits_for_the_broker_is_not_restarted_meanwhile(manifests: tuple[dict[str, Any], ...]) -> None:
     """A gateway and a sidecar listen once they are connected, and a broker may take its whole time to start."""
 
-    def longest_s(each: dict[str, Any]) -> int:
-        return int(each["startupProbe"]["periodSeconds"] * each["startupProbe"]["failureThreshold"])
+    def longest_s(entry: dict[str, Any]) -> int:
+        return int(entry["startupProbe"]["periodSeconds"] * entry["startupProbe"]["failureThreshold"])
 
-    broker_s = longest_s(container(found, "sie-nats", "nats"))
-    waiting = [each for _, _, each in containers(found) if each["name"] in ("gateway", "worker-sidecar")]
+    broker_s = longest_s(container(manifests, "sie-nats", "nats"))
+    waiting = [entry for _, _, entry in containers(manifests) if entry["name"] in ("gateway", "worker-sidecar")]
     assert len(waiting) > 1
-    assert all(longest_s(each) > broker_s for each in waiting)
+    assert all(longest_s(entry) > broker_s for entry in waiting)
 
 
-def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...]) -> None:
+def test_pods_keep_to_the_restricted_standard(manifests: tuple[dict[str, Any], ...]) -> None:
     allowed = {"configMap", "emptyDir", "ephemeral", "persistentVolumeClaim"}
-    for name, spec, each in containers(found):
+    for name, spec, entry in containers(manifests):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert each["securityContext"] == {
+        assert entry["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
@@ -87,30 +87,30 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         for volume in spec["volumes"]:
             assert volume.keys() - {"name"} <= allowed
-        writable = [mount["mountPath"] for mount in each["volumeMounts"] if not mount.get("readOnly")]
-        assert "/tmp" in writable or each["name"] == "socket-folder"
+        writable = [mount["mountPath"] for mount in entry["volumeMounts"] if not mount.get("readOnly")]
+        assert "/tmp" in writable or entry["name"] == "socket-folder"
 
 
-def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
+def test_pods_end_later_than_the_longest_request(manifests: tuple[dict[str, Any], ...]) -> None:
     """The longest deadline is that of a request; gateways and config service first serve on until load balancers
     know. The processes themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are
     refused.
     """
-    gateway = container(found, "sie-gateway", "gateway")
-    told = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
-    longest_s = longest_drain_s(load(environ=told).settings)
+    gateway = container(manifests, "sie-gateway", "gateway")
+    settings = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
+    longest_s = longest_drain_s(load(environ=settings).settings)
     assert "--drain-s" not in " ".join(gateway["args"])
-    assert longest_s > float(told["SIE_GATEWAY_REQUEST_TIMEOUT"])
+    assert longest_s > float(settings["SIE_GATEWAY_REQUEST_TIMEOUT"])
     for name in ("gateway", "config"):
-        each = container(found, f"sie-{name}", name)
-        (waits_s,) = (float(arg.partition("=")[2]) for arg in each["args"] if arg.startswith("--lame-duck-s="))
+        entry = container(manifests, f"sie-{name}", name)
+        (waits_s,) = (float(arg.partition("=")[2]) for arg in entry["args"] if arg.startswith("--lame-duck-s="))
         assert waits_s > 0
-        assert "lifecycle" not in each
-    for name, workload in workloads(found).items():
+        assert "lifecycle" not in entry
+    for name, workload in workloads(manifests).items():
         if name == "sie-nats":
             lame_s = float(
                 re.search(
-                    r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"]
+                    r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", manifests)["sie-nats"]["data"]["nats.conf"]
                 )[1]
             )  # type: ignore[index]
             assert pod(workload)["terminationGracePeriodSeconds"] > lame_s
@@ -118,116 +118,127 @@ def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ..
             assert pod(workload)["terminationGracePeriodSeconds"] > longest_s + waits_s
 
 
-def test_the_adapter_ends_after_its_sidecar_has_drained(found: tuple[dict[str, Any], ...]) -> None:
+def test_the_adapter_ends_after_its_sidecar_has_drained(manifests: tuple[dict[str, Any], ...]) -> None:
     """A pod's containers are told to end at once, and batches need the adapter until the sidecar is done."""
-    for name, workload in workloads(found).items():
+    for name, workload in workloads(manifests).items():
         if name.startswith("sie-worker"):
-            sidecar, adapter = (container(found, name, each) for each in ("worker-sidecar", "adapter"))
+            sidecar, adapter = (container(manifests, name, role) for role in ("worker-sidecar", "adapter"))
             assert "lifecycle" not in sidecar
             waits_s = float(adapter["lifecycle"]["preStop"]["exec"]["command"][1])
             assert SIDECAR_DRAIN_S < waits_s < pod(workload)["terminationGracePeriodSeconds"] - ADAPTER_DRAIN_S
 
 
 def test_a_longer_request_gives_pods_more_time() -> None:
-    found = objects(template(values={**CHOSEN, "gateway": {"requestTimeoutSeconds": 599.5, "preStopSeconds": 20}}))
+    manifestsrendered = objects(
+        template(values={**CHOSEN, "gateway": {"requestTimeoutSeconds": 599.5, "preStopSeconds": 20}})
+    )
     assert {
-        pod(each)["terminationGracePeriodSeconds"] for name, each in workloads(found).items() if name != "sie-nats"
+        pod(workload)["terminationGracePeriodSeconds"]
+        for name, workload in workloads(manifestsrendered).items()
+        if name != "sie-nats"
     } == {600 + 20 + 30}
 
 
-def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str, Any], ...]) -> None:
-    for workload in workloads(found).values():
+def test_every_workload_has_a_budget_that_lets_nodes_drain(manifests: tuple[dict[str, Any], ...]) -> None:
+    for workload in workloads(manifests).values():
         labels = workload["spec"]["template"]["metadata"]["labels"]
-        budgets = [each["spec"] for each in of_kind("PodDisruptionBudget", found).values()]
+        budgets = [budget["spec"] for budget in of_kind("PodDisruptionBudget", manifests).values()]
         assert [
-            each["maxUnavailable"] for each in budgets if each["selector"]["matchLabels"].items() <= labels.items()
+            budget["maxUnavailable"]
+            for budget in budgets
+            if budget["selector"]["matchLabels"].items() <= labels.items()
         ] == [1]
     for name in ("sie-gateway", "sie-config"):
-        assert pod(workloads(found)[name])["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+        assert (
+            pod(workloads(manifests)[name])["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+        )
 
 
-def test_one_account_for_each_component_that_may_do_nothing(found: tuple[dict[str, Any], ...]) -> None:
-    accounts = of_kind("ServiceAccount", found)
-    for name, workload in workloads(found).items():
+def test_one_account_for_each_component_that_may_do_nothing(manifests: tuple[dict[str, Any], ...]) -> None:
+    accounts = of_kind("ServiceAccount", manifests)
+    for name, workload in workloads(manifests).items():
         account = pod(workload)["serviceAccountName"]
         assert account == ("sie-worker" if name.startswith("sie-worker") else name)
         assert accounts[account]["automountServiceAccountToken"] is False
-    mounted = [name for name, workload in workloads(found).items() if pod(workload)["automountServiceAccountToken"]]
-    rules = [rule for role in of_kind("Role", found).values() for rule in role["rules"]]
+    mounted = [name for name, workload in workloads(manifests).items() if pod(workload)["automountServiceAccountToken"]]
+    rules = [rule for role in of_kind("Role", manifests).values() for rule in role["rules"]]
     if mounted:
         assert mounted == ["sie-gateway"]
         assert rules == [
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
         ]
-        assert of_kind("RoleBinding", found)["sie-gateway"]["subjects"][0]["name"] == "sie-gateway"
+        assert of_kind("RoleBinding", manifests)["sie-gateway"]["subjects"][0]["name"] == "sie-gateway"
     else:
         assert not rules
-    assert not of_kind("ClusterRole", found)
+    assert not of_kind("ClusterRole", manifests)
 
 
-def test_no_variable_of_a_service_reaches_a_process(found: tuple[dict[str, Any], ...]) -> None:
+def test_no_variable_of_a_service_reaches_a_process(manifests: tuple[dict[str, Any], ...]) -> None:
     """A service named sie-gateway-metrics would set SIE_GATEWAY_METRICS_PORT to tcp://..., by which a gateway refuses
     to start.
     """
-    for workload in workloads(found).values():
+    for workload in workloads(manifests).values():
         assert pod(workload)["enableServiceLinks"] is False
 
 
-def test_arguments_are_those_of_the_commands(found: tuple[dict[str, Any], ...]) -> None:
-    seen = set()
-    for _, _, each in containers(found):
-        component = COMPONENTS.get(each["name"])
+def test_arguments_are_those_of_the_commands(manifests: tuple[dict[str, Any], ...]) -> None:
+    commands = set()
+    for _, _, entry in containers(manifests):
+        component = COMPONENTS.get(entry["name"])
         if component is None:
             continue
-        seen.add(component)
-        assert "command" not in each  # the image's own, which begins with `sie <component>`
+        commands.add(component)
+        assert "command" not in entry  # the image's own, which begins with `sie <component>`
         command = cli.main.commands[component]
-        command.make_context(component, list(each.get("args", ())), resilient_parsing=False)
-    assert seen == set(COMPONENTS.values())
+        command.make_context(component, list(entry.get("args", ())), resilient_parsing=False)
+    assert commands == set(COMPONENTS.values())
 
 
 def test_the_tools_for_agents_are_one_pod_of_the_gateways_image_with_its_address() -> None:
-    found = rendered("everything.yaml")
-    each = container(found, "sie-mcp", "mcp")
-    assert each["image"] == container(found, "sie-gateway", "gateway")["image"]
-    assert workloads(found)["sie-mcp"]["spec"]["replicas"] == 1
-    group, name = each["command"]
+    manifestsrendered = rendered("everything.yaml")
+    entry = container(manifestsrendered, "sie-mcp", "mcp")
+    assert entry["image"] == container(manifestsrendered, "sie-gateway", "gateway")["image"]
+    assert workloads(manifestsrendered)["sie-mcp"]["spec"]["replicas"] == 1
+    group, name = entry["command"]
     assert (group, name) == ("sie", "mcp")
-    with cli.main.commands[name].make_context(name, list(each["args"])) as context:
-        assert (context.params["is_http"], context.params["port"]) == (True, each["ports"][0]["containerPort"])
+    with cli.main.commands[name].make_context(name, list(entry["args"])) as context:
+        assert (context.params["is_http"], context.params["port"]) == (True, entry["ports"][0]["containerPort"])
         assert context.params["lame_duck_s"] > 0
-        (mount,) = (mount for mount in each["volumeMounts"] if mount["name"] == "config")
+        (mount,) = (mount for mount in entry["volumeMounts"] if mount["name"] == "config")
         assert str(context.params["config_file"]) == f"{mount['mountPath']}/mcp.yaml"
-    own = variables(each)
+    own = variables(entry)
     assert own["SIE_GATEWAY_URL"] == "http://sie-gateway:8080"
-    assert own["SIE_ALLOWED_HOSTS"] == variables(container(found, "sie-gateway", "gateway"))["SIE_ALLOWED_HOSTS"]
+    assert (
+        own["SIE_ALLOWED_HOSTS"]
+        == variables(container(manifestsrendered, "sie-gateway", "gateway"))["SIE_ALLOWED_HOSTS"]
+    )
     # a key of its own would be one that every caller uses
     assert not {"SIE_API_KEY", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_ADMIN_TOKEN"} & own.keys()
     assert "sie-mcp" not in workloads(rendered("values.yaml"))
 
 
-def test_ports_are_those_that_processes_listen_on(found: tuple[dict[str, Any], ...]) -> None:
-    gateway = container(found, "sie-gateway", "gateway")
+def test_ports_are_those_that_processes_listen_on(manifests: tuple[dict[str, Any], ...]) -> None:
+    gateway = container(manifests, "sie-gateway", "gateway")
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert f"--port={ports['http']}" in gateway["args"]
     assert variables(gateway)["SIE_GATEWAY_METRICS_PORT"] == str(ports["metrics"])
-    config = container(found, "sie-config", "config")
+    config = container(manifests, "sie-config", "config")
     assert f"--port={config['ports'][0]['containerPort']}" in config["args"]
-    for _, _, each in containers(found):
-        if each["name"] == "worker-sidecar":
-            assert variables(each)["SIE_WORKER_METRICS_PORT"] == str(each["ports"][0]["containerPort"])
+    for _, _, entry in containers(manifests):
+        if entry["name"] == "worker-sidecar":
+            assert variables(entry)["SIE_WORKER_METRICS_PORT"] == str(entry["ports"][0]["containerPort"])
 
 
-def test_urls_name_services_and_ports_that_exist(found: tuple[dict[str, Any], ...]) -> None:
+def test_urls_name_services_and_ports_that_exist(manifests: tuple[dict[str, Any], ...]) -> None:
     services = {
-        (name, port["port"]) for name, each in of_kind("Service", found).items() for port in each["spec"]["ports"]
+        (name, port["port"]) for name, entry in of_kind("Service", manifests).items() for port in entry["spec"]["ports"]
     }
-    named = {port["name"] for _, _, each in containers(found) for port in each.get("ports", ())}
-    for each in of_kind("Service", found).values():
-        assert {port["targetPort"] for port in each["spec"]["ports"]} <= named
+    named = {port["name"] for _, _, entry in containers(manifests) for port in entry.get("ports", ())}
+    for service in of_kind("Service", manifests).values():
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
     urls = set()
-    for _, _, each in containers(found):
-        texts = [*each.get("args", ()), *(value for value in variables(each).values() if isinstance(value, str))]
+    for _, _, service in containers(manifests):
+        texts = [*service.get("args", ()), *(value for value in variables(service).values() if isinstance(value, str))]
         pairs = (
             pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text)
         )
@@ -236,20 +247,20 @@ def test_urls_name_services_and_ports_that_exist(found: tuple[dict[str, Any], ..
     assert urls <= services
 
 
-def test_the_socket_is_in_a_folder_of_this_user_alone(found: tuple[dict[str, Any], ...]) -> None:
+def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str, Any], ...]) -> None:
     """Mode 0700, the same path on both sides, on a volume that outlives either container."""
-    for name, workload in workloads(found).items():
+    for name, workload in workloads(manifests).items():
         if not name.startswith("sie-worker"):
             continue
         spec = pod(workload)
-        assert [each["name"] for each in spec["containers"]] == ["worker-sidecar", "adapter"]
+        assert [entry["name"] for entry in spec["containers"]] == ["worker-sidecar", "adapter"]
         folder = spec["initContainers"][0]
-        path = {variables(each)["SIE_IPC_SOCKET_PATH"] for each in spec["containers"]}
+        path = {variables(entry)["SIE_IPC_SOCKET_PATH"] for entry in spec["containers"]}
         assert path == {"/run/sie/worker/ipc.sock"}
         BY_NAME["SIE_IPC_SOCKET_PATH"].read(path.pop())
         assert folder["command"] == ["mkdir", "-p", "-m", "0700", "/run/sie/worker"]
-        for each in [folder, *spec["containers"]]:
-            assert {"name": "socket", "mountPath": "/run/sie"} in each["volumeMounts"]
+        for place in [folder, *spec["containers"]]:
+            assert {"name": "socket", "mountPath": "/run/sie"} in place["volumeMounts"]
         assert "emptyDir" in next(volume for volume in spec["volumes"] if volume["name"] == "socket")
 
 
@@ -260,21 +271,22 @@ def test_a_worker_is_told_the_type_of_its_gpu_by_its_machine_profile_or_its_grou
         "own": {"machineProfile": "rack-7", "gpu": True},
         "other": {"machineProfile": "h100", "gpuType": "h200"},
     }
-    found = objects(template(values={**CHOSEN, "workers": {"groups": groups}}))
+    manifestsrendered = objects(template(values={**CHOSEN, "workers": {"groups": groups}}))
     types = {
-        name: variables(container(found, f"sie-worker-{name}", "worker-sidecar")).get("SIE_GPU_TYPE") for name in groups
+        name: variables(container(manifestsrendered, f"sie-worker-{name}", "worker-sidecar")).get("SIE_GPU_TYPE")
+        for name in groups
     }
     names = {name: name for name in ("cpu", "l4", "a100-80gb", "h100")}
     assert types == {**names, "own": None, "other": "h200"}
     assert all(gpu_type(name) == name for name in names)
-    assert "SIE_GPU_TYPE" not in variables(container(found, "sie-gateway", "gateway"))
+    assert "SIE_GPU_TYPE" not in variables(container(manifestsrendered, "sie-gateway", "gateway"))
 
 
-def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
-    for name, workload in workloads(found).items():
+def test_one_adapter_for_each_gpu(manifests: tuple[dict[str, Any], ...]) -> None:
+    for name, workload in workloads(manifests).items():
         if not name.startswith("sie-worker"):
             continue
-        adapter, sidecar = container(found, name, "adapter"), container(found, name, "worker-sidecar")
+        adapter, sidecar = container(manifests, name, "adapter"), container(manifests, name, "worker-sidecar")
         counts = [adapter["resources"][kind].get("nvidia.com/gpu", 0) for kind in ("requests", "limits")]
         assert counts == [int(variables(sidecar)["SIE_GPU_COUNT"])] * 2
         assert "nvidia.com/gpu" not in json.dumps(sidecar["resources"])
@@ -283,7 +295,7 @@ def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
             "sie-adapter-cuda" if on_gpu else "sie-adapter-cpu"
         )
         assert not (on_gpu and variables(adapter)["SIE_DEVICE"] == "cpu")
-        taints = {each["key"] for each in pod(workload).get("tolerations", ())}
+        taints = {toleration["key"] for toleration in pod(workload).get("tolerations", ())}
         if on_gpu:
             assert taints & {"nvidia.com/gpu", "sku"}
 
@@ -301,8 +313,8 @@ def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
 )
 def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group: dict[str, Any], device: str) -> None:
     group = {"adapter": {"sharedMemory": "3Gi"}, **group}
-    found = objects(template(values={**CHOSEN, "workers": {"groups": {"cpu": None, "g": group}}}))
-    spec = pod(workloads(found)["sie-worker-g"])
+    manifestsrendered = objects(template(values={**CHOSEN, "workers": {"groups": {"cpu": None, "g": group}}}))
+    spec = pod(workloads(manifestsrendered)["sie-worker-g"])
     folder, (sidecar, adapter) = spec["initContainers"][0], spec["containers"]
     assert variables(adapter)["SIE_DEVICE"] == device
     on_gpu = device.startswith("cuda")
@@ -317,21 +329,21 @@ def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"}} in spec["volumes"]
 
 
-def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) -> None:
+def test_secrets_are_named_and_never_written(manifests: tuple[dict[str, Any], ...]) -> None:
     """No worker holds the admin token."""
-    assert not of_kind("Secret", found)
-    named = SECRET if any(SECRET in json.dumps(each) for each in found) else "sie"
-    for workload, _, each in containers(found):
-        for name, value in variables(each).items():
+    assert not of_kind("Secret", manifests)
+    named = SECRET if any(SECRET in json.dumps(manifest) for manifest in manifests) else "sie"
+    for workload, _, entry in containers(manifests):
+        for name, value in variables(entry).items():
             row = BY_NAME.get(name)
             if (row is not None and row.secret) or name == "HF_TOKEN":
                 assert value["secretKeyRef"]["name"] in (named, "hub"), (workload, name)
-        if each["name"] in ("worker-sidecar", "adapter"):
-            assert "SIE_ADMIN_TOKEN" not in variables(each)
-        if each["name"] != "adapter":
-            assert not HUB & variables(each).keys(), workload
-        if each["name"] == "adapter":
-            assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "SIE_NATS_PASSWORD"} & variables(each).keys()
+        if entry["name"] in ("worker-sidecar", "adapter"):
+            assert "SIE_ADMIN_TOKEN" not in variables(entry)
+        if entry["name"] != "adapter":
+            assert not HUB & variables(entry).keys(), workload
+        if entry["name"] == "adapter":
+            assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "SIE_NATS_PASSWORD"} & variables(entry).keys()
 
 
 @pytest.mark.parametrize(
@@ -339,24 +351,24 @@ def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) 
 )
 def test_workers_look_at_the_operator_s_models_themselves(catalogue: dict[str, str], place: str | None) -> None:
     """What is there may run code and name paths; an adapter takes nobody's word for it."""
-    found = objects(template(values={**CHOSEN, "catalogue": catalogue}))
+    manifestsrendered = objects(template(values={**CHOSEN, "catalogue": catalogue}))
     for workload, name in (("sie-config", "config"), ("sie-worker-cpu", "adapter")):
-        assert variables(container(found, workload, name)).get("SIE_MODELS_DIR") == place
+        assert variables(container(manifestsrendered, workload, name)).get("SIE_MODELS_DIR") == place
 
 
-def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any], ...]) -> None:
-    for _, _, each in containers(found):
-        user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(each["name"])
+def test_each_component_comes_to_the_broker_as_itself(manifests: tuple[dict[str, Any], ...]) -> None:
+    for _, _, entry in containers(manifests):
+        user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(entry["name"])
         if user is not None:
-            assert variables(each)["SIE_NATS_URL"].startswith(f"nats://{user}@")
-            assert variables(each)["SIE_NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
+            assert variables(entry)["SIE_NATS_URL"].startswith(f"nats://{user}@")
+            assert variables(entry)["SIE_NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("none", None), ("static", False), ("token", True)])
 def test_tokens_are_there_where_the_mode_wants_them(mode: str, expected: bool | None) -> None:
     """In mode static a secret without the key keeps the pod from starting; beside keys, static tokens are a choice."""
-    found = objects(template(values={"auth": {"mode": mode, "secretName": "mine"}}))
-    environ = variables(container(found, "sie-gateway", "gateway"))
+    manifestsrendered = objects(template(values={"auth": {"mode": mode, "secretName": "mine"}}))
+    environ = variables(container(manifestsrendered, "sie-gateway", "gateway"))
     assert environ["SIE_AUTH_MODE"] == mode
     tokens = environ.get("SIE_AUTH_TOKENS")
     assert tokens == (
@@ -368,11 +380,11 @@ def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -
     from sie_broker.nats.transport import split
 
     values = {**CHOSEN, "nats": {"enabled": False, "url": "tls://one:4222,tls://two:4223"}, "stream": {"replicas": 3}}
-    found = objects(template(values=values))
-    assert not of_kind("StatefulSet", found)
-    assert "--nats-monitor-url" not in str(container(found, "sie-gateway", "gateway")["args"])
+    manifestsrendered = objects(template(values=values))
+    assert not of_kind("StatefulSet", manifestsrendered)
+    assert "--nats-monitor-url" not in str(container(manifestsrendered, "sie-gateway", "gateway")["args"])
     for workload, name, user in (("sie-gateway", "gateway", "gateway"), ("sie-worker-cpu", "worker-sidecar", "worker")):
-        url = BY_NAME["SIE_NATS_URL"].read(variables(container(found, workload, name))["SIE_NATS_URL"])
+        url = BY_NAME["SIE_NATS_URL"].read(variables(container(manifestsrendered, workload, name))["SIE_NATS_URL"])
         assert split(url, Secret("pw")) == (["tls://one:4222", "tls://two:4223"], {"user": user, "password": "pw"})
 
 
@@ -398,13 +410,15 @@ def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -
     ],
 )
 def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected: dict[str, Any]) -> None:
-    found = objects(template(values={**CHOSEN, "workers": {"common": {"cache": cache}}}))
-    volume = next(each for each in pod(workloads(found)["sie-worker-cpu"])["volumes"] if each["name"] == "cache")
+    manifestsrendered = objects(template(values={**CHOSEN, "workers": {"common": {"cache": cache}}}))
+    volume = next(
+        entry for entry in pod(workloads(manifestsrendered)["sie-worker-cpu"])["volumes"] if entry["name"] == "cache"
+    )
     assert volume == {"name": "cache", **expected}
-    adapter = container(found, "sie-worker-cpu", "adapter")
+    adapter = container(manifestsrendered, "sie-worker-cpu", "adapter")
     limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim knows its size
     assert variables(adapter).get("SIE_DISK_CACHE_BYTES") == limit
     for name, is_reader in (("adapter", False), ("worker-sidecar", True)):
-        part = container(found, "sie-worker-cpu", name)
+        part = container(manifestsrendered, "sie-worker-cpu", name)
         (mount,) = (mount for mount in part["volumeMounts"] if mount["name"] == "cache")
         assert (variables(part)["SIE_LOCAL_CACHE"], mount.get("readOnly", False)) == (mount["mountPath"], is_reader)

@@ -31,9 +31,9 @@ OPERATORS = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
 
 @pytest.mark.parametrize("file", FILES)
 def test_helm_lint_is_content(file: str) -> None:
-    said = helm.helm("lint", "--strict", str(CHART), *helm.arguments(file), values=CHOSEN)
-    assert "0 chart(s) failed" in said
-    assert "[WARNING]" not in said
+    output = helm.helm("lint", "--strict", str(CHART), *helm.arguments(file), values=CHOSEN)
+    assert "0 chart(s) failed" in output
+    assert "[WARNING]" not in output
 
 
 @functools.cache
@@ -46,11 +46,11 @@ def valid(text: str, version: str) -> str:
 def test_every_core_object_is_valid(version: str) -> None:
     kinds = set()
     for file in FILES:
-        for found in rendered(file):
-            if found["apiVersion"] in OPERATORS:
+        for manifest in rendered(file):
+            if manifest["apiVersion"] in OPERATORS:
                 continue
-            kinds.add(found["kind"])
-            assert valid(json.dumps(found, sort_keys=True), version) == version
+            kinds.add(manifest["kind"])
+            assert valid(json.dumps(manifest, sort_keys=True), version) == version
     assert kinds == {
         "ConfigMap",
         "Deployment",
@@ -68,32 +68,32 @@ def test_every_core_object_is_valid(version: str) -> None:
 
 def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
     """Else the test above could not fail."""
-    found = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
-    found["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
+    deployment = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
+    deployment["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(found, "1.34", strict=True)
+        kubernetes_validate.validate(deployment, "1.34", strict=True)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
-    seen = set()
-    for found in rendered(file):
-        key = (found["kind"], found["metadata"]["name"])
-        assert key not in seen
-        seen.add(key)
-        assert found["metadata"]["labels"]["app.kubernetes.io/instance"] == "sie"
+    kinds = set()
+    for manifest in rendered(file):
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        assert key not in kinds
+        kinds.add(key)
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "sie"
     for workload in workloads(rendered(file)).values():
         selected = workload["spec"]["selector"]["matchLabels"]
         assert selected["app.kubernetes.io/instance"] == "sie"
         assert selected.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
     for service in of_kind("Service", rendered(file)).values():
         selected = service["spec"]["selector"]
-        labels = [each["spec"]["template"]["metadata"]["labels"] for each in workloads(rendered(file)).values()]
-        assert any(selected.items() <= each.items() for each in labels)
+        labels = [entry["spec"]["template"]["metadata"]["labels"] for entry in workloads(rendered(file)).values()]
+        assert any(selected.items() <= label.items() for label in labels)
 
 
 def test_hooks_are_not_used() -> None:
-    assert all("helm.sh/hook" not in json.dumps(found) for file in FILES for found in rendered(file))
+    assert all("helm.sh/hook" not in json.dumps(manifest) for file in FILES for manifest in rendered(file))
 
 
 CPU = {"machineProfile": "cpu"}
@@ -219,10 +219,10 @@ def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) 
     """Without a choice of who may call nothing renders."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
-    told = str(raised.value)
-    assert message.casefold() in told.casefold()
-    assert "anyOf" not in told
-    assert "at <" not in told, "a template broke on it before it was checked"
+    report = str(raised.value)
+    assert message.casefold() in report.casefold()
+    assert "anyOf" not in report
+    assert "at <" not in report, "a template broke on it before it was checked"
 
 
 def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> None:
@@ -231,25 +231,25 @@ def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> Non
 
 
 def test_gpu_nodes_need_neither_ingress_nor_keda_nor_prometheus() -> None:
-    found = rendered("values-gpu.yaml")
-    kinds = {each["kind"] for each in found}
+    objects_rendered = rendered("values-gpu.yaml")
+    kinds = {manifest["kind"] for manifest in objects_rendered}
     assert kinds.isdisjoint({"Ingress", "ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule"})
-    (worker,) = (each for name, each in workloads(found).items() if "worker" in name)
+    (worker,) = (workload for name, workload in workloads(objects_rendered).items() if "worker" in name)
     pod = worker["spec"]["template"]["spec"]
     assert "nvidia.com/gpu.product" in pod["nodeSelector"]
-    assert any(each["resources"]["limits"].get("nvidia.com/gpu") == 1 for each in pod["containers"])
-    assert all(each["image"].startswith("registry.example.com/sie/sie-") for each in pod["containers"])
+    assert any(container["resources"]["limits"].get("nvidia.com/gpu") == 1 for container in pod["containers"])
+    assert all(container["image"].startswith("registry.example.com/sie/sie-") for container in pod["containers"])
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
-    found = rendered(file)
-    scalers = of_kind("HorizontalPodAutoscaler", found) | of_kind("ScaledObject", found)
-    scaled = {each["spec"]["scaleTargetRef"]["name"] for each in scalers.values()}
-    for name, workload in workloads(found).items():
+    objects_rendered = rendered(file)
+    scalers = of_kind("HorizontalPodAutoscaler", objects_rendered) | of_kind("ScaledObject", objects_rendered)
+    scaled = {scaler["spec"]["scaleTargetRef"]["name"] for scaler in scalers.values()}
+    for name, workload in workloads(objects_rendered).items():
         assert ("replicas" in workload["spec"]) == (name not in scaled), name
     if file in ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml"):
-        assert scaled == {name for name in workloads(found) if name not in ("sie-config", "sie-nats")}
+        assert scaled == {name for name in workloads(objects_rendered) if name not in ("sie-config", "sie-nats")}
 
 
 @pytest.fixture(scope="module")
@@ -331,16 +331,16 @@ PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
 
 def test_the_page_names_the_keys_of_the_secret() -> None:
     references = re.findall(r'"secretKeyRef": (\{[^}]*\})', json.dumps(rendered("values-ha.yaml")))
-    keys = {found["key"] for found in map(json.loads, references) if found["name"] == "sie"}
+    keys = {reference["key"] for reference in map(json.loads, references) if reference["name"] == "sie"}
     table = PAGE.partition("| key of the secret |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([a-z-]+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:]))) == keys
 
 
 def test_the_page_s_groups_render_as_it_says() -> None:
     block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the other one says which model runs where
-    found = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
-    assert of_kind("ScaledObject", found)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
-    environ = helm.variables(helm.container(found, "sie-worker-reranking", "worker-sidecar"))
+    objects_rendered = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
+    assert of_kind("ScaledObject", objects_rendered)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
+    environ = helm.variables(helm.container(objects_rendered, "sie-worker-reranking", "worker-sidecar"))
     assert environ["SIE_BATCHER_MAX_BATCH_REQUESTS"] == "24"
 
 
@@ -360,15 +360,17 @@ def test_the_page_s_commands_name_files_that_exist() -> None:
 def test_settings_of_images_reach_the_process_that_reads_them() -> None:
     """SIE_IMAGE_WORKERS is the sidecar's, SIE_IMAGE_URL_HOSTS the gateway's; each is read as it was written."""
     chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": "images.example.com,*.example.org"}
-    found = [each for each in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if each]
-    told: dict[str, set[str]] = {name: set() for name in chosen}
-    for _, _, each in containers(found):
-        environ = {one["name"]: one["value"] for one in each.get("env", ()) if "value" in one}
-        for name in told.keys() & environ.keys():
-            told[name].add(each["name"])
+    manifests = [
+        manifest for manifest in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if manifest
+    ]
+    values_of_name: dict[str, set[str]] = {name: set() for name in chosen}
+    for _, _, container in containers(manifests):
+        environ = {variable["name"]: variable["value"] for variable in container.get("env", ()) if "value" in variable}
+        for name in values_of_name.keys() & environ.keys():
+            values_of_name[name].add(container["name"])
             settings = load(environ={name: environ[name]}).settings
             expected = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": ("images.example.com", "*.example.org")}[name]
             assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_IMAGE_URL_HOSTS": settings.image_url_hosts}[
                 name
             ] == expected
-    assert told == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}
+    assert values_of_name == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}

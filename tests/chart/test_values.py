@@ -78,17 +78,17 @@ FULL = overlaid(overlaid(DEFAULTS, yaml.safe_load(EVERYTHING.read_text())), CHOS
 
 def others() -> dict[Path, Any]:
     """For each key another value of its type, which stands nowhere else; the opposite for booleans."""
-    found: dict[Path, Any] = {}
+    paths: dict[Path, Any] = {}
     for number, (path, value) in enumerate(leaves(FULL), 30_011):
         if isinstance(value, bool):
-            found[path] = not value
+            paths[path] = not value
         elif isinstance(value, int | float):
-            found[path] = number
+            paths[path] = number
         elif isinstance(value, str):
-            found[path] = f"x{number}"
+            paths[path] = f"x{number}"
         elif isinstance(value, list):
-            found[path] = [{"mark": f"x{number}"} if value and isinstance(value[0], dict) else number]
-    return found
+            paths[path] = [{"mark": f"x{number}"} if value and isinstance(value[0], dict) else number]
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +160,22 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
 
     def keys(part: dict[str, Any], path: Path = ()) -> Iterator[Path]:
         part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
-        for name, each in part.get("properties", {}).items():
-            below = list(keys(each, (*path, name)))
+        for name, schema_part in part.get("properties", {}).items():
+            below = list(keys(schema_part, (*path, name)))
             yield from below or [(*path, name)]
 
     def top(paths: Iterator[Path] | list[Path]) -> set[Path]:
         # of what has names of the operator's own, only that it is there
         free = {("workers", "groups"), ("machineProfiles",), ("settings",), ("workers", "common", "settings")}
-        found = {next((path[: len(each)] for each in free if path[: len(each)] == each), path) for path in paths}
-        return {path for path in found if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
+        prefixes = {
+            next((path[: len(prefix)] for prefix in free if path[: len(prefix)] == prefix), path) for path in paths
+        }
+        return {path for path in prefixes if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
 
-    known = {path for path in top(list(keys(schema))) if path != ("global",)}
-    assert known == {path for path in top([path for path, _ in leaves(DEFAULTS)]) if path[-1] != "hubTokenSecret"}
+    keys_of_schema = {path for path in top(list(keys(schema))) if path != ("global",)}
+    assert keys_of_schema == {
+        path for path in top([path for path, _ in leaves(DEFAULTS)]) if path[-1] != "hubTokenSecret"
+    }
 
 
 def test_the_table_of_settings_is_that_of_today() -> None:
@@ -180,8 +184,8 @@ def test_the_table_of_settings_is_that_of_today() -> None:
     schema = json.loads(chart_settings.SCHEMA.read_text())
     assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
     assert chart_settings.keys(schema) == json.loads(chart_settings.KEYS.read_text())
-    known = {row.name for row in ROWS}
-    assert known >= chart_settings.OWN | chart_settings.LEFT_OUT
+    names = {row.name for row in ROWS}
+    assert names >= chart_settings.OWN | chart_settings.LEFT_OUT
 
 
 def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:
@@ -192,37 +196,37 @@ def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> None:
     """Each process loads the environment that it is given, without a warning but for what waits for a capability."""
-    for workload, _, each in containers(rendered(file)):
-        component = COMPONENTS.get(each["name"])
+    for workload, _, entry in containers(rendered(file)):
+        component = COMPONENTS.get(entry["name"])
         if component is None:
             continue
-        environ = {name: value if isinstance(value, str) else "pod-0" for name, value in variables(each).items()}
-        assert len(environ) == len(each["env"]), f"{workload} sets a variable twice"
+        environ = {name: value if isinstance(value, str) else "pod-0" for name, value in variables(entry).items()}
+        assert len(environ) == len(entry["env"]), f"{workload} sets a variable twice"
         for name in environ:
             if name.startswith(("SIE_", "OTEL_")):
-                assert component in BY_NAME[name].components, (workload, each["name"], name)
+                assert component in BY_NAME[name].components, (workload, entry["name"], name)
                 assert BY_NAME[name].mode in (None, "queue")
-        found = load(environ=environ)
-        assert [warning for warning in found.warnings if "yet" not in warning] == []
+        loaded = load(environ=environ)
+        assert [warning for warning in loaded.warnings if "yet" not in warning] == []
         assert environ["SIE_LOG_JSON"] == "true"
 
 
 def test_whatever_the_chart_writes_itself_is_rendered_somewhere() -> None:
     """Otherwise it would be in `settings` instead."""
-    written = {name for file in FILES for _, _, each in containers(rendered(file)) for name in variables(each)}
+    written = {name for file in FILES for _, _, entry in containers(rendered(file)) for name in variables(entry)}
     configured = objects(template(values={**CHOSEN, "catalogue": {"configMap": "models"}}))
-    written |= {name for _, _, each in containers(configured) for name in variables(each)}
+    written |= {name for _, _, entry in containers(configured) for name in variables(entry)}
     assert written >= chart_settings.OWN
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_health_comes_from_heartbeats(file: str) -> None:
-    told = [
+    values = [
         value
-        for _, _, each in containers(rendered(file))
-        if (value := variables(each).get("SIE_GATEWAY_HEALTH_MODE")) is not None
+        for _, _, entry in containers(rendered(file))
+        if (value := variables(entry).get("SIE_GATEWAY_HEALTH_MODE")) is not None
     ]
-    assert told == ["nats"]
+    assert values == ["nats"]
 
 
 def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
@@ -234,11 +238,13 @@ def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
     }
     second = {"machineProfile": "cpu", "settings": {"SIE_ACK_WAIT_S": 33}}
     workers = {"common": {"settings": {"SIE_IDLE_EVICT_S": 60}}, "groups": {"second": second}}
-    found = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
-    told = {(workload, each["name"]): variables(each) for workload, _, each in containers(found)}
+    objects_rendered = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
+    environs = {(workload, entry["name"]): variables(entry) for workload, _, entry in containers(objects_rendered)}
 
     def readers(name: str) -> dict[str, str]:
-        return {f"{workload}/{each}": environ[name] for (workload, each), environ in told.items() if name in environ}
+        return {
+            f"{workload}/{entry}": environ[name] for (workload, entry), environ in environs.items() if name in environ
+        }
 
     assert readers("SIE_ACK_WAIT_S") == {
         "sie-gateway/gateway": "21",
@@ -265,16 +271,16 @@ def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """What each worker-sidecar runs with, by workload: coalesce, requests, cost. Other containers carry none of the
     variables.
     """
-    told = {}
-    for workload, _, each in containers(objects(template(values=overlaid(CHOSEN, values)))):
-        environ = variables(each)
-        if each["name"] == "worker-sidecar":
+    environs = {}
+    for workload, _, entry in containers(objects(template(values=overlaid(CHOSEN, values)))):
+        environ = variables(entry)
+        if entry["name"] == "worker-sidecar":
             own = {name: value for name, value in environ.items() if name in (*BATCHER.values(), "SIE_MACHINE_PROFILE")}
-            found = load(environ=own).settings
-            told[workload] = (found.batcher_coalesce_ms, found.batcher_max_batch_requests, found.max_batch_cost)
+            loaded = load(environ=own).settings
+            environs[workload] = (loaded.batcher_coalesce_ms, loaded.batcher_max_batch_requests, loaded.max_batch_cost)
         else:
             assert not environ.keys() & set(BATCHER.values())
-    return told
+    return environs
 
 
 def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None:
@@ -312,7 +318,9 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
         "group": {"workers": {"groups": {"cpu": {"workerSidecar": batcher}}}},
         "machine profile": {"machineProfiles": {"cpu": batcher}},
     }[place]
-    expected = [documented if each == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][each]) for each in BATCHER.values()]
+    expected = [
+        documented if entry == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][entry]) for entry in BATCHER.values()
+    ]
     assert list(batching(written)["sie-worker-cpu"]) == expected
 
 
@@ -327,22 +335,22 @@ def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wr
             "workerSidecar": {"batcher": {"coalesceMs": 5}},
         },
     }
-    found = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
-    told = {}
-    for workload, _, each in containers(found):
-        if each["name"] == "worker-sidecar":
+    objects_rendered = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
+    environs = {}
+    for workload, _, entry in containers(objects_rendered):
+        if entry["name"] == "worker-sidecar":
             environ = {
-                name: value for name, value in variables(each).items() if name in BY_NAME and isinstance(value, str)
+                name: value for name, value in variables(entry).items() if name in BY_NAME and isinstance(value, str)
             }
             settings = load(environ=environ).settings
-            told[workload] = [
+            environs[workload] = [
                 shown(row, getattr(settings, row.field))
                 for row in map(BY_NAME.__getitem__, MACHINE_PROFILE_DEFAULTS["cpu"])
             ]
     measured = list(MACHINE_PROFILE_DEFAULTS["cpu"].values())
     documented = [shown(BY_NAME[name], BY_NAME[name].default) for name in MACHINE_PROFILE_DEFAULTS["cpu"]]
     written = {"SIE_MAX_CONCURRENT_BATCHES": "4", "SIE_BATCHER_COALESCE_MS": "5"}
-    assert told == {
+    assert environs == {
         "sie-worker-cpu": measured,
         "sie-worker-own": measured,
         "sie-worker-l4": documented,
@@ -361,7 +369,7 @@ def test_what_nobody_wrote_is_left_to_the_process() -> None:
 def test_defaults_are_those_of_the_processes() -> None:
     batcher = DEFAULTS["workers"]["common"]["workerSidecar"]["batcher"]
     assert batcher == dict.fromkeys(BATCHER)
-    assert not any("batcher" in each for each in DEFAULTS["machineProfiles"].values()), (
+    assert not any("batcher" in machineprofile for machineprofile in DEFAULTS["machineProfiles"].values()), (
         "measured values are those of the processes"
     )
     text = (CHART / "values.yaml").read_text()
@@ -390,12 +398,16 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
     """As they would not with helm's own merge."""
     common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
     group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
-    found = objects(template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}})))
+    objects_rendered = objects(
+        template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}}))
+    )
     scaled = {
-        each["metadata"]["name"]: each["spec"]["minReplicaCount"] for each in found if each["kind"] == "ScaledObject"
+        manifest["metadata"]["name"]: manifest["spec"]["minReplicaCount"]
+        for manifest in objects_rendered
+        if manifest["kind"] == "ScaledObject"
     }
     assert scaled == {"sie-worker-cpu": 2, "sie-worker-other": 0}
-    adapter = container(found, "sie-worker-other", "adapter")
+    adapter = container(objects_rendered, "sie-worker-other", "adapter")
     assert "nvidia.com/gpu" not in adapter["resources"]["limits"]
     assert variables(adapter)["SIE_HF_FALLBACK"] == "false"
 
@@ -415,5 +427,5 @@ def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
 
     assert environ("")["SIE_GATEWAY_CONFIGURED_GPUS"] == "l4,h100"
     assert "SIE_MACHINE_PROFILE" not in environ("")
-    found = environ("h100")
-    assert (found["SIE_GATEWAY_CONFIGURED_GPUS"], found["SIE_MACHINE_PROFILE"]) == ("h100,l4", "h100")
+    variables_set = environ("h100")
+    assert (variables_set["SIE_GATEWAY_CONFIGURED_GPUS"], variables_set["SIE_MACHINE_PROFILE"]) == ("h100,l4", "h100")

@@ -39,7 +39,7 @@ def litellm_rerank(url: str, key: str, model: str, retries: int, inputs: list[st
         max_retries=retries,
         num_retries=retries,
     )
-    return [[each["index"], each["relevance_score"]] for each in answer.results or []]
+    return [[hit["index"], hit["relevance_score"]] for hit in answer.results or []]
 
 
 def litellm_infinity(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
@@ -83,8 +83,8 @@ def _reranked(model: str, url: str, key: str, inputs: list[str], *, documents: b
     query, *sent = inputs
     results = litellm.rerank(model, query, sent, api_base=url, api_key=key, return_documents=True).results or []
     if documents:
-        assert [each["document"]["text"] for each in results] == [sent[each["index"]] for each in results]
-    return [[each["index"], each["relevance_score"]] for each in results]
+        assert [result["document"]["text"] for result in results] == [sent[result["index"]] for result in results]
+    return [[result["index"], result["relevance_score"]] for result in results]
 
 
 def langchain_cohere(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
@@ -98,8 +98,8 @@ def langchain_cohere_rerank(url: str, key: str, model: str, retries: int, inputs
     from langchain_cohere import CohereRerank
 
     query, *documents = inputs
-    found = CohereRerank(model=model, base_url=url, cohere_api_key=key, top_n=len(documents)).rerank(documents, query)
-    return [[each["index"], each["relevance_score"]] for each in found]
+    hits = CohereRerank(model=model, base_url=url, cohere_api_key=key, top_n=len(documents)).rerank(documents, query)
+    return [[hit["index"], hit["relevance_score"]] for hit in hits]
 
 
 CLIENTS = {
@@ -120,10 +120,10 @@ CLIENTS = {
 def main() -> None:
     client, url, key, model, retries, *inputs = sys.argv[1:]
     try:
-        told: dict[str, Any] = {"found": CLIENTS[client](url, key, model, int(retries), inputs)}
+        answer: dict[str, Any] = {"found": CLIENTS[client](url, key, model, int(retries), inputs)}
     except Exception as error:  # noqa: BLE001  what a user of the client would see
-        told = {"status": getattr(error, "status_code", None), "error": f"{type(error).__name__}: {error}"[:2000]}
-    print(json.dumps(told))
+        answer = {"status": getattr(error, "status_code", None), "error": f"{type(error).__name__}: {error}"[:2000]}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ def is_matrix(rows: Any) -> bool:
 
 def are_entities(entities: Any, text: str = TEXTS[0]) -> bool:
     """Whether each is a part of the text, under a label that was named."""
-    fields = [each if isinstance(each, dict) else vars(each) for each in entities]
+    fields = [entity if isinstance(entity, dict) else vars(entity) for entity in entities]
     return bool(fields) and all(
-        text[each["start"] : each["end"]] == each["text"] and each["label"] in LABELS for each in fields
+        text[field["start"] : field["end"]] == field["text"] and field["label"] in LABELS for field in fields
     )
 
 
 def are_classes(classes: Any) -> bool:
-    fields = [each if isinstance(each, dict) else vars(each) for each in classes]
-    return {each["label"] for each in fields} == set(LABELS)
+    fields = [entry if isinstance(entry, dict) else vars(entry) for entry in classes]
+    return {field["label"] for field in fields} == set(LABELS)
 
 
 def is_sorted(scores: Any) -> bool:
@@ -61,31 +61,31 @@ def langchain(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEEmbeddings.embed_query", is_vector(dense.embed_query(TEXTS[0]))
 
     async def concurrent() -> tuple[Any, ...]:
-        each = SIEEmbeddings(base_url=url, model=DENSE)
+        embeddings = SIEEmbeddings(base_url=url, model=DENSE)
         reranker, extractor = (
             SIEReranker(base_url=url, model=CROSS),
             SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS),
         )
         results = (
-            await each.aembed_documents(TEXTS),
-            await each.aembed_query(TEXTS[0]),
+            await embeddings.aembed_documents(TEXTS),
+            await embeddings.aembed_query(TEXTS[0]),
             await reranker.acompress_documents([Document(text) for text in TEXTS], TEXTS[0]),
             await extractor.ainvoke(TEXTS[0]),
         )
-        for owner in (each, reranker, extractor):
+        for owner in (embeddings, reranker, extractor):
             await owner.async_client.close()
         return results
 
     documents, query, ranked, entities = asyncio.run(concurrent())
     yield "SIEEmbeddings.aembed_documents", all(map(is_vector, documents))
     yield "SIEEmbeddings.aembed_query", is_vector(query)
-    yield "SIEReranker.acompress_documents", is_sorted([each.metadata["relevance_score"] for each in ranked])
+    yield "SIEReranker.acompress_documents", is_sorted([hit.metadata["relevance_score"] for hit in ranked])
     yield "SIEExtractor.ainvoke", are_entities(entities["entities"])
     sparse = SIESparseEncoder(base_url=url, model=SPARSE)
     yield "SIESparseEncoder.encode_documents", all(map(is_sparse, sparse.encode_documents(TEXTS)))
     yield "SIESparseEncoder.encode_queries", all(map(is_sparse, sparse.encode_queries(TEXTS)))
     ranked = SIEReranker(base_url=url, model=CROSS).compress_documents([Document(text) for text in TEXTS], TEXTS[0])
-    yield "SIEReranker.compress_documents", is_sorted([each.metadata["relevance_score"] for each in ranked])
+    yield "SIEReranker.compress_documents", is_sorted([hit.metadata["relevance_score"] for hit in ranked])
     extractor = SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)
     yield "SIEExtractor.invoke", are_entities(extractor.invoke(TEXTS[0])["entities"])
     classifier = SIEExtractor(base_url=url, model=CLASSES, labels=LABELS)
@@ -108,18 +108,18 @@ def haystack(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     pipeline = Pipeline()
     pipeline.add_component("embedder", sie.SIEDocumentEmbedder(**arguments))
     embedded = pipeline.run({"embedder": {"documents": documents()}})["embedder"]["documents"]
-    yield "SIEDocumentEmbedder in a pipeline", all(is_vector(each.embedding) for each in embedded)
+    yield "SIEDocumentEmbedder in a pipeline", all(is_vector(document.embedding) for document in embedded)
     yield "SIESparseTextEmbedder", is_sparse(sie.SIESparseTextEmbedder(**arguments).run(TEXTS[0])["sparse_embedding"])
     sparse = sie.SIESparseDocumentEmbedder(**arguments).run(documents())["documents"]
-    yield "SIESparseDocumentEmbedder", all(is_sparse(each.meta["_sparse_embedding"]) for each in sparse)
+    yield "SIESparseDocumentEmbedder", all(is_sparse(vector.meta["_sparse_embedding"]) for vector in sparse)
     tokens = sie.SIEMultivectorTextEmbedder(**arguments).run(TEXTS[0])["multivector_embedding"]
     yield "SIEMultivectorTextEmbedder", is_matrix(tokens)
     tokens = sie.SIEMultivectorDocumentEmbedder(**arguments).run(documents())["documents"]
-    yield "SIEMultivectorDocumentEmbedder", all(is_matrix(each.meta["_multivector_embedding"]) for each in tokens)
+    yield "SIEMultivectorDocumentEmbedder", all(is_matrix(token.meta["_multivector_embedding"]) for token in tokens)
     images = sie.SIEImageEmbedder(base_url=url, model=IMAGES).run([str(picture), picture.read_bytes()])["embeddings"]
-    yield "SIEImageEmbedder", all(is_vector(each, len(images[0])) for each in images)
+    yield "SIEImageEmbedder", all(is_vector(image, len(images[0])) for image in images)
     ranked = sie.SIERanker(base_url=url, model=CROSS).run(query=TEXTS[0], documents=documents())["documents"]
-    yield "SIERanker", is_sorted([each.meta["score"] for each in ranked])
+    yield "SIERanker", is_sorted([hit.meta["score"] for hit in ranked])
     entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS).run(TEXTS[0])["entities"]
     yield "SIEExtractor", are_entities(entities)
     classes = sie.SIEExtractor(base_url=url, model=CLASSES, labels=LABELS).run(TEXTS[0])["classifications"]
@@ -137,14 +137,14 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     images = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
 
     async def concurrent() -> tuple[Any, ...]:
-        each = sie.SIEEmbedding(base_url=url, model_name=DENSE)
+        embedder = sie.SIEEmbedding(base_url=url, model_name=DENSE)
         every = sie.SIEMultiModalEmbedding(base_url=url, model_name=IMAGES)
         results = (
-            await each.aget_query_embedding(TEXTS[0]),
-            await each.aget_text_embedding(TEXTS[0]),
+            await embedder.aget_query_embedding(TEXTS[0]),
+            await embedder.aget_text_embedding(TEXTS[0]),
             await every.aget_image_embedding(str(picture)),
         )
-        await each.async_client.close()
+        await embedder.async_client.close()
         await every.async_client.close()
         return results
 
@@ -164,11 +164,11 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         pairs = zip(indices, values, strict=True)
         yield (
             f"SIESparseEmbeddingFunction.{name}",
-            all(is_sparse({"indices": one, "values": other}) for one, other in pairs),
+            all(is_sparse({"indices": first, "values": second}) for first, second in pairs),
         )
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
     ranked = sie.SIENodePostprocessor(base_url=url, model=CROSS).postprocess_nodes(nodes, query_str=TEXTS[0])
-    yield "SIENodePostprocessor.postprocess_nodes", is_sorted([each.score for each in ranked])
+    yield "SIENodePostprocessor.postprocess_nodes", is_sorted([hit.score for hit in ranked])
     tool = sie.create_sie_extractor_tool(base_url=url, model=ENTITIES, labels=LABELS)
     yield "create_sie_extractor_tool", are_entities(tool(text=TEXTS[0]).raw_output["entities"])
     tool = sie.create_sie_extractor_tool(base_url=url, model=CLASSES, labels=LABELS)
@@ -219,7 +219,7 @@ def chroma(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEEmbeddingFunction.embed_query", all(map(is_vector, dense.embed_query(TEXTS)))
     sparse = sie.SIESparseEmbeddingFunction(base_url=url, model=SPARSE)
     for name, vectors in (("", sparse(TEXTS)), (".embed_query", sparse.embed_query(TEXTS))):
-        yield f"SIESparseEmbeddingFunction{name}", all(each and min(each.values()) > 0 for each in vectors)
+        yield f"SIESparseEmbeddingFunction{name}", all(vector and min(vector.values()) > 0 for vector in vectors)
     client = chromadb.EphemeralClient(chromadb.Settings(anonymized_telemetry=False))
     collection = client.create_collection("texts")
     collection.add(ids=["0", "1"], documents=TEXTS, embeddings=dense(TEXTS))
@@ -246,7 +246,7 @@ def qdrant(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     client = QdrantClient(":memory:")
     client.create_collection("texts", VectorParams(size=WIDTH, distance=Distance.COSINE))
     client.upsert("texts", [PointStruct(id=number, vector=vector) for number, vector in enumerate(vectors)])
-    yield "a collection", [each.id for each in client.query_points("texts", query, limit=1).points] == [0]
+    yield "a collection", [point.id for point in client.query_points("texts", query, limit=1).points] == [0]
 
 
 def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
@@ -261,8 +261,9 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     arguments = {"labels": LABELS, "classify_model": CLASSES, "classify_labels": LABELS}
 
     def is_enriched(documents: Any) -> bool:
-        return [each.properties["text"] for each in documents] == TEXTS and all(
-            is_vector(each.vector) and each.entities and are_classes(each.classifications) for each in documents
+        return [document.properties["text"] for document in documents] == TEXTS and all(
+            is_vector(document.vector) and document.entities and are_classes(document.classifications)
+            for document in documents
         )
 
     with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as enricher:
@@ -270,18 +271,18 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         parts = list(enricher.enrich_iter(TEXTS, batch_size=1))
         yield (
             "SIEDocumentEnricher.enrich_iter",
-            len(parts) == 2 and is_enriched([each for part in parts for each in part]),
+            len(parts) == 2 and is_enriched([node for part in parts for node in part]),
         )
         yield "SIEDocumentEnricher.enrich_query", is_vector(enricher.enrich_query(TEXTS[0]))
 
     async def concurrent() -> tuple[Any, ...]:
-        async with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as each:
-            parts = [part async for part in each.aenrich_iter(TEXTS, batch_size=1)]
-            return await each.aenrich(TEXTS), parts, await each.aenrich_query(TEXTS[0])
+        async with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as entry:
+            parts = [part async for part in entry.aenrich_iter(TEXTS, batch_size=1)]
+            return await entry.aenrich(TEXTS), parts, await entry.aenrich_query(TEXTS[0])
 
     whole, parts, query = asyncio.run(concurrent())
     yield "SIEDocumentEnricher.aenrich", is_enriched(whole)
-    yield "SIEDocumentEnricher.aenrich_iter", is_enriched([each for part in parts for each in part])
+    yield "SIEDocumentEnricher.aenrich_iter", is_enriched([node for part in parts for node in part])
     yield "SIEDocumentEnricher.aenrich_query", is_vector(query)
 
 
@@ -321,13 +322,13 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         nearest = pages.search(tokens.compute_query_embeddings(TEXTS[0])[0]).limit(1).to_list()
         yield "SIEMultiVectorEmbeddingFunction.compute_source_embeddings", nearest[0]["text"] == TEXTS[0]
         ranked = table.search(TEXTS[0]).rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_vector", is_sorted([each["_relevance_score"] for each in ranked])
+        yield "SIEReranker.rerank_vector", is_sorted([hit["_relevance_score"] for hit in ranked])
         table.create_index("text", config=FTS())
         mixed = table.search(query_type="hybrid").vector(dense.compute_query_embeddings(TEXTS[0])[0]).text("cat Ada")
         ranked = mixed.rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_hybrid", is_sorted([each["_relevance_score"] for each in ranked])
+        yield "SIEReranker.rerank_hybrid", is_sorted([hit["_relevance_score"] for hit in ranked])
         ranked = table.search("cat Ada", query_type="fts").rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_fts", is_sorted([each["_relevance_score"] for each in ranked])
+        yield "SIEReranker.rerank_fts", is_sorted([hit["_relevance_score"] for hit in ranked])
         extractor = sie.SIEExtractor(base_url=url, model=ENTITIES)
         yield "SIEExtractor.extract", are_entities(extractor.extract(TEXTS, labels=LABELS)[0])
         extractor.enrich_table(table, source_column="text", target_column="entities", labels=LABELS, id_column="id")

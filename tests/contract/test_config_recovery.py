@@ -54,21 +54,21 @@ class Site:
         if answer.status_code == 503:
             return None
         export = answer.json()
-        return export["epoch"], {each["model_id"]: each["model_config"]["max_tokens"] for each in export["models"]}
+        return export["epoch"], {model["model_id"]: model["model_config"]["max_tokens"] for model in export["models"]}
 
     async def shows(self, models: dict[str, int], before: str = "") -> str:
         """Wait until both replicas have these models and one epoch, of another bucket than that of the epoch `before`.
 
         Whatever a replica tells of the new bucket meanwhile is whole. Returns the epoch.
         """
-        told: Any = None
+        reports: Any = None
         async with asyncio.timeout(WITHIN_S):
             while True:
-                told = [await self.catalogue(number) for number in range(len(self.clients))]
-                new = [each for each in told if each is not None and created(each[0]) != created(before)]
-                if len(new) == len(told) and len(set(map(repr, new))) == 1 and new[0][1] == models:
+                reports = [await self.catalogue(number) for number in range(len(self.clients))]
+                new = [report for report in reports if report is not None and created(report[0]) != created(before)]
+                if len(new) == len(reports) and len(set(map(repr, new))) == 1 and new[0][1] == models:
                     return new[0][0]
-                assert all(set(each[1]) >= set(models) for each in new), told
+                assert all(set(name[1]) >= set(models) for name in new), reports
                 await asyncio.sleep(0.02)
 
     async def call(self, method: str, path: str, body: Any, number: int = 0) -> int:

@@ -45,36 +45,36 @@ async def letters(broker: Broker) -> Letters:
 
 async def test_they_are_read_both_ways_whatever_was_removed(broker: Broker, letters: Letters) -> None:
     """Removed at random, in long runs, at both ends, and all."""
-    assert [each async for each in letters.newest()] == []
+    assert [entry async for entry in letters.newest()] == []
     count = 12 * SPAN
     for number in range(1, count + 1):
         await write(broker, f"{number:x}")
-    numbers, kept = random.Random(0), list(range(1, count + 1))
-    gone = [range(1, 4), range(3 * SPAN, 10 * SPAN), numbers.sample(kept, 20), [count], kept]
-    for sequences in gone:
-        for sequence in sorted(set(sequences) & set(kept)):
-            found = await letters.at(sequence)
-            assert found is not None
-            assert await letters.remove(found)
-            assert not await letters.remove(found)
-            kept.remove(sequence)
+    numbers, stored = random.Random(0), list(range(1, count + 1))
+    holes = [range(1, 4), range(3 * SPAN, 10 * SPAN), numbers.sample(stored, 20), [count], stored]
+    for sequences in holes:
+        for sequence in sorted(set(sequences) & set(stored)):
+            letter = await letters.at(sequence)
+            assert letter is not None
+            assert await letters.remove(letter)
+            assert not await letters.remove(letter)
+            stored.remove(sequence)
             assert await letters.at(sequence) is None
-        assert [each.sequence async for each in letters.all()] == kept
-        assert [each.sequence async for each in letters.newest()] == kept[::-1]
+        assert [entry.sequence async for entry in letters.all()] == stored
+        assert [entry.sequence async for entry in letters.newest()] == stored[::-1]
         for middle in (1, 5, 2 * SPAN, 11 * SPAN, count + 5):
-            assert [each.sequence async for each in letters.newest(middle)] == [x for x in kept[::-1] if x < middle]
-            assert [each.sequence async for each in letters.all(middle)] == [x for x in kept if x > middle]
+            assert [entry.sequence async for entry in letters.newest(middle)] == [x for x in stored[::-1] if x < middle]
+            assert [entry.sequence async for entry in letters.all(middle)] == [x for x in stored if x > middle]
 
 
 async def test_what_cannot_be_read_is_told_and_left_out(broker: Broker, letters: Letters) -> None:
     await broker.publish(topology.dead_letter_subject("_default"), b"\xc1", "of a version to come")
     await write(broker, "a", b"\xc1")
     await write(broker, "ab", messages.encode(ITEM))
-    told: list[int] = []
-    reading = Letters(broker, "_default", lambda sequence, _error: told.append(sequence))
-    broken, whole = [each async for each in reading.all()]
-    assert told == [1]
+    unreadable: list[int] = []
+    reading = Letters(broker, "_default", lambda sequence, _error: unreadable.append(sequence))
+    broken, whole = [letter async for letter in reading.all()]
+    assert unreadable == [1]
     assert (broken.item, broken.inputs, broken.model) == (None, None, "?")
     assert (whole.item, whole.inputs, whole.model, whole.error) == (ITEM, 1, "toy/one", "INFERENCE_ERROR poison")
-    assert [each.letter.id for each in await letters.named("a")] == ["a", "ab"]
-    assert [each.sequence async for each in letters.newest()] == [3, 2]
+    assert [letter.letter.id for letter in await letters.named("a")] == ["a", "ab"]
+    assert [letter.sequence async for letter in letters.newest()] == [3, 2]

@@ -31,7 +31,7 @@ NUMBERS = itertools.count()
 
 def batch(*texts: str, model: str = "toy/one") -> ipc.RunBatch:
     ids = [ids_of(text) for text in texts]
-    lengths = np.array([len(each) for each in ids], "<i4").tobytes()
+    lengths = np.array([len(token_id) for token_id in ids], "<i4").tobytes()
     block = np.concatenate(ids).astype("<i4").tobytes()
     return ipc.RunBatch(f"b{next(NUMBERS)}", model, "encode", lengths, block, (ipc.Group(0, len(ids)),))
 
@@ -117,9 +117,9 @@ async def test_the_deadly_text_ends_the_process_after_the_device_took_the_batch(
     async with linked(part, path) as link:
         await link.run_batch(batch("the middle"), lambda: None)
         started: list[bool] = []
-        with pytest.raises(AdapterGone) as gone:
+        with pytest.raises(AdapterGone) as raised:
             await link.run_batch(batch("fine", "this is the end"), lambda: started.append(True))
-        assert gone.value.died
+        assert raised.value.died
         assert started == [True]
         await asyncio.to_thread(until, lambda: not part.alive, 30, "the process is gone")
         assert part.status == POISONED

@@ -43,8 +43,8 @@ def decode(name: str, data: bytes) -> Any:
         return msgspec.json.decode(data, type=ConfigExport)
     if not name.startswith("ipc"):
         return decode_any(data)
-    asked = isinstance(EXAMPLES[name], get_args(ipc.Request))
-    return ipc.request(data) if asked else ipc.reply(data)
+    is_request = isinstance(EXAMPLES[name], get_args(ipc.Request))
+    return ipc.request(data) if is_request else ipc.reply(data)
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> Any:
@@ -74,12 +74,12 @@ def test_a_message_is_read_as_it_was_written(name: str) -> None:
 
 def test_every_field_of_every_message_is_set_in_an_example() -> None:
     """A field that holds its default would not be in the bytes, and nothing would be proven of it."""
-    given, unset = set(), set()
-    for found in (found for example in EXAMPLES.values() for found in structs_in(example)):
-        for field in msgspec.structs.fields(found):
-            known = field.required or getattr(found, field.name) != default_of(field)
-            (given if known else unset).add(f"{type(found).__name__}.{field.name}")
-    assert unset - given == set()
+    fields, unset = set(), set()
+    for struct in (result for example in EXAMPLES.values() for result in structs_in(example)):
+        for field in msgspec.structs.fields(struct):
+            is_required = field.required or getattr(struct, field.name) != default_of(field)
+            (fields if is_required else unset).add(f"{type(struct).__name__}.{field.name}")
+    assert unset - fields == set()
 
 
 @each_example
@@ -92,9 +92,9 @@ def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
     codec: Any = msgspec.json if name.startswith("export") else msgspec.msgpack
     raw = codec.decode(encoded(name))
     required = {field.encode_name for field in msgspec.structs.fields(type(EXAMPLES[name])) if field.required}
-    found = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
+    decoded = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
     for field in msgspec.structs.fields(type(EXAMPLES[name])):
-        assert getattr(found, field.name) == (
+        assert getattr(decoded, field.name) == (
             getattr(EXAMPLES[name], field.name) if field.required else default_of(field)
         )
 

@@ -52,8 +52,8 @@ class Site(abc.ABC):
         """All connections are lost and come back; the buckets are gone."""
 
     async def close(self) -> None:
-        for each in self.connections:
-            await each.close()
+        for connection in self.connections:
+            await connection.close()
 
 
 class MemorySite(Site):
@@ -90,16 +90,16 @@ class NatsSite(Site):
 
 @pytest.fixture(params=["memory", "nats"])
 async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
-    made: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
-    yield made
-    await made.close()
+    created: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
+    yield created
+    await created.close()
 
 
 @pytest.fixture
 async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
-    made = NatsSite(tmp_path)
-    yield made
-    await made.close()
+    created = NatsSite(tmp_path)
+    yield created
+    await created.close()
 
 
 class Owner:
@@ -307,21 +307,21 @@ class Clock:
 async def test_a_lease_passes_on_only_after_its_holder_was_silent(site: Site) -> None:
     one_clock, other_clock = Clock(), Clock()
     other_clock.now_s -= 500.0  # clocks of two machines
-    one = LeaderLease(await site.bucket(), "x", clock=one_clock)
-    other = LeaderLease(await site.bucket(), "x", clock=other_clock)
-    assert await one.acquire()
+    first = LeaderLease(await site.bucket(), "x", clock=one_clock)
+    second = LeaderLease(await site.bucket(), "x", clock=other_clock)
+    assert await first.acquire()
     for _ in range(10):
         one_clock.now_s += 10.0
         other_clock.now_s += 10.0
-        assert await one.acquire()
-        assert not await other.acquire()
+        assert await first.acquire()
+        assert not await second.acquire()
     other_clock.now_s += 29.0
-    assert not await other.acquire()
+    assert not await second.acquire()
     other_clock.now_s += 1.5
-    assert await other.acquire()
-    assert not await one.acquire()
-    await other.release()
-    assert await one.acquire(), "a lease that was released is free at once"
+    assert await second.acquire()
+    assert not await first.acquire()
+    await second.release()
+    assert await first.acquire(), "a lease that was released is free at once"
 
 
 async def test_of_processes_that_take_a_free_lease_at_once_one_gets_it(site: Site) -> None:

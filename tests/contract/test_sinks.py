@@ -94,9 +94,9 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 @pytest_asyncio.fixture
 async def sink(database: Database) -> AsyncIterator[Sink]:
-    found = opened(database.url, "SIE_JOBS_SINKS", QUICK)
-    yield found
-    await found.close()
+    result = opened(database.url, "SIE_JOBS_SINKS", QUICK)
+    yield result
+    await result.close()
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def collection() -> str:
 
 async def has(database: Database, collection: str, expected: SinkRows) -> None:
     """Exactly these rows, each once, and each the nearest one of its own vector."""
-    found = await database.found(collection)
-    assert found.keys() == set(expected.ids)
+    points = await database.found(collection)
+    assert points.keys() == set(expected.ids)
     for row_id, vector, payload in zip(expected.ids, expected.vectors, expected.payloads, strict=True):
-        stored = np.array(found[row_id][0])
+        stored = np.array(points[row_id][0])
         assert np.allclose(stored / np.linalg.norm(stored), vector / np.linalg.norm(vector), atol=1e-5)
-        assert found[row_id][1] == payload
+        assert points[row_id][1] == payload
     for number in (0, len(expected.ids) // 2, len(expected.ids) - 1):
         assert await database.nearest(collection, expected.vectors[number].tolist()) == expected.ids[number]
 
@@ -217,31 +217,37 @@ async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collect
         "e\u0301",
         "\x7f\x01",
     ]
-    given = SinkRows(
+    sink_rows = SinkRows(
         [f"id {text}" for text in texts],
         rows(0, len(texts)).vectors,
         [{text: text, "nested": {"list": [text, 1.5, None, True]}} for text in texts],
     )
-    await sink.upsert(given)
-    await has(database, collection, given)
+    await sink.upsert(sink_rows)
+    await has(database, collection, sink_rows)
 
 
 async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection: str) -> None:
     """More of them than one request to Qdrant takes."""
     await sink.prepare(collection, {"dense": DIMS}, {})
     plain = rows(0, 40)
-    given = SinkRows(plain.ids, plain.vectors, [{"text": chr(0x3B1 + number % 20) * 500_000} for number in range(40)])
-    await sink.upsert(given)
-    await has(database, collection, given)
+    sink_rows = SinkRows(
+        plain.ids, plain.vectors, [{"text": chr(0x3B1 + number % 20) * 500_000} for number in range(40)]
+    )
+    await sink.upsert(sink_rows)
+    await has(database, collection, sink_rows)
 
 
 async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: Database, collection: str) -> None:
     await sink.prepare(collection, {"dense": DIMS}, {})
-    given = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
-    await sink.upsert(given)
-    kept = "\ufffd" if isinstance(database, Postgres) else "\0"
+    sink_rows = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
+    await sink.upsert(sink_rows)
+    character = "\ufffd" if isinstance(database, Postgres) else "\0"
     await has(
-        database, collection, SinkRows(given.ids, given.vectors, [{"t": f"x{kept}{kept}y\\{kept}z\\u0000"}, {"t": "b"}])
+        database,
+        collection,
+        SinkRows(
+            sink_rows.ids, sink_rows.vectors, [{"t": f"x{character}{character}y\\{character}z\\u0000"}, {"t": "b"}]
+        ),
     )
 
 
@@ -398,11 +404,11 @@ async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Dat
     assert rows(0, 200).ids[-1] in await database.found(collection)
     second = writer(database.url, collection, 12, 50)
     await finished(second)
-    found = await database.found(collection)
-    assert set(rows(0, 600).ids) <= found.keys()  # those of calls that the first one began after what it said
+    points = await database.found(collection)
+    assert set(rows(0, 600).ids) <= points.keys()  # those of calls that the first one began after what it said
     third = writer(database.url, collection, 12, 50)
     await finished(third)
-    assert await database.found(collection) == found
+    assert await database.found(collection) == points
 
 
 async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> None:

@@ -79,9 +79,9 @@ def reference(folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
-    found = CudaEngine(request.param)
-    yield found
-    found.stop()
+    result = CudaEngine(request.param)
+    yield result
+    result.stop()
 
 
 def _skip_unless_known(model_type: str) -> None:
@@ -130,12 +130,14 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
         folder(name), cast(Precision, precision), width=architecture.width, max_tokens=architecture.max_tokens
     )
     assert served.attention.endswith("padded") == (name in PADDED)
-    given = texts()
+    texts_encoded = texts()
     for pooling in ARCHITECTURES[name].poolings:
-        found = cosines(served.encode(given, pooling=pooling), reference(name).encode(given, pooling=pooling))
-        record(f"dense {name}", served.attention, precision, float(found.min()))
-        assert found.min() >= MIN_VECTOR_COSINE[precision]
-        assert found.mean() >= MIN_MEAN_COSINE[precision]
+        similarity = cosines(
+            served.encode(texts_encoded, pooling=pooling), reference(name).encode(texts_encoded, pooling=pooling)
+        )
+        record(f"dense {name}", served.attention, precision, float(similarity.min()))
+        assert similarity.min() >= MIN_VECTOR_COSINE[precision]
+        assert similarity.mean() >= MIN_MEAN_COSINE[precision]
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -159,9 +161,9 @@ def test_two_threads_and_two_streams_do_not_mix_their_texts(
         shared = served.encode_at_once(batches, lanes=2)
         with ThreadPoolExecutor(2) as threads:
             streamed = list(threads.map(on_a_stream, batches))
-        for expected, one, other in zip(alone, shared, streamed, strict=True):
-            assert cosines(one, expected).min() >= MIN_MEAN_COSINE[precision]
-            assert cosines(other, expected).min() >= MIN_MEAN_COSINE[precision]
+        for expected, module, second in zip(alone, shared, streamed, strict=True):
+            assert cosines(module, expected).min() >= MIN_MEAN_COSINE[precision]
+            assert cosines(second, expected).min() >= MIN_MEAN_COSINE[precision]
     engine.stop()
 
 

@@ -113,10 +113,10 @@ def test_a_failed_capture_leaves_allocator_and_device_usable(
         assert cosine(backbone, (5,), seed) >= LEAST_COSINE
     assert backbone._graphs.is_eager
     give_memory_back(CUDA)
-    other = load(engine, tmp_path, "xlm-roberta")
+    second_model = load(engine, tmp_path, "xlm-roberta")
     for seed in range(3):
-        assert cosine(other, (5,), seed) >= LEAST_COSINE
-    assert len(other._graphs) == 1
+        assert cosine(second_model, (5,), seed) >= LEAST_COSINE
+    assert len(second_model._graphs) == 1
 
 
 def test_memory_of_graphs_is_given_back(engine: AdapterEngine, tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ def packed(visible: tuple[int, ...] | None = None) -> PackedBatch:
     return pack(batch, np.arange(len(lengths)), Positions())
 
 
-def attend(kernel: Kernel, made: PackedBatch, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
+def attend(kernel: Kernel, created: PackedBatch, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
     query, key, value = states
-    bounds = torch.from_numpy(made.bounds).to(query.device)
-    layout = torch.from_numpy(layout_of(kernel, made))
+    bounds = torch.from_numpy(created.bounds).to(query.device)
+    layout = torch.from_numpy(layout_of(kernel, created))
     with torch.inference_mode():
         return torch.ops.sie.packed_attention(query, key, value, bounds, layout, query.shape[2] ** -0.5, *pattern)  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ SHARES = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch has 
 def check(
     kernel: Kernel,
     dtype: torch.dtype,
-    made: PackedBatch,
+    packed_batch: PackedBatch,
     pattern: tuple[int, int],
     heads: int,
     key_heads: int,
@@ -66,10 +66,10 @@ def check(
     if kernel == Kernel.VARLEN and heads != key_heads and not SHARES:
         pytest.skip("the kernel of this torch shares no heads")
     generator = torch.Generator().manual_seed(0)
-    shapes = [(len(made.ids), count, width) for count in (heads, key_heads, key_heads)]
+    shapes = [(len(packed_batch.ids), count, width) for count in (heads, key_heads, key_heads)]
     states = tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    expected = attend(Kernel.REFERENCE, made, tuple(each.float() for each in states), pattern)
-    got = attend(kernel, made, tuple(each.to(CUDA) for each in states), pattern)
+    expected = attend(Kernel.REFERENCE, packed_batch, tuple(state.float() for state in states), pattern)
+    got = attend(kernel, packed_batch, tuple(state.to(CUDA) for state in states), pattern)
     assert got.device.type == CUDA.type
     assert got.dtype == dtype
     assert float((got.cpu().float() - expected).abs().max()) <= TOLERANCE[dtype]
@@ -98,12 +98,12 @@ def test_a_sequence_does_not_depend_on_its_mates() -> None:
     """The longest of a batch picks tiles and splits of the variable-length kernel: one sequence alone
     and among others.
     """
-    made = packed()
+    batch = packed()
     states = tuple(
-        torch.randn(len(made.ids), 4, 64, generator=torch.Generator().manual_seed(1)).half().to(CUDA) for _ in range(3)
+        torch.randn(len(batch.ids), 4, 64, generator=torch.Generator().manual_seed(1)).half().to(CUDA) for _ in range(3)
     )
-    together = attend(Kernel.VARLEN, made, states, PATTERNS["all"])
-    for start, stop in zip(made.bounds[:-1].tolist(), made.bounds[1:].tolist(), strict=True):
+    together = attend(Kernel.VARLEN, batch, states, PATTERNS["all"])
+    for start, stop in zip(batch.bounds[:-1].tolist(), batch.bounds[1:].tolist(), strict=True):
         alone = pack(Items(np.array([stop - start]), np.zeros(stop - start, np.int32)), np.arange(1), Positions())
-        part = attend(Kernel.VARLEN, alone, tuple(each[start:stop] for each in states), PATTERNS["all"])
+        part = attend(Kernel.VARLEN, alone, tuple(state[start:stop] for state in states), PATTERNS["all"])
         assert float((part.float() - together[start:stop].float()).abs().max()) <= TOLERANCE[torch.float16]

@@ -183,9 +183,9 @@ class Container:
 
     def options(self) -> list[str]:
         """Of `podman create`."""
-        pod, told = self.pod, self.told
-        user = {**pod.spec.get("securityContext", {}), **told.get("securityContext", {})}
-        found = [
+        pod, spec = self.pod, self.told
+        user = {**pod.spec.get("securityContext", {}), **spec.get("securityContext", {})}
+        arguments = [
             *("--name", self.name, "--label", f"{pod.node.label}", "--pull", "never"),
             *("--network", f"ns:/run/netns/{pod.network}", "--no-hosts", "--hostname", pod.name),
             *(
@@ -200,70 +200,70 @@ class Container:
             *("--volume", f"{pod.hosts}:/etc/hosts:ro", "--volume", f"{pod.resolv}:/etc/resolv.conf:ro"),
             *engine.ulimits(),
         ]
-        found += self._user_options(user)
-        found += self._limit_options(told.get("resources", {}))
-        if "command" in told:
-            found += ["--entrypoint", json.dumps(self._words(told["command"]))]
+        arguments += self._user_options(user)
+        arguments += self._limit_options(spec.get("resources", {}))
+        if "command" in spec:
+            arguments += ["--entrypoint", json.dumps(self._words(spec["command"]))]
         for name, value in self.environ().items():
-            found += ["--env", f"{name}={value}"]
-        for mount in told.get("volumeMounts", ()):
+            arguments += ["--env", f"{name}={value}"]
+        for mount in spec.get("volumeMounts", ()):
             assert mount.keys() <= {"name", "mountPath", "readOnly"}, mount
             access = ":ro" if mount.get("readOnly") else ""
-            found += ["--volume", f"{pod.volume(mount['name'])}:{mount['mountPath']}{access}"]
-        return found
+            arguments += ["--volume", f"{pod.volume(mount['name'])}:{mount['mountPath']}{access}"]
+        return arguments
 
     def _user_options(self, user: Object) -> list[str]:
-        known = {
+        fields = {
             *("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "seccompProfile"),
             *("allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"),
         }
-        assert user.keys() <= known, f"{self.name}: not known here: {user.keys() - known}"
+        assert user.keys() <= fields, f"{self.name}: not known here: {user.keys() - fields}"
         assert user.get("seccompProfile", {}).get("type", "RuntimeDefault") == "RuntimeDefault"
         assert not user.get("runAsNonRoot") or user["runAsUser"] != 0
-        found: list[str] = []
+        mounts: list[str] = []
         if "runAsUser" in user:
-            found += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
+            mounts += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
         if "fsGroup" in user:
-            found += ["--group-add", str(user["fsGroup"])]
+            mounts += ["--group-add", str(user["fsGroup"])]
         if user.get("readOnlyRootFilesystem"):
-            found += ["--read-only", "--read-only-tmpfs=false"]
+            mounts += ["--read-only", "--read-only-tmpfs=false"]
         if user.get("allowPrivilegeEscalation") is False:
-            found += ["--security-opt", "no-new-privileges"]
+            mounts += ["--security-opt", "no-new-privileges"]
         assert user.get("capabilities", {}).keys() <= {"drop"}
         for capability in user.get("capabilities", {}).get("drop", ()):
-            found += ["--cap-drop", capability.lower()]
-        return found
+            mounts += ["--cap-drop", capability.lower()]
+        return mounts
 
     def _limit_options(self, resources: Object) -> list[str]:
         """A kubelet sets no limit of processes unless it is configured; memory that is limited has no swap."""
         limits, requests = resources.get("limits", {}), resources.get("requests", {})
         assert limits.keys() | requests.keys() <= {"cpu", "memory"}, f"{self.name}: {resources}"
         processes = self.pod.node.processes
-        found = ["--pids-limit", "-1" if processes is None else str(processes)]
+        result = ["--pids-limit", "-1" if processes is None else str(processes)]
         if "memory" in limits:
             memory = str(int(quantity(limits["memory"])))
-            found += ["--memory", memory, "--memory-swap", memory]
+            result += ["--memory", memory, "--memory-swap", memory]
         if "cpu" in limits:
-            found += ["--cpus", str(quantity(limits["cpu"]))]
+            result += ["--cpus", str(quantity(limits["cpu"]))]
         if "cpu" in requests:
-            found += ["--cpu-shares", str(max(2, int(quantity(requests["cpu"]) * 1024)))]
-        return found
+            result += ["--cpu-shares", str(max(2, int(quantity(requests["cpu"]) * 1024)))]
+        return result
 
     def environ(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for each in self.told.get("env", ()):
-            source = each.get("valueFrom", {})
-            if "value" in each or not source:
-                found[each["name"]] = _replaced(each.get("value", ""), found)
+        result: dict[str, str] = {}
+        for variable in self.told.get("env", ()):
+            source = variable.get("valueFrom", {})
+            if "value" in variable or not source:
+                result[variable["name"]] = _replaced(variable.get("value", ""), result)
             elif "fieldRef" in source:
-                found[each["name"]] = self.pod.field(source["fieldRef"]["fieldPath"])
+                result[variable["name"]] = self.pod.field(source["fieldRef"]["fieldPath"])
             else:
-                wanted = source["secretKeyRef"]
-                value = self.pod.node.secrets.get(wanted["name"], {}).get(wanted["key"])
-                assert value is not None or wanted.get("optional"), f"{self.name}: no such secret: {wanted}"
+                secret = source["secretKeyRef"]
+                value = self.pod.node.secrets.get(secret["name"], {}).get(secret["key"])
+                assert value is not None or secret.get("optional"), f"{self.name}: no such secret: {secret}"
                 if value is not None:
-                    found[each["name"]] = value
-        return found
+                    result[variable["name"]] = value
+        return result
 
     def _words(self, words: Sequence[str]) -> list[str]:
         environ = self.environ()
@@ -319,10 +319,10 @@ class Container:
         poll.register(self._pidfd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            due_s = min((each.due_s for each in watches), default=time.monotonic() + 3600)
+            due_s = min((entry.due_s for entry in watches), default=time.monotonic() + 3600)
             if poll.poll(max(0.0, due_s - time.monotonic()) * 1000):
                 return False
-            watch = min(watches, key=lambda each: each.due_s)
+            watch = min(watches, key=lambda entry: entry.due_s)
             passes = self._probe(watch)
             if self._ending.is_set():
                 return False
@@ -337,13 +337,13 @@ class Container:
                 return not self._has_ended(0)
 
     def _new_watch(self, kind: str, now_s: float) -> Watch:
-        known = {
+        fields = {
             *("httpGet", "exec", "initialDelaySeconds", "periodSeconds", "timeoutSeconds"),
             *("successThreshold", "failureThreshold"),
         }
-        told = self.told[kind]
-        assert told.keys() <= known, f"{self.name} {kind}: not known here: {told.keys() - known}"
-        return Watch(kind, told, now_s + told.get("initialDelaySeconds", 0))
+        probe = self.told[kind]
+        assert probe.keys() <= fields, f"{self.name} {kind}: not known here: {probe.keys() - fields}"
+        return Watch(kind, probe, now_s + probe.get("initialDelaySeconds", 0))
 
     def _probe(self, watch: Watch) -> bool:
         why = self.tried(watch.kind)
@@ -353,17 +353,17 @@ class Container:
 
     def tried(self, kind: str) -> str:
         """Why a probe fails now; nothing if it passes."""
-        told = self.told[kind]
-        timeout_s = told.get("timeoutSeconds", 1)
-        if "exec" in told:
-            return self.execute(told["exec"]["command"], timeout_s)
-        asked = told["httpGet"]
-        port = asked["port"]
+        handler = self.told[kind]
+        timeout_s = handler.get("timeoutSeconds", 1)
+        if "exec" in handler:
+            return self.execute(handler["exec"]["command"], timeout_s)
+        request = handler["httpGet"]
+        port = request["port"]
         if isinstance(port, str):
-            (port,) = (each["containerPort"] for each in self.told["ports"] if each["name"] == port)
+            (port,) = (entry["containerPort"] for entry in self.told["ports"] if entry["name"] == port)
         wire = http.client.HTTPConnection(self.pod.address, port, timeout=timeout_s)
         try:
-            wire.request("GET", asked["path"], headers={"User-Agent": "kube-probe/1.31", "Connection": "close"})
+            wire.request("GET", request["path"], headers={"User-Agent": "kube-probe/1.31", "Connection": "close"})
             status = wire.getresponse().status
         except (OSError, http.client.HTTPException) as error:
             return repr(error)

@@ -29,12 +29,12 @@ class EngineError(Exception):
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    found = shlex.split(os.environ.get("PODMAN", "podman"))
+    result = shlex.split(os.environ.get("PODMAN", "podman"))
     if not Path("/run/systemd/system").is_dir():
-        found += ["--cgroup-manager", "cgroupfs"]
+        result += ["--cgroup-manager", "cgroupfs"]
     if not Path("/sys/fs/cgroup/cgroup.controllers").exists() and shutil.which("runc"):
-        found += ["--runtime", "runc"]  # crun takes control groups of version 2 alone, or of version 1 alone
-    return tuple(found)
+        result += ["--runtime", "runc"]  # crun takes control groups of version 2 alone, or of version 1 alone
+    return tuple(result)
 
 
 @functools.cache
@@ -65,8 +65,8 @@ def run(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> subprocess.Co
 
 
 def inspect(container: str) -> dict[str, Any]:
-    (found,) = json.loads(podman("container", "inspect", container))
-    return dict(found)
+    (state,) = json.loads(podman("container", "inspect", container))
+    return dict(state)
 
 
 def has_image(name: str) -> bool:

@@ -137,21 +137,21 @@ class Network:
         """The addresses of services lead to these pods from the next connection on."""
         run(["nft", "-f", "-"], services(endpoints))
 
-    def obey(self, found: Sequence[Object], members: Sequence[Member], own: str) -> None:
+    def obey(self, policies_found: Sequence[Object], members: Sequence[Member], own: str) -> None:
         """Policies of the namespace `own` for these pods, from the next connection on."""
-        run(["nft", "-f", "-"], policies(found, members, own))
+        run(["nft", "-f", "-"], policies(policies_found, members, own))
 
     def refused(self) -> dict[str, int]:
         """Packets that no policy let out of a pod, or into one, by its address."""
         lines = run(["nft", "list", "table", "inet", "policies"]).splitlines()
-        found: dict[str, int] = {}
+        addresses: dict[str, int] = {}
         chain = ""
         for line in map(str.strip, lines):
             if line.startswith("chain "):
                 chain = line.split()[1]
             elif line.startswith("counter packets") and "reject" in line:
-                found[chain] = int(line.split()[2])
-        return found
+                addresses[chain] = int(line.split()[2])
+        return addresses
 
 
 def swept(prefix: str) -> None:
@@ -170,11 +170,11 @@ def services(endpoints: Sequence[Endpoint]) -> str:
     A pod is not led back to itself, which no part of the chart asks for.
     """
     to, none = [], []
-    for each in endpoints:
-        where = f"ip daddr {each.address} tcp dport {each.port}"
-        if each.targets:
-            pairs = ", ".join(f"{number} : {at} . {port}" for number, (at, port) in enumerate(each.targets))
-            to.append(f"{where} dnat ip to numgen random mod {len(each.targets)} map {{ {pairs} }}")
+    for endpoint in endpoints:
+        where = f"ip daddr {endpoint.address} tcp dport {endpoint.port}"
+        if endpoint.targets:
+            pairs = ", ".join(f"{number} : {at} . {port}" for number, (at, port) in enumerate(endpoint.targets))
+            to.append(f"{where} dnat ip to numgen random mod {len(endpoint.targets)} map {{ {pairs} }}")
         else:
             none.append(f"{where} reject with tcp reset")
     chains = {
@@ -187,13 +187,13 @@ def services(endpoints: Sequence[Endpoint]) -> str:
     return _table("ip services", chains)
 
 
-def policies(found: Sequence[Object], members: Sequence[Member], own: str) -> str:
+def policies(policies_found: Sequence[Object], members: Sequence[Member], own: str) -> str:
     """A chain for each pod and direction that some policy selects, which ends in a refusal."""
-    specs = [each["spec"] for each in of_kind("NetworkPolicy", list(found)).values()]
+    specs = [policy["spec"] for policy in of_kind("NetworkPolicy", list(policies_found)).values()]
     chains: dict[str, list[str]] = {}
     jumps = ["ct state established,related accept"]
     for member in members:
-        for direction, key, side, other in (("Egress", "to", "saddr", "daddr"), ("Ingress", "from", "daddr", "saddr")):
+        for direction, key, side, peer in (("Egress", "to", "saddr", "daddr"), ("Ingress", "from", "daddr", "saddr")):
             selecting = [
                 spec
                 for spec in specs
@@ -208,7 +208,7 @@ def policies(found: Sequence[Object], members: Sequence[Member], own: str) -> st
                 line
                 for spec in selecting
                 for rule in spec.get(direction.lower(), ())
-                for line in _lines(rule, key, other, members, own)
+                for line in _lines(rule, key, peer, members, own)
             ]
             chains[name].append("counter reject with icmpx type admin-prohibited")
             jumps.append(f"ip {side} {member.address} jump {name}")
@@ -218,36 +218,36 @@ def policies(found: Sequence[Object], members: Sequence[Member], own: str) -> st
 
 def _table(name: str, chains: Mapping[str, Sequence[str]]) -> str:
     """Text that puts it in place of the one before, in one transaction."""
-    text = "".join(f"chain {each} {{\n{_NEWLINE.join(lines)}\n}}\n" for each, lines in chains.items())
+    text = "".join(f"chain {rules} {{\n{_NEWLINE.join(lines)}\n}}\n" for rules, lines in chains.items())
     return f"table {name}\ndelete table {name}\ntable {name} {{\n{text}}}\n"
 
 
-def _selector(given: Object) -> Object:
-    assert given.keys() <= _SELECTOR, f"a selector of more than labels: {given}"
-    return given
+def _selector(selector: Object) -> Object:
+    assert selector.keys() <= _SELECTOR, f"a selector of more than labels: {selector}"
+    return selector
 
 
 def _lines(rule: Object, key: str, side: str, members: Sequence[Member], own: str) -> Iterator[str]:
     assert rule.keys() <= {key, "ports"}, f"a rule of more than peers and ports: {rule}"
-    whom = ""
+    sources = ""
     if key in rule:
-        addresses = sorted({each.address for each in members for peer in rule[key] if _is(peer, each, own)})
+        addresses = sorted({member.address for member in members for peer in rule[key] if _is(peer, member, own)})
         if not addresses:
             return
-        whom = f"ip {side} {{ {', '.join(addresses)} }} "
+        sources = f"ip {side} {{ {', '.join(addresses)} }} "
     if "ports" not in rule:
-        yield f"{whom}return"
+        yield f"{sources}return"
     for port in rule.get("ports", ()):
         assert port.keys() <= {"port", "protocol"}, f"a port of more than a number: {port}"
         assert isinstance(port["port"], int), f"a port by name: {port}"
-        yield f"{whom}{port.get('protocol', 'TCP').lower()} dport {port['port']} return"
+        yield f"{sources}{port.get('protocol', 'TCP').lower()} dport {port['port']} return"
 
 
 def _is(peer: Object, member: Member, own: str) -> bool:
     assert peer.keys() <= {"podSelector", "namespaceSelector"}, f"a peer of more than selectors: {peer}"
     if "namespaceSelector" in peer:
-        wanted = _selector(peer["namespaceSelector"]).get("matchLabels", {})
-        if not wanted.items() <= {"kubernetes.io/metadata.name": member.namespace}.items():
+        labels = _selector(peer["namespaceSelector"]).get("matchLabels", {})
+        if not labels.items() <= {"kubernetes.io/metadata.name": member.namespace}.items():
             return False
     elif member.namespace != own:
         return False
@@ -263,8 +263,8 @@ def tried(name: str, address: str, port: int, timeout_s: float = 3.0) -> Outcome
         except TimeoutError:
             return "silent"
         except OSError as error:
-            found = _OUTCOMES.get(error.errno or 0)
-            if found is None:
+            outcome = _OUTCOMES.get(error.errno or 0)
+            if outcome is None:
                 raise
-            return found
+            return outcome
         return "open"

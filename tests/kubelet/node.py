@@ -93,13 +93,13 @@ class Node:
 
     # --- what is rendered ---
 
-    def apply(self, found: Sequence[Object], *, wait: bool = True) -> None:
+    def apply(self, manifests: Sequence[Object], *, wait: bool = True) -> None:
         """As `kubectl apply` and the controllers: pods that are missing are started, all at once; those of another
         template are replaced as their workload says. Returns when all are ready, or do not `wait`.
         """
-        stale = {name for name in workloads(list(found)) if self.of(name)}
+        stale = {name for name in workloads(list(manifests)) if self.of(name)}
         with self._lock:
-            self.found = list(found)
+            self.found = list(manifests)
             for name in of_kind("Service", self.found):
                 self._clusters.setdefault(name, f"{network.SERVICES}.1.{len(self._clusters) + 1}")
         new = [
@@ -117,9 +117,9 @@ class Node:
         if name in self.replicas:
             return self.replicas[name]
         for kind, key in (("HorizontalPodAutoscaler", "minReplicas"), ("ScaledObject", "minReplicaCount")):
-            for each in of_kind(kind, self.found).values():
-                if each["spec"]["scaleTargetRef"]["name"] == name:
-                    return int(each["spec"][key])
+            for manifest in of_kind(kind, self.found).values():
+                if manifest["spec"]["scaleTargetRef"]["name"] == name:
+                    return int(manifest["spec"][key])
         return int(workloads(self.found)[name]["spec"].get("replicas", 1))
 
     def start(self, pods: Sequence[Pod], *, wait: bool = True) -> None:
@@ -127,13 +127,13 @@ class Node:
         self.readiness_changed()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(Pod.start, pods))
-        for each in pods if wait else ():
-            self.wait_ready(each)
+        for pod in pods if wait else ():
+            self.wait_ready(pod)
 
     def wait_ready(self, pod: Pod, timeout_s: float = READY_S) -> None:
         def ready() -> bool:
-            for each in pod.containers:
-                each.check()
+            for container in pod.containers:
+                container.check()
             return pod.ready
 
         until(ready, timeout_s, f"{pod.name} is ready", lambda: story([pod]))
@@ -141,17 +141,17 @@ class Node:
     def roll(self, name: str) -> None:
         """Replace the pods of another template than the rendered one."""
         workload = workloads(self.found)[name]
-        old = [each for each in self.of(name) if each.template != workload["spec"]["template"]]
+        old = [entry for entry in self.of(name) if entry.template != workload["spec"]["template"]]
         if workload["kind"] == "StatefulSet":
             for pod in reversed(old):
                 self.end(pod)
                 self.start([self._new(name, int(pod.name.rpartition("-")[2]))])
             return
-        told = workload["spec"]["strategy"]["rollingUpdate"]
-        assert (told["maxUnavailable"], told["maxSurge"]) in ((0, 1), (1, 0)), told
+        strategy = workload["spec"]["strategy"]["rollingUpdate"]
+        assert (strategy["maxUnavailable"], strategy["maxSurge"]) in ((0, 1), (1, 0)), strategy
         for pod in old:
             steps = [lambda pod=pod: self.end(pod), lambda: self.start([self._new(name, next(self._numbers))])]
-            for step in steps if told["maxUnavailable"] else reversed(steps):
+            for step in steps if strategy["maxUnavailable"] else reversed(steps):
                 step()
 
     def end(self, pod: Pod) -> None:
@@ -167,15 +167,15 @@ class Node:
         if workload["kind"] == "StatefulSet":
             own = f"{name}-{number}"
             claims = workload["spec"].get("volumeClaimTemplates", ())
-            kept = {
+            folders = {
                 claim["metadata"]["name"]: self.folder / "claims" / f"{claim['metadata']['name']}-{own}"
                 for claim in claims
             }
             shutil.rmtree(self.folder / own, ignore_errors=True)
         else:
             digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:6]
-            own, kept = f"{name}-{digest}-{next(self._numbers)}", {}
-        pod = Pod(self, own, name, template, kept)
+            own, folders = f"{name}-{digest}-{next(self._numbers)}", {}
+        pod = Pod(self, own, name, template, folders)
         with self._lock:
             self.pods.append(pod)
         return pod
@@ -183,7 +183,7 @@ class Node:
     # --- finding things ---
 
     def of(self, workload: str) -> list[Pod]:
-        return [each for each in self.pods if each.workload == workload]
+        return [pod for pod in self.pods if pod.workload == workload]
 
     @property
     def containers(self) -> list[Container]:
@@ -192,10 +192,10 @@ class Node:
     def behind(self, service: str) -> list[Pod]:
         """Pods that its selector finds, ready or not."""
         selector = of_kind("Service", self.found)[service]["spec"]["selector"]
-        return [each for each in self.pods if selector.items() <= each.labels.items()]
+        return [pod for pod in self.pods if selector.items() <= pod.labels.items()]
 
     def url(self, service: str, port: int) -> str:
-        assert port in {each["port"] for each in of_kind("Service", self.found)[service]["spec"]["ports"]}
+        assert port in {entry["port"] for entry in of_kind("Service", self.found)[service]["spec"]["ports"]}
         return f"http://{self._clusters[service]}:{port}"
 
     def address(self, service: str, port: int) -> tuple[str, int]:
@@ -203,8 +203,8 @@ class Node:
         spec = of_kind("Service", self.found)[service]["spec"]
         if spec.get("clusterIP") != "None":
             return self._clusters[service], port
-        target = next(each["targetPort"] for each in spec["ports"] if each["port"] == port)
-        pod = next(each for each in self.behind(service) if each.ready)
+        target = next(entry["targetPort"] for entry in spec["ports"] if entry["port"] == port)
+        pod = next(entry for entry in self.behind(service) if entry.ready)
         return pod.address, _ports(pod, target)[0]
 
     def outsider(self, namespace: str, labels: Mapping[str, str]) -> tuple[str, Member]:
@@ -222,7 +222,7 @@ class Node:
         """Services, policies and names are those of the pods that are there now."""
         with self._lock:
             self.network.lead(list(self._endpoints()))
-            members = [Member(each.address, self.namespace, each.labels) for each in self.pods]
+            members = [Member(entry.address, self.namespace, entry.labels) for entry in self.pods]
             self.network.obey(self.found, [*members, *self.others], self.namespace)
             lines = list(self._names())
             for pod in self.pods:

@@ -65,19 +65,19 @@ class Pod:
 
     @property
     def labels(self) -> dict[str, str]:
-        found: dict[str, str] = self.template["metadata"]["labels"]
-        return found
+        result: dict[str, str] = self.template["metadata"]["labels"]
+        return result
 
     @property
     def ready(self) -> bool:
-        return bool(self.containers) and all(each.ready for each in self.containers) and not self.ending
+        return bool(self.containers) and all(entry.ready for entry in self.containers) and not self.ending
 
     @property
     def grace_s(self) -> float:
         return float(self.spec.get("terminationGracePeriodSeconds", 30))
 
     def container(self, name: str) -> Container:
-        return next(each for each in self.containers if each.told["name"] == name)
+        return next(entry for entry in self.containers if entry.told["name"] == name)
 
     def field(self, path: str) -> str:
         return {
@@ -88,26 +88,26 @@ class Pod:
 
     def start(self) -> None:
         """Init containers one after another, then all others at once."""
-        for told in self.spec.get("initContainers", ()):
-            Container(self, told).run_once(INIT_S)
-        found = [Container(self, told) for told in self.spec["containers"]]
-        self.containers = found
-        for each in found:
-            each.start()
+        for spec in self.spec.get("initContainers", ()):
+            Container(self, spec).run_once(INIT_S)
+        result = [Container(self, entry) for entry in self.spec["containers"]]
+        self.containers = result
+        for label in result:
+            label.start()
 
     def end(self) -> None:
         """With grace: it leaves its services, and its containers are told at once."""
         self.ending = True
         self.node.readiness_changed()
         with ThreadPoolExecutor(len(self.containers) or 1) as pool:
-            list(pool.map(lambda each: each.end(self.grace_s), self.containers))
+            list(pool.map(lambda entry: entry.end(self.grace_s), self.containers))
         self.remove()
 
     def remove(self) -> None:
         """All that is left of it."""
         self.ending = True
-        for each in self.containers:
-            each.remove()
+        for entry in self.containers:
+            entry.remove()
         for path in self._mounts:
             network.run(["umount", "--lazy", str(path)])
         self._mounts.clear()
@@ -121,7 +121,7 @@ class Pod:
                 path.mkdir(parents=True, exist_ok=True)
                 self._own(path, 0o2775)
                 return path
-            (volume,) = (each for each in self.spec["volumes"] if each["name"] == name)
+            (volume,) = (entry for entry in self.spec["volumes"] if entry["name"] == name)
             (kind,) = volume.keys() - {"name"}
             if kind == "persistentVolumeClaim":
                 assert volume[kind].keys() == {"claimName"}, volume
@@ -142,10 +142,10 @@ class Pod:
                 raise AssertionError(f"{self.name}: a volume of an unknown kind: {volume}")
             return path
 
-    def _empty(self, path: Path, told: Object, disk_bytes: int | None) -> None:
+    def _empty(self, path: Path, spec: Object, disk_bytes: int | None) -> None:
         """`disk_bytes`: it is on a disk of its own that has so many."""
-        assert told.keys() <= {"medium", "sizeLimit"}, told
-        size = quantity(told["sizeLimit"]) if told.get("medium") == "Memory" else disk_bytes
+        assert spec.keys() <= {"medium", "sizeLimit"}, spec
+        size = quantity(spec["sizeLimit"]) if spec.get("medium") == "Memory" else disk_bytes
         if size is not None:
             network.run(["mount", "-t", "tmpfs", "-o", f"size={int(size)},mode=0777", "none", str(path)])
             self._mounts.append(path)
@@ -167,10 +167,10 @@ class Pod:
 
     def used(self) -> dict[str, tuple[int, float]]:
         """Of the volumes with a limit: bytes in them, and the limit."""
-        found = {}
+        volumes = {}
         for volume in self.spec.get("volumes", ()):
             limit = volume.get("emptyDir", {}).get("sizeLimit")
             if limit is not None:
-                files = [each.lstat() for each in self.volume(volume["name"]).rglob("*")]
-                found[volume["name"]] = sum(each.st_blocks * 512 for each in files), quantity(limit)
-        return found
+                files = [path.lstat() for path in self.volume(volume["name"]).rglob("*")]
+                volumes[volume["name"]] = sum(file.st_blocks * 512 for file in files), quantity(limit)
+        return volumes

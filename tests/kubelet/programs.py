@@ -75,10 +75,10 @@ class Programs:
             def handle(self) -> None:
                 argv = json.loads(self.rfile.readline())
                 try:
-                    status, told = 0, programs.run(argv)
+                    status, output = 0, programs.run(argv)
                 except Exception as error:  # noqa: BLE001  as a program does: it is told, and the script ends
-                    status, told = 1, f"{argv[0]}: {type(error).__name__}: {error}\n"
-                self.wfile.write(json.dumps([status, told]).encode() + b"\n")
+                    status, output = 1, f"{argv[0]}: {type(error).__name__}: {error}\n"
+                self.wfile.write(json.dumps([status, output]).encode() + b"\n")
 
         return Handler
 
@@ -116,7 +116,7 @@ class Programs:
     def _kubectl(self, words: Sequence[str]) -> str:
         match words:
             case ["create", "secret", "generic", name, *literals]:
-                pairs = (each.removeprefix("--from-literal=").partition("=") for each in literals)
+                pairs = (literal.removeprefix("--from-literal=").partition("=") for literal in literals)
                 self._node.secrets[name] = {key: value for key, _, value in pairs}
                 return ""
             case ["get", "secret", name, "-o", path]:

@@ -54,12 +54,12 @@ def rendered(file: str, **values: Any) -> list[Object]:
 
 def check_images() -> None:
     """Skips the test where podman has not all images of the chart."""
-    wanted = {
+    images = {
         container["image"]
         for workload in workloads(rendered("values.yaml")).values()
         for container in workload["spec"]["template"]["spec"]["containers"]
     }
-    absent = sorted(name for name in wanted if not engine.has_image(name))
+    absent = sorted(name for name in images if not engine.has_image(name))
     if absent:
         pytest.skip(f"podman has no image {', '.join(absent)}: docs/kubernetes.md says how to build them")
 
@@ -67,7 +67,7 @@ def check_images() -> None:
 @asynccontextmanager
 async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> AsyncIterator[Crowd]:
     """Clients that retry as the SDK does. None of them may be lost or get what is another's."""
-    found = Crowd(
+    result = Crowd(
         [node.url(GATEWAY, 8080)],
         expected,
         clients=clients,
@@ -77,23 +77,25 @@ async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> Async
         token=TOKENS["auth-tokens"],
     )
     try:
-        yield found
+        yield result
     finally:
-        await found.stop()
-    verdicts = Counter(each.verdict for each in found.outcomes)
-    attempts = Counter((each.status, each.failure) for outcome in found.outcomes for each in outcome.attempts)
-    longest_s = max((each.ended_s - each.started_s for each in found.outcomes), default=0.0)
+        await result.stop()
+    verdicts = Counter(outcome.verdict for outcome in result.outcomes)
+    attempts = Counter((attempt.status, attempt.failure) for outcome in result.outcomes for attempt in outcome.attempts)
+    longest_s = max((outcome.ended_s - outcome.started_s for outcome in result.outcomes), default=0.0)
     print(f"{dict(verdicts)}, attempts {dict(attempts)}, the longest {longest_s:.1f} s")
-    assert verdicts.keys() == {"right"}, [each.detail for each in found.outcomes if each.verdict != "right"][:5]
-    assert found.unasked == 0
+    assert verdicts.keys() == {"right"}, [outcome.detail for outcome in result.outcomes if outcome.verdict != "right"][
+        :5
+    ]
+    assert result.unasked == 0
 
 
-async def answers(found: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
+async def answers(result: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
     """Until so many requests that were sent from now on had their answers."""
     now_s = time.monotonic()
 
     def enough() -> bool:
-        return sum(each.started_s > now_s and each.verdict == "right" for each in found.outcomes) >= count
+        return sum(outcome.started_s > now_s and outcome.verdict == "right" for outcome in result.outcomes) >= count
 
     await asyncio.to_thread(until, enough, timeout_s, f"{count} answers")
 

@@ -127,7 +127,7 @@ _SQUASHED = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "r
 
 def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
     text, image, tokens = 48, OPEN_CLIP_WIDTH, FIRST_SIGLIP_TOKENS
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         "logit_scale": (),
         "logit_bias": (),
         "text.positional_embedding": (tokens, text),
@@ -148,7 +148,7 @@ def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
     norms = {"text.ln_final": text, "visual.trunk.norm": image, "visual.trunk.attn_pool.norm": image}
     for number in range(2):
         block = f"text.transformer.resblocks.{number}"
-        found |= {f"{block}.attn.in_proj_weight": (3 * text, text), f"{block}.attn.in_proj_bias": (3 * text,)}
+        tensors |= {f"{block}.attn.in_proj_weight": (3 * text, text), f"{block}.attn.in_proj_bias": (3 * text,)}
         linears |= {f"{block}.attn.out_proj": (text, text), f"{block}.mlp.c_fc": (4 * text, text)}
         linears |= {f"{block}.mlp.c_proj": (text, 4 * text)}
         norms |= {f"{block}.ln_1": text, f"{block}.ln_2": text}
@@ -157,10 +157,10 @@ def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
         linears |= {f"{block}.mlp.fc1": (4 * image, image), f"{block}.mlp.fc2": (image, 4 * image)}
         norms |= {f"{block}.norm1": image, f"{block}.norm2": image}
     for name, shape in linears.items():
-        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        tensors |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     for name, width in norms.items():
-        found |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-    return found
+        tensors |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    return tensors
 
 
 def colpali(folder: Path) -> Path:
@@ -211,8 +211,8 @@ def clip_tokenizer() -> CLIPTokenizer:
     )
     learnt.train_from_iterator(corpus(), trainer)
     state = json.loads(learnt.to_str())["model"]
-    known = [*alphabet, *(f"{each}</w>" for each in alphabet)]
-    pieces = [*known, *(piece for piece in sorted(state["vocab"], key=state["vocab"].get) if piece not in known)]
+    letters = [*alphabet, *(f"{letter}</w>" for letter in alphabet)]
+    pieces = [*letters, *(piece for piece in sorted(state["vocab"], key=state["vocab"].get) if piece not in letters)]
     vocabulary = {piece: number for number, piece in enumerate([*pieces, "<|startoftext|>", _END])}
     return CLIPTokenizer(
         vocab=vocabulary, merges=[tuple(pair) for pair in state["merges"]], model_max_length=CLIP_TOKENS
@@ -236,8 +236,8 @@ def _sentencepiece_tokenizer(folder: Path) -> SiglipTokenizer:
         minloglevel=2,
         character_coverage=1.0,
     )
-    for made in (lines, folder / "spiece.vocab"):
-        made.unlink()
+    for table in (lines, folder / "spiece.vocab"):
+        table.unlink()
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
     scores = [(pieces.id_to_piece(number), pieces.get_score(number)) for number in range(pieces.get_piece_size())]
     fast = Tokenizer(models.Unigram(scores, 2))
@@ -263,14 +263,14 @@ def _gemma_tokenizer(*, bos: bool = False) -> GemmaTokenizer:
     state = json.loads(learnt.to_str())["model"]
     vocabulary = dict(state["vocab"])
     vocabulary.setdefault("\n", len(vocabulary))
-    made = GemmaTokenizer(
+    tokenizer = GemmaTokenizer(
         vocab=vocabulary,
         merges=[tuple(pair) for pair in state["merges"]],
         model_max_length=1024 if bos else SIGLIP_TOKENS,
         padding_side="right",
     )
     around = {"single": "<bos> $A", "pair": "<bos> $A $B"} if bos else {"single": "$A <eos>", "pair": "$A $B <eos>"}
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         **around, special_tokens=[("<eos>", 1), ("<bos>", 2)]
     )
-    return made
+    return tokenizer

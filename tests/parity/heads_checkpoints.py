@@ -40,11 +40,11 @@ MARKS = (".", ",", "(", ")", "'", "-")
 def texts(count: int = 64, longest: int = 200, seed: int = 0) -> list[str]:
     """Of log-normal length and in mixed order, punctuated; the first are empty, odd, and far beyond any limit."""
     rng = random.Random(seed)
-    found = ["", "Zürich, 東京 and 😀", "it's (a) 3.14...", ".", "one " * (2 * MAX_TOKENS)]
-    while len(found) < count:
+    result = ["", "Zürich, 東京 and 😀", "it's (a) 3.14...", ".", "one " * (2 * MAX_TOKENS)]
+    while len(result) < count:
         words = rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.0, 1.0)))))
-        found.append(" ".join(word + (rng.choice(MARKS) if rng.random() < 0.3 else "") for word in words))
-    return found
+        result.append(" ".join(word + (rng.choice(MARKS) if rng.random() < 0.3 else "") for word in words))
+    return result
 
 
 def masked(folder: Path, architecture: str) -> Path:

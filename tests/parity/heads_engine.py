@@ -83,20 +83,20 @@ class HeadsModel:
         reply = self._run(
             "score", [WorkItemInput([Input(text) for text in texts], Input(query), RunOptions(**options))]
         )
-        found = []
+        rows = []
         for outcome in reply.outcomes:
             assert isinstance(outcome, Ok), outcome
-            found.append(outcome.score)
-        return np.array(found)
+            rows.append(outcome.score)
+        return np.array(rows)
 
     def _run(self, operation: Operation, works: list[WorkItemInput]) -> BatchDone:
-        made = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
+        batches = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
         groups, stop = [], 0
-        for work, each in zip(works, made, strict=True):
-            inputs = len(work.inputs) if each.chunked else -1
-            groups.append(Group(stop, stop + len(each.rows), work.options, inputs, chunked=each.chunked))
-            stop += len(each.rows)
-        ids = [row.ids for each in made for row in each.rows]
+        for work, batch in zip(works, batches, strict=True):
+            inputs = len(work.inputs) if batch.chunked else -1
+            groups.append(Group(stop, stop + len(batch.rows), work.options, inputs, chunked=batch.chunked))
+            stop += len(batch.rows)
+        ids = [row.ids for entry in batches for row in entry.rows]
         lengths = np.array([len(row) for row in ids], "<i4")
         message = RunBatch(
             "heads", self.name, operation, lengths.tobytes(), np.concatenate(ids).astype("<i4").tobytes(), tuple(groups)
@@ -154,15 +154,15 @@ def check(
     """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it
     found.
     """
-    found, precision = Agreement.of(got, expected), model.encoder.precision
-    table.record(name, model.path, precision, found)
+    agreement, precision = Agreement.of(got, expected), model.encoder.precision
+    table.record(name, model.path, precision, agreement)
     if stock is None:
-        assert found.cosine >= MIN_COSINE
-        assert found.difference <= MAX_DIFFERENCE
+        assert agreement.cosine >= MIN_COSINE
+        assert agreement.difference <= MAX_DIFFERENCE
         return
     theirs = Agreement.of(stock, expected)
     table.record(name, "stock", precision, theirs)
-    assert found.mean_distance <= max(MAX_MEAN_DISTANCE, MAX_MEAN_OF_STOCK * theirs.mean_distance)
+    assert agreement.mean_distance <= max(MAX_MEAN_DISTANCE, MAX_MEAN_OF_STOCK * theirs.mean_distance)
 
 
 def _arrays(reply: BatchDone, outcome: object) -> dict[str, Array]:

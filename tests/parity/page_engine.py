@@ -62,29 +62,29 @@ class Served:
         return self.answers(self.asked(operation, given, query, **options))
 
     def asked(
-        self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
+        self, operation: Operation, sources: Sequence[Given], query: Given | None = None, **options: Any
     ) -> RunBatch:
         """The batch of `run`."""
-        work, made = self._made(operation, given, query, options)
-        assert made.error is None, made.error
-        assert not made.unfit, made.unfit
-        return self.batch(operation, [BatchPart(made.rows, work, asker=self.asker)], lora=work.options.lora)
+        work, created = self._made(operation, sources, query, options)
+        assert created.error is None, created.error
+        assert not created.unfit, created.unfit
+        return self.batch(operation, [BatchPart(created.rows, work, asker=self.asker)], lora=work.options.lora)
 
-    def extract(self, asked: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
+    def extract(self, jobs: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
         """Of each input, which is its image files and what is asked of them, the result or its error: all of them one
         batch.
         """
         layout, parts = self.weights.rows["extract"], []
-        for files, options in asked:
+        for files, options in jobs:
             inputs = [Input(text=None if files else "", images=tuple(files))]
             work = WorkItemInput(inputs, None, options, seen(inputs, layout))
-            (made,) = layouts.make(self.tokenizer, layout, [work])
-            parts.append(BatchPart(made.rows, work))
+            (created,) = layouts.make(self.tokenizer, layout, [work])
+            parts.append(BatchPart(created.rows, work))
         return self.answers(self.batch("extract", parts))
 
-    def rows(self, operation: Operation, given: Sequence[Given], query: Given | None = None) -> WorkRows:
+    def rows(self, operation: Operation, sources: Sequence[Given], query: Given | None = None) -> WorkRows:
         """The rows of the inputs, or why there are none."""
-        return self._made(operation, given, query, {})[1]
+        return self._made(operation, sources, query, {})[1]
 
     def answers(self, batch: RunBatch) -> list[Any]:
         """What `run` gives."""
@@ -99,10 +99,10 @@ class Served:
         return rowing.to_batch("b", self.entry.id, operation, layout, parts, **named)
 
     def _made(
-        self, operation: Operation, given: Sequence[Given], query: Given | None, options: dict[str, Any]
+        self, operation: Operation, sources: Sequence[Given], query: Given | None, options: dict[str, Any]
     ) -> tuple[WorkItemInput, WorkRows]:
-        _, asked = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
-        layout, inputs = self.weights.rows[operation], [_input(each) for each in given]
+        _, options_read = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
+        layout, inputs = self.weights.rows[operation], [_input(source) for source in sources]
         images: dict[int, Any] = {**seen(inputs, layout)} if layout.images is not None else {}
         question = None if query is None else _input(query)
         if question is not None and question.images:
@@ -110,9 +110,9 @@ class Served:
                 images[OF_QUERY] = seen([question], layout)[0]
             except InvalidInput as error:
                 images[OF_QUERY] = error
-        work = WorkItemInput(inputs, question, asked.run, images, _heard(inputs, layout))
-        (made,) = layouts.make(self.tokenizer, layout, [work])
-        return work, made
+        work = WorkItemInput(inputs, question, options_read.run, images, _heard(inputs, layout))
+        (created,) = layouts.make(self.tokenizer, layout, [work])
+        return work, created
 
 
 def _value(reply: BatchDone, outcome: object) -> Any:
@@ -129,27 +129,27 @@ def _value(reply: BatchDone, outcome: object) -> Any:
 
 def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, SoundFeatures]:
     """The features of the inputs that have a sound, by their index, as worker processes make them."""
-    given = {index: each.audio for index, each in enumerate(inputs) if each.audio}
-    if not given:
+    files = {index: entry.audio for index, entry in enumerate(inputs) if entry.audio}
+    if not files:
         return {}
     from sie_sidecar.prepare import sounds  # and the libraries of sounds, which other tests do without
 
     assert layout.sounds is not None
-    made = {index: sounds.prepare(file, layout.sounds) for index, file in given.items()}
+    prepared = {index: sounds.prepare(file, layout.sounds) for index, file in files.items()}
     return {
-        index: SoundFeatures(1, *each.shape, each.seconds, each.digest(), each.values.tobytes())
-        for index, each in made.items()
+        index: SoundFeatures(1, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
+        for index, sound in prepared.items()
     }
 
 
-def _input(given: Given) -> Input:
-    if isinstance(given, Input):
-        return given
-    if isinstance(given, bytes):
-        return Input(audio=given)
-    if isinstance(given, str):
-        return Input(given)
-    return Input(images=tuple(map(png, [given] if isinstance(given, Image.Image) else given)))
+def _input(source: Given) -> Input:
+    if isinstance(source, Input):
+        return source
+    if isinstance(source, bytes):
+        return Input(audio=source)
+    if isinstance(source, str):
+        return Input(source)
+    return Input(images=tuple(map(png, [source] if isinstance(source, Image.Image) else source)))
 
 
 def served_by(engine: AdapterEngine, entry: ModelEntry) -> Served:
@@ -202,11 +202,11 @@ def pairs(
 
 def at_once(run: Callable[[], Found], rounds: int) -> list[Found]:
     """What two threads get that call `run` at the same time, each of them `rounds` times."""
-    found: list[Found] = []
-    threads = [threading.Thread(target=lambda: found.extend(run() for _ in range(rounds))) for _ in range(2)]
+    results: list[Found] = []
+    threads = [threading.Thread(target=lambda: results.extend(run() for _ in range(rounds))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(found) == 2 * rounds, "a thread has failed or has not ended"
-    return found
+    assert len(results) == 2 * rounds, "a thread has failed or has not ended"
+    return results

@@ -109,8 +109,8 @@ def published_florence2(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": FLORENCE_TOKENS}))
     for name in ("generation_config.json", "preprocessor_config.json"):
         (folder / name).write_bytes((whole / name).read_bytes())
-    said = Florence2Config.from_pretrained(whole).to_dict()
-    vision, text = said["vision_config"], said["text_config"]
+    config = Florence2Config.from_pretrained(whole).to_dict()
+    vision, text = config["vision_config"], config["text_config"]
     words = text["vocab_size"] - 1  # without the token that stands for an image
     stages = vision.pop("embed_dim")
     places = {
@@ -149,39 +149,39 @@ def converted(folder: Path) -> Path:
 
 def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tensor]:
     """By the names that the authors' code has for them."""
-    found = {}
+    outcomes = {}
     for name, tensor in weights.items():
         if name in ("lm_head.weight", "model.language_model.shared.weight"):
-            found["language_model.model.shared.weight"] = tensor[:words].clone()
+            outcomes["language_model.model.shared.weight"] = tensor[:words].clone()
         elif name.endswith("embed_tokens.weight"):
             continue
         elif name.startswith("model.language_model."):
-            found[name.replace("model.language_model.", "language_model.model.")] = tensor
+            outcomes[name.replace("model.language_model.", "language_model.model.")] = tensor
         elif name.endswith("image_projection.weight"):
-            found["image_projection"] = tensor.T.contiguous()
+            outcomes["image_projection"] = tensor.T.contiguous()
         elif name.startswith("model.multi_modal_projector."):
             own = name.removeprefix("model.multi_modal_projector.")
-            found[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
+            outcomes[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
         else:
             own = re.sub(r"(convs\.\d+)\.conv\.", r"\1.proj.", name.removeprefix("model."))
             own = re.sub(r"\.(conv[12])\.", r".\1.fn.dw.", own)
             own = re.sub(r"\.(window|channel)_attn\.", r".\1_attn.fn.", own)
             own = own.replace(".ffn.", ".ffn.fn.net.").replace(".norm2.", ".ffn.norm.")
             own = own.replace("spatial_block.norm1.", "spatial_block.window_attn.norm.")
-            found[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
-    found["language_model.lm_head.weight"] = found["language_model.model.shared.weight"].clone()
-    found["language_model.final_logits_bias"] = torch.zeros(1, words)
-    return found
+            outcomes[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
+    outcomes["language_model.lm_head.weight"] = outcomes["language_model.model.shared.weight"].clone()
+    outcomes["language_model.final_logits_bias"] = torch.zeros(1, words)
+    return outcomes
 
 
-def _florence_tokenizer(known: Sequence[str] | None) -> Any:
+def _florence_tokenizer(extra_tokens: Sequence[str] | None) -> Any:
     """BART's, with `known` tokens before the one that stands for an image. None: without all of them."""
     from transformers import BartTokenizer
 
     vocabulary, merges = byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
-    for token in ("<mask>", *(known or ())):
+    for token in ("<mask>", *(extra_tokens or ())):
         vocabulary[token] = len(vocabulary)
-    more = {} if known is None else {"extra_special_tokens": {"image_token": "<image>"}}
+    more = {} if extra_tokens is None else {"extra_special_tokens": {"image_token": "<image>"}}
     return BartTokenizer(vocab=vocabulary, merges=merges, model_max_length=FLORENCE_TOKENS, **more)
 
 
@@ -275,9 +275,9 @@ def byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     base.train_from_iterator(corpus(), trainer)
-    found = json.loads(base.to_str())["model"]
-    pieces = {token: number + len(specials) for token, number in found["vocab"].items()}
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in found["merges"]]
+    vocabulary = json.loads(base.to_str())["model"]
+    pieces = {token: number + len(specials) for token, number in vocabulary["vocab"].items()}
+    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in vocabulary["merges"]]
     return {**{token: number for number, token in enumerate(specials)}, **pieces}, merges
 
 

@@ -41,17 +41,17 @@ class Reference:
         """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always
         the same.
         """
-        if (known := self._pooled.get(tuple(texts))) is not None:
-            return known
+        if (expected_names := self._pooled.get(tuple(texts))) is not None:
+            return expected_names
         behind = [module for module in list(self.stored)[2:] if not isinstance(module, Normalize)]
-        found: dict[Pooling, Vectors] = {}
+        result: dict[Pooling, Vectors] = {}
         # several poolings come side by side out of one pass, unless something stands behind them
         for together in [[pooling] for pooling in poolings] if behind else [poolings]:
             pooling = PoolingModule(self.stored[0].get_embedding_dimension(), tuple(_MODES[mode] for mode in together))
             vectors = self._encode(SentenceTransformer(modules=[self.stored[0], pooling, *behind], device="cpu"), texts)
-            found |= zip(together, np.split(vectors, len(together), axis=1), strict=True)
-        self._pooled[tuple(texts)] = found
-        return found
+            result |= zip(together, np.split(vectors, len(together), axis=1), strict=True)
+        self._pooled[tuple(texts)] = result
+        return result
 
     def _encode(self, model: SentenceTransformer, texts: Sequence[str]) -> Vectors:
         vectors = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)

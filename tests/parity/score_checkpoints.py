@@ -83,21 +83,21 @@ class Scoring:
         """Add the largest difference of a score to the table, and how they rank."""
         table.record(kind, path_of(self.attention), self.precision, Scores(float(difference), tau))
 
-    def rows(self, asked: Sequence[Asked]) -> list[list[TokenRow]]:
+    def rows(self, jobs: Sequence[Asked]) -> list[list[TokenRow]]:
         """The rows of each request, tokenised together."""
         layout: Rows = self.resident.weights.rows[self.operation]
-        return [made.rows for made in layouts.make(self.tokenizer, layout, [self._work(each) for each in asked])]
+        return [batch.rows for batch in layouts.make(self.tokenizer, layout, [self._work(job) for job in jobs])]
 
-    def run(self, asked: Sequence[Asked]) -> list[list[Outcome]]:
+    def run(self, jobs: Sequence[Asked]) -> list[list[Outcome]]:
         """The outcomes of each request; all of them are one batch."""
-        parts = [rowing.BatchPart(made, self._work(each)) for made, each in zip(self.rows(asked), asked, strict=True)]
+        parts = [rowing.BatchPart(row, self._work(job)) for row, job in zip(self.rows(jobs), jobs, strict=True)]
         layout: Rows = self.resident.weights.rows[self.operation]
         message = rowing.to_batch("parity", self.entry.id, self.operation, layout.layout, parts)
         with torch.inference_mode():
             reply = self.engine.execute(message)
         assert isinstance(reply, BatchDone), reply
         outcomes = iter(reply.outcomes)
-        return [[next(outcomes) for _ in each.texts] for each in asked]
+        return [[next(outcomes) for _ in job.texts] for job in jobs]
 
     def scores(self, query: str, texts: Sequence[str], **parameters: Any) -> list[float]:
         """float64 of each text against `query`, one batch. Fails unless every text has one."""
@@ -105,18 +105,18 @@ class Scoring:
 
     def found(self, texts: Sequence[str | Input], **parameters: Any) -> list[dict[str, Any]]:
         """What was extracted from each text, one batch. Fails unless it was from all."""
-        found = []
+        result = []
         for outcome in self.run([Asked(texts, None, parameters)])[0]:
             assert isinstance(outcome, Ok), outcome
             assert outcome.data is not None
-            found.append(outcome.data)
-        return found
+            result.append(outcome.data)
+        return result
 
-    def _work(self, asked: Asked) -> WorkItemInput:
+    def _work(self, job: Asked) -> WorkItemInput:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
-        _, options = run_options(resolved, {"params": dict(asked.parameters)}, self.operation, strict=True)
-        inputs = [text if isinstance(text, Input) else Input(text) for text in asked.texts]
-        return WorkItemInput(inputs, None if asked.query is None else Input(asked.query), options.run)
+        _, options = run_options(resolved, {"params": dict(job.parameters)}, self.operation, strict=True)
+        inputs = [text if isinstance(text, Input) else Input(text) for text in job.texts]
+        return WorkItemInput(inputs, None if job.query is None else Input(job.query), options.run)
 
 
 def score_of(outcome: Outcome) -> float:

@@ -59,7 +59,7 @@ ORACLES = {
 class Worst(Protocol):
     """A measurement of which the worst is kept."""
 
-    def worst(self, other: Any) -> Self:
+    def worst(self, second: Any) -> Self:
         """The worse of each of its numbers."""
         ...
 
@@ -82,12 +82,12 @@ class Agreement:
         norms = np.linalg.norm(expected, axis=-1, keepdims=True)
         return cls(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
-    def worst(self, other: Agreement) -> Agreement:
+    def worst(self, second: Agreement) -> Agreement:
         """The worse of each."""
         return Agreement(
-            min(self.cosine, other.cosine),
-            max(self.difference, other.difference),
-            max(self.mean_distance, other.mean_distance),
+            min(self.cosine, second.cosine),
+            max(self.difference, second.difference),
+            max(self.mean_distance, second.mean_distance),
         )
 
     def __str__(self) -> str:
@@ -101,10 +101,10 @@ class Scores:
     difference: float
     tau: float | None = None
 
-    def worst(self, other: Scores) -> Scores:
+    def worst(self, second: Scores) -> Scores:
         """The worse of each."""
-        taus = [tau for tau in (self.tau, other.tau) if tau is not None]
-        return Scores(max(self.difference, other.difference), min(taus, default=None))
+        taus = [tau for tau in (self.tau, second.tau) if tau is not None]
+        return Scores(max(self.difference, second.difference), min(taus, default=None))
 
     def __str__(self) -> str:
         return f"Δ {self.difference:.0e}" + ("" if self.tau is None else f", tau {self.tau:.3f}")
@@ -124,12 +124,12 @@ class Texts:
     def of(cls, ids: Sequence[list[int]], first: Sequence[NDArray[Any]], expected: Sequence[Any]) -> Self:
         """`first`: scores [vocabulary] of each. `expected`: of each its `ids` and `first`."""
         pairs = list(zip(ids, expected, strict=True))
-        scores = Agreement.of(np.stack(list(first)), np.stack([each.first for each in expected]))
-        return cls(sum(own != each.ids for own, each in pairs), len(pairs), scores)
+        scores = Agreement.of(np.stack(list(first)), np.stack([pair.first for pair in expected]))
+        return cls(sum(own != pair_expected.ids for own, pair_expected in pairs), len(pairs), scores)
 
-    def worst(self, other: Texts) -> Texts:
+    def worst(self, second: Texts) -> Texts:
         """Of both together."""
-        return Texts(self.other + other.other, self.texts + other.texts, self.first.worst(other.first))
+        return Texts(self.other + second.other, self.texts + second.texts, self.first.worst(second.first))
 
     def __str__(self) -> str:
         return f"{self.texts - self.other} of {self.texts} texts, {self.first}"
@@ -146,27 +146,27 @@ class ParityTable:
 
     cells: dict[tuple[str, str, str], Worst] = field(default_factory=dict)
 
-    def record(self, kind: str, path: str, precision: str, found: Worst) -> None:
+    def record(self, kind: str, path: str, precision: str, worst: Worst) -> None:
         """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's
         own in that precision.
         """
-        self._add((kind, path, precision), found)
+        self._add((kind, path, precision), worst)
         if _JOURNAL:
-            line = msgspec.json.encode([kind, path, precision, type(found).__name__, found], enc_hook=float)
+            line = msgspec.json.encode([kind, path, precision, type(worst).__name__, worst], enc_hook=float)
             with Path(_JOURNAL).open("ab") as file:
                 file.write(line + b"\n")
 
     @classmethod
     def read(cls, journal: Path) -> Self:
         """The measurements that processes have appended to their journal so far."""
-        table, classes = cls(), {each.__name__: each for each in (Agreement, Scores, Texts)}
+        table, classes = cls(), {kind.__name__: kind for kind in (Agreement, Scores, Texts)}
         for line in journal.read_bytes().splitlines() if journal.exists() else ():
             *key, name, values = msgspec.json.decode(line)
             table._add(tuple(key), msgspec.convert(values, classes[name]))
         return table
 
-    def _add(self, key: tuple[str, str, str], found: Worst) -> None:
-        self.cells[key] = self.cells[key].worst(found) if key in self.cells else found
+    def _add(self, key: tuple[str, str, str], worst: Worst) -> None:
+        self.cells[key] = self.cells[key].worst(worst) if key in self.cells else worst
 
     def markdown(self, unproven: Mapping[str, str]) -> str:
         """The page: a row for each kind, a dash where nothing was measured, and the catalogue entries that have a
@@ -180,8 +180,8 @@ class ParityTable:
         for kind in sorted(
             dict.fromkeys(kind for kind, *_ in self.cells), key=lambda kind: groups.index(kind.split()[0])
         ):
-            found = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
-            rows.append(f"| {kind} | " + " | ".join(found) + f" | {ORACLES[kind.split()[0]]} |")
+            result = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
+            rows.append(f"| {kind} | " + " | ".join(result) + f" | {ORACLES[kind.split()[0]]} |")
         reasons = [f"| {model} | {reason} |" for model, reason in sorted(unproven.items())]
         return "\n".join([_introduction(), *rows, "", _UNPROVEN, *reasons, ""])
 

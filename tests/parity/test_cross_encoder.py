@@ -152,11 +152,11 @@ def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
     documents = ragged_documents(24, seed=5)
     alone = [scoring.scores("river bank", [text])[0] for text in documents]
     together = scoring.scores("river bank", documents)
-    others = scoring.run(
+    outcomes = scoring.run(
         [Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")]
     )
     np.testing.assert_allclose(together, alone, rtol=0, atol=2e-6)
-    np.testing.assert_allclose([score_of(each) for each in others[1]][::-1], alone, rtol=0, atol=2e-6)
+    np.testing.assert_allclose([score_of(score) for score in outcomes[1]][::-1], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_backbone_alone_is_refused(engine: ScoringEngine, folders: Folders, tm
     folder = copied(folders("bert"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: each for name, each in tensors.items() if "classifier" not in name},
+        {name: tensor for name, tensor in tensors.items() if "classifier" not in name},
         folder / "model.safetensors",
         {"format": "pt"},
     )
@@ -368,7 +368,7 @@ def test_a_cross_encoder_trained_on_sts_b_scores_like_the_library(trained: Path,
     scoring = engine.load(trained, "cross-encoder", max_tokens=128)
     pairs = sts_pairs("test")[:300]
     outcomes = scoring.run([Asked([right], left) for left, right, _ in pairs])
-    scores = np.array([score_of(each) for (each,) in outcomes])
+    scores = np.array([score_of(outcome) for (outcome,) in outcomes])
     expected = oracle(trained, [(left, right) for left, right, _ in pairs])
     assert np.abs(scores - expected).max() <= MAX_DIFFERENCE
     assert spearmanr(scores, [gold for *_, gold in pairs]).statistic >= 0.8
@@ -384,6 +384,6 @@ def test_a_trained_model_ranks_in_bfloat16_as_in_float32(trained: Path, engine: 
     pairs = sts_pairs("test")
     for start in range(0, 200, 50):
         chosen = pairs[start : start + 50]
-        got = [score_of(each) for (each,) in scoring.run([Asked([right], left) for left, right, _ in chosen])]
+        got = [score_of(pair) for (pair,) in scoring.run([Asked([right], left) for left, right, _ in chosen])]
         exact = oracle(trained, [(left, right) for left, right, _ in chosen], activation_fn=IDENTITY)
         assert tau(got, exact) >= TAU

@@ -67,23 +67,23 @@ class Asked(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})
 
 
-def find(served: Served, *asked: Asked) -> list[Any]:
+def find(served: Served, *jobs: Asked) -> list[Any]:
     """The objects of each input, or its error: all of them one batch."""
     options = [
-        RunOptions((), labels=tuple(each.labels), threshold=each.threshold, parameters=dict(each.parameters))
-        for each in asked
+        RunOptions((), labels=tuple(job.labels), threshold=job.threshold, parameters=dict(job.parameters))
+        for job in jobs
     ]
-    found = served.extract([(each.files, option) for each, option in zip(asked, options, strict=True)])
-    return [each if isinstance(each, ErrorInfo) else each["objects"] for each in found]
+    results = served.extract([(job.files, option) for job, option in zip(jobs, options, strict=True)])
+    return [result if isinstance(result, ErrorInfo) else result["objects"] for result in results]
 
 
 def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> NDArray[np.float32]:
     """Of each label, [candidates, labels]."""
     kind: Any = detector._kind
-    made = prepared(png(shown), kind.recipe)
-    pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
+    prepared_image = prepared(png(shown), kind.recipe)
+    pixels = np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3)
     with torch.inference_mode():
-        sight = kind.detect([Shown(pixels, *made.upright)], kind.prompt(labels))
+        sight = kind.detect([Shown(pixels, *prepared_image.upright)], kind.prompt(labels))
     return sight.scores[0].cpu().numpy()  # type: ignore[no-any-return]
 
 
@@ -108,7 +108,7 @@ class GroundingDino:
         with torch.inference_mode():
             inputs = self.processor(images=[shown], text=[list(labels)], return_tensors="pt")
             outputs = self.model(**inputs)
-        (found,) = self.processor.post_process_grounded_object_detection(
+        (objects,) = self.processor.post_process_grounded_object_detection(
             outputs, inputs.input_ids, threshold=-1.0, target_sizes=[(shown.height, shown.width)]
         )
         probabilities = outputs.logits[0].sigmoid().numpy()
@@ -119,8 +119,8 @@ class GroundingDino:
             elif token not in ("[CLS]", "[SEP]"):
                 words[-1].append(place)
         scores = np.stack([probabilities[:, places].max(1) for places in words[: len(labels)]], 1)
-        assert (scores.max(1) <= found["scores"].numpy() + 1e-6).all()
-        return Candidates(found["boxes"].numpy(), scores)
+        assert (scores.max(1) <= objects["scores"].numpy() + 1e-6).all()
+        return Candidates(objects["boxes"].numpy(), scores)
 
 
 class Owlv2:
@@ -138,8 +138,8 @@ class Owlv2:
             )
             outputs = self.model(**inputs)
         size = torch.tensor([[shown.height, shown.width]])
-        (found,) = self.processor.post_process_grounded_object_detection(outputs, threshold=-1.0, target_sizes=size)
-        return Candidates(found["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
+        (objects,) = self.processor.post_process_grounded_object_detection(outputs, threshold=-1.0, target_sizes=size)
+        return Candidates(objects["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
 
 
 @pytest.fixture(scope="module")
@@ -164,29 +164,29 @@ def _entry(kind: str, folder: Path, **changes: Any) -> ModelEntry:
 
 
 def _differences(
-    found: Objects, seen: Candidates, labels: Sequence[str], size: tuple[int, int], least: float = 0.0
+    objects: Objects, candidates: Candidates, labels: Sequence[str], size: tuple[int, int], least: float = 0.0
 ) -> tuple[float, float]:
     """The largest difference of a score, and of a corner in pixels. Each object is matched with a candidate of its
     score and label.
     """
     width, height = size
-    best = seen.scores.argmax(1)
-    corners = seen.corners.clip(0, [width, height, width, height])
-    left = [index for index in range(len(best)) if seen.scores[index, best[index]] >= least]
+    best = candidates.scores.argmax(1)
+    corners = candidates.corners.clip(0, [width, height, width, height])
+    left = [index for index in range(len(best)) if candidates.scores[index, best[index]] >= least]
     score_gap = corner_gap = 0.0
-    assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
-    for one in found:
-        x, y, w, h = one["bbox"]
-        assert all(isinstance(edge, int) for edge in one["bbox"])
+    assert [first["score"] for first in objects] == sorted((first["score"] for first in objects), reverse=True)
+    for object_row in objects:
+        x, y, w, h = object_row["bbox"]
+        assert all(isinstance(edge, int) for edge in object_row["bbox"])
         assert 0 <= x < x + w <= width
         assert 0 <= y < y + h <= height
         gaps = {
             index: (
-                abs(seen.scores[index, best[index]] - one["score"]),
+                abs(candidates.scores[index, best[index]] - object_row["score"]),
                 abs(corners[index] - [x, y, x + w, y + h]).max(),
             )
             for index in left
-            if labels[best[index]] == one["label"]
+            if labels[best[index]] == object_row["label"]
         }
         nearest = min(gaps, key=lambda index: max(gaps[index][0] / CLOSE, gaps[index][1]))
         left.remove(nearest)
@@ -204,15 +204,15 @@ def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable
     """
     pair = load(kind)
     lists = (LABELS, LABELS[::-1], ("queue",))
-    asked = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
-    for shown, given, found in zip(PICTURES, asked, find(pair.served, *asked), strict=True):
-        expected = pair.oracle(shown, given.labels)
-        score, corner = _differences(found, expected, given.labels, shown.size)
+    jobs = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
+    for shown, job, objects in zip(PICTURES, jobs, find(pair.served, *jobs), strict=True):
+        expected = pair.oracle(shown, job.labels)
+        score, corner = _differences(objects, expected, job.labels, shown.size)
         assert score <= CLOSE
         assert corner <= ROUNDED
-        assert len(found) >= 5
-        assert {one["label"] for one in found} <= set(given.labels)
-        every = float(abs(_scores(pair.served.weights, shown, given.labels) - expected.scores).max())
+        assert len(objects) >= 5
+        assert {object_row["label"] for object_row in objects} <= set(job.labels)
+        every = float(abs(_scores(pair.served.weights, shown, job.labels) - expected.scores).max())
         assert every <= CLOSE
         assert np.ptp(expected.scores, 0).min() > 0.01
         table.record(f"detector {kind}", pair.served.path, "float32", Scores(max(score, every)))
@@ -222,13 +222,17 @@ def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable
 def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> None:
     """Neither on images of other sizes, nor on images of the same size, nor on other labels."""
     served = load(kind).served
-    asked = [
+    jobs = [
         Asked([png(shown)], labels) for shown in PICTURES for labels in (LABELS, ("queue", "a river on the mountain"))
     ]
-    for given, together in zip(asked, find(served, *asked), strict=True):
-        (alone,) = find(served, given)
-        assert [(one["label"], one["bbox"]) for one in alone] == [(one["label"], one["bbox"]) for one in together]
-        assert [one["score"] for one in alone] == pytest.approx([one["score"] for one in together], abs=2e-6)
+    for job, together in zip(jobs, find(served, *jobs), strict=True):
+        (alone,) = find(served, job)
+        assert [(object_row["label"], object_row["bbox"]) for object_row in alone] == [
+            (object_row["label"], object_row["bbox"]) for object_row in together
+        ]
+        assert [object_row["score"] for object_row in alone] == pytest.approx(
+            [object_row["score"] for object_row in together], abs=2e-6
+        )
 
 
 def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
@@ -247,10 +251,10 @@ def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
 def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Load[Any]) -> None:
     pair = load("grounding-dino")
     entry = _entry("grounding-dino", pair.folder)
-    asked = Detector(pair.folder, entry, entry.load, on_device(torch.float16))
-    assert asked.precision == "float32"
+    detector = Detector(pair.folder, entry, entry.load, on_device(torch.float16))
+    assert detector.precision == "float32"
     expected = _scores(pair.served.weights, PICTURES[1], LABELS)
-    assert np.array_equal(_scores(asked, PICTURES[1], LABELS), expected)
+    assert np.array_equal(_scores(detector, PICTURES[1], LABELS), expected)
 
 
 # upright images by their size: at which patches objects begin; a patch is a sixth of the longer edge
@@ -289,10 +293,10 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
         upright.paste((255, 0, 0), (left, top, left + edge, top + edge))
     for orientation, turn in STORED.items():
         file = turned(orientation, upright if turn is None else upright.transpose(turn))
-        (found,) = find(red, Asked([file], ["a red corner"], 0.5))
-        assert [one["bbox"] for one in found] == boxes, orientation
-        assert min(one["score"] for one in found) > 0.99
-        drawn = draw(file, {"objects": [{**one, "label": "x"} for one in found]})
+        (objects,) = find(red, Asked([file], ["a red corner"], 0.5))
+        assert [object_row["bbox"] for object_row in objects] == boxes, orientation
+        assert min(object_row["score"] for object_row in objects) > 0.99
+        drawn = draw(file, {"objects": [{**object_row, "label": "x"} for object_row in objects]})
         assert drawn.size == upright.size
         different = (np.asarray(drawn) != np.asarray(upright)).any(2)
         for left, top, width, height in boxes:
@@ -308,10 +312,10 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_two_threads_find_the_same(kind: str, load: Load[Any]) -> None:
     served = load(kind).served
-    asked = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
-    expected = find(served, *asked)
-    found = at_once(lambda: find(served, *asked), 3)
-    assert all(each == expected for each in found)
+    jobs = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
+    expected = find(served, *jobs)
+    results = at_once(lambda: find(served, *jobs), 3)
+    assert all(objects == expected for objects in results)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -324,7 +328,7 @@ def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) ->
     upright.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
     turned, plain = find(pair.served, Asked([written.getvalue()]), Asked([png(upright)]))
     assert turned == plain
-    assert max(one["bbox"][0] + one["bbox"][2] for one in plain) > 200
+    assert max(object_row["bbox"][0] + object_row["bbox"][2] for object_row in plain) > 200
     if kind == "grounding-dino":  # OWLv2 is given fewer pixels: below
         score, corner = _differences(plain, pair.oracle(upright, LABELS), LABELS, upright.size)
         assert score <= CLOSE
@@ -341,32 +345,34 @@ def test_thresholds_keep_the_best(kind: str, name: str, load: Load[Any]) -> None
     file = png(PICTURES[1])
     (every,) = find(served, Asked([file]))
     least = every[len(every) // 2]["score"]
-    others = dict.fromkeys(served.weights._kind.thresholds, 0.0)
-    expected = [one for one in every if one["score"] >= least]
+    thresholds_zero = dict.fromkeys(served.weights._kind.thresholds, 0.0)
+    expected = [object_row for object_row in every if object_row["score"] >= least]
     assert 0 < len(expected) < len(every)
-    for asked in (
-        Asked([file], threshold=None, parameters={**others, name: least}),
+    for job in (
+        Asked([file], threshold=None, parameters={**thresholds_zero, name: least}),
         Asked([file], threshold=least),
-        Asked([file], threshold=least, parameters={**others, name: 1.0}),
+        Asked([file], threshold=least, parameters={**thresholds_zero, name: 1.0}),
     ):
-        assert find(served, asked) == [expected]
+        assert find(served, job) == [expected]
     default = max(served.weights._kind.thresholds.values())
-    assert find(served, Asked([file], threshold=None)) == [[one for one in every if one["score"] >= default]]
+    assert find(served, Asked([file], threshold=None)) == [
+        [object_row for object_row in every if object_row["score"] >= default]
+    ]
 
 
 def test_an_option_of_another_detector_is_refused(load: Load[Any]) -> None:
     file = png(PICTURES[0])
     for kind, name in (("grounding-dino", "score_threshold"), ("owlv2", "box_threshold"), ("owlv2", "text_threshold")):
-        found, error = find(load(kind).served, Asked([file]), Asked([file], parameters={name: 0.1}))
-        assert isinstance(found, list)
+        objects_default, error = find(load(kind).served, Asked([file]), Asked([file], parameters={name: 0.1}))
+        assert isinstance(objects_default, list)
         assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "unknown_option", name)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_an_input_without_one_image_fails_alone(kind: str, load: Load[Any]) -> None:
     file = png(PICTURES[0])
-    none, one, two = find(load(kind).served, Asked([]), Asked([file]), Asked([file, file]))
-    assert isinstance(one, list)
+    none, error, two = find(load(kind).served, Asked([]), Asked([file]), Asked([file, file]))
+    assert isinstance(error, list)
     assert (none.code, none.reason, none.param) == ("INVALID_INPUT", "unsupported_modality", "images")
     assert (two.code, two.reason, two.param, two.extras) == ("INVALID_INPUT", "invalid_media", "images", {"limit": 1})
 
@@ -375,9 +381,9 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) ->
     """The model sees them without; the library refuses them or joins them."""
     pair = load("grounding-dino")
     odd, plain = ("St. River?", "MOUNTAIN...Engine", " vector "), ("st river", "mountain engine", "vector")
-    found, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
-    assert [{**one, "label": plain[odd.index(one["label"])]} for one in found] == expected
-    assert {one["label"] for one in found} <= set(odd)
+    objects, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
+    assert [{**object_row, "label": plain[odd.index(object_row["label"])]} for object_row in objects] == expected
+    assert {object_row["label"] for object_row in objects} <= set(odd)
 
 
 @pytest.mark.parametrize(
@@ -395,29 +401,29 @@ def test_labels_that_grounding_dino_cannot_read_are_refused(
 ) -> None:
     """Other inputs of the batch are answered. A special token in a label is its letters."""
     file = png(PICTURES[0])
-    good, found = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
+    good, objects = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
     assert isinstance(good, list)
     if not message:
-        assert {one["label"] for one in found} == set(labels)
+        assert {object_row["label"] for object_row in objects} == set(labels)
         return
-    assert isinstance(found, ErrorInfo)
-    assert (found.code, found.reason, found.param) == ("INVALID_INPUT", "labels", "labels")
-    assert message in found.message
+    assert isinstance(objects, ErrorInfo)
+    assert (objects.code, objects.reason, objects.param) == ("INVALID_INPUT", "labels", "labels")
+    assert message in objects.message
 
 
 def test_a_strip_has_too_few_places_for_grounding_dino(load: Load[Any]) -> None:
-    strip, found = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
+    strip, objects = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
     assert (strip.code, strip.reason) == ("INVALID_INPUT", "invalid_media")
     assert strip.message.startswith("aspect: the image is 300 x 2 pixels")
-    assert isinstance(found, list)
+    assert isinstance(objects, list)
 
 
 def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
     """The oracle cuts it in the same way; without that it fails."""
     pair = load("owlv2")
     labels = ("river " * 40, "vector")
-    (found,) = find(pair.served, Asked([png(PICTURES[1])], labels))
-    score, corner = _differences(found, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
+    (objects,) = find(pair.served, Asked([png(PICTURES[1])], labels))
+    score, corner = _differences(objects, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
     assert score <= CLOSE
     assert corner <= ROUNDED
 
@@ -426,8 +432,8 @@ def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
     """Lists of different lengths in one batch: the library fills the shorter one with a query of its own."""
     files = [png(shown) for shown in PICTURES[:2]]
     several, single = find(load("owlv2").served, Asked(files[:1]), Asked(files[1:], ("queue",)))
-    assert {one["label"] for one in several} <= set(LABELS)
-    assert {one["label"] for one in single} == {"queue"}
+    assert {object_row["label"] for object_row in several} <= set(LABELS)
+    assert {object_row["label"] for object_row in single} == {"queue"}
     assert len(single) > 5
 
 
@@ -435,16 +441,16 @@ def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyP
     """The least recently used goes first. The vector of a label does not depend on when it was made."""
     served = load("owlv2").served
     kind: Any = served.weights._kind
-    made: list[Sequence[str]] = []
-    vectors = LabelVectors(lambda labels: made.append(tuple(labels)) or kind._vectors(labels))
+    preprocessed: list[Sequence[str]] = []
+    vectors = LabelVectors(lambda labels: preprocessed.append(tuple(labels)) or kind._vectors(labels))
     monkeypatch.setattr(kind, "_label_vectors", vectors)
     monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
     file = png(PICTURES[0])
-    found = [
+    results = [
         find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
     ]
-    assert made == [("a", "b"), ("c",), ("a",)]
-    assert found[0] == found[3]
+    assert preprocessed == [("a", "b"), ("c",), ("a",)]
+    assert results[0] == results[3]
 
 
 # the pixels of OWLv2
@@ -461,9 +467,9 @@ def _pixel_gap(pair: Pair[Any], shown: Image.Image, of: Callable[[NDArray[np.flo
     layout, kind = pair.served.weights.rows["extract"], pair.served.weights._kind
     assert isinstance(kind, owlv2.Owlv2)
     assert layout.images is not None
-    made = prepared(png(shown), layout.images)
-    pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
-    square = (kind._square(Shown(pixels, *made.upright)) - kind._mean) / kind._std
+    prepared_image = prepared(png(shown), layout.images)
+    pixels = np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3)
+    square = (kind._square(Shown(pixels, *prepared_image.upright)) - kind._mean) / kind._std
     expected = pair.oracle.processor.image_processor(images=[shown], return_tensors="np")["pixel_values"][0]
     return float(of(abs(square.numpy() - expected)))
 

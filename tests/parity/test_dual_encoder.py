@@ -60,12 +60,12 @@ class Oracle:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._is_siglip = self._model.config.model_type == "siglip"
 
-    def __call__(self, given: Given) -> Vectors:
+    def __call__(self, source: Given) -> Vectors:
         """Not normalised, [width]."""
         with torch.inference_mode():
-            if isinstance(given, str):
+            if isinstance(source, str):
                 # SigLIP was trained on texts in lower case that are filled up, and attends to what fills them
-                text = given.lower() if self._is_siglip else given
+                text = source.lower() if self._is_siglip else source
                 ids = self._tokenizer(
                     text,
                     padding="max_length" if self._is_siglip else False,
@@ -73,13 +73,13 @@ class Oracle:
                     max_length=self._model.config.text_config.max_position_embeddings,
                     return_tensors="pt",
                 ).input_ids
-                found = self._model.get_text_features(input_ids=ids).pooler_output
+                features = self._model.get_text_features(input_ids=ids).pooler_output
             else:
-                pixels = self._processor(images=list(given), return_tensors="pt").pixel_values
-                found = self._model.get_image_features(pixel_values=pixels).pooler_output
-                if len(given) > 1:
-                    found = torch.nn.functional.normalize(found, dim=1).mean(0, keepdim=True)
-        return found[0].numpy()  # type: ignore[no-any-return]
+                pixels = self._processor(images=list(source), return_tensors="pt").pixel_values
+                features = self._model.get_image_features(pixel_values=pixels).pooler_output
+                if len(source) > 1:
+                    features = torch.nn.functional.normalize(features, dim=1).mean(0, keepdim=True)
+        return features[0].numpy()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,13 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 def _mixed() -> list[Given]:
     """Texts and images in turns, one of no characters, one far over the limit, one with several images."""
-    said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
-    seen: list[Given] = [[each] for each in PICTURES]
-    seen.append(PICTURES[1:4])
+    texts_said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
+    batches: list[Given] = [[picture] for picture in PICTURES]
+    batches.append(PICTURES[1:4])
     mixed: list[Given] = []
-    for index in range(max(len(said), len(seen))):
-        mixed += said[index : index + 1]
-        mixed += seen[index : index + 1]
+    for index in range(max(len(texts_said), len(batches))):
+        mixed += texts_said[index : index + 1]
+        mixed += batches[index : index + 1]
     return mixed
 
 
@@ -118,10 +118,10 @@ def _mixed() -> list[Given]:
 def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle], table: ParityTable) -> None:
     """A batch of texts and images of many sizes, not normalised, against the model's own classes one by one."""
     pair = load(kind, precision)
-    given = _mixed()
-    found = np.stack(pair.served.run("encode", given, normalize=False))
-    expected = np.stack([pair.oracle(each) for each in given])
-    agreement = Agreement.of(found, expected)
+    sources = _mixed()
+    vectors = np.stack(pair.served.run("encode", sources, normalize=False))
+    expected = np.stack([pair.oracle(source) for source in sources])
+    agreement = Agreement.of(vectors, expected)
     table.record(f"dual-encoder {kind}", pair.served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     # SigLIP's classes hand no bounds to attention; its texts are filled up to one length, so nothing is padded
@@ -131,35 +131,35 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle],
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_normalised_vectors_have_the_length_one(kind: str, load: Load[Oracle]) -> None:
     pair = load(kind)
-    for vector, given in zip(pair.served.run("encode", _mixed()), _mixed(), strict=True):
-        expected = pair.oracle(given)
+    for vector, source in zip(pair.served.run("encode", _mixed()), _mixed(), strict=True):
+        expected = pair.oracle(source)
         assert np.abs(vector - expected / np.linalg.norm(expected)).max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracle]) -> None:
     pair = load(kind)
-    given = _mixed()
-    together = pair.served.run("encode", given, normalize=False)
-    for each, vector in zip(given, together, strict=True):
-        (alone,) = pair.served.run("encode", [each], normalize=False)
+    sources = _mixed()
+    together = pair.served.run("encode", sources, normalize=False)
+    for source, vector in zip(sources, together, strict=True):
+        (alone,) = pair.served.run("encode", [source], normalize=False)
         assert np.abs(alone - vector).max() <= 2e-6 * max(1.0, np.abs(alone).max())
 
 
 def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
     pair = load("clip")
-    given = _mixed()
-    expected = np.stack(pair.served.run("encode", given))
-    found = at_once(lambda: np.stack(pair.served.run("encode", given)), 5)
-    assert all(np.array_equal(each, expected) for each in found)
+    sources = _mixed()
+    expected = np.stack(pair.served.run("encode", sources))
+    results = at_once(lambda: np.stack(pair.served.run("encode", sources)), 5)
+    assert all(np.array_equal(vectors_of_run, expected) for vectors_of_run in results)
 
 
 def test_a_text_that_is_cut_keeps_its_end_token(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = WorkItemInput([Input("word " * 200)], None, RunOptions(("dense",)))
-    (made,) = layouts.make(served.tokenizer, layout, [work])
-    (row,) = made.rows
+    (batch,) = layouts.make(served.tokenizer, layout, [work])
+    (row,) = batch.rows
     assert len(row.ids) == CLIP_TOKENS
     assert row.ids[-1] == served.tokenizer.last[-1]
     assert row.truncated
@@ -186,9 +186,9 @@ def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = WorkItemInput([Input("a cat")], None, RunOptions(("dense",)))
-    (made,) = layouts.make(served.tokenizer, layout, [work])
+    (batch,) = layouts.make(served.tokenizer, layout, [work])
     with torch.inference_mode():
-        reply = served.engine.execute(served.batch("encode", [BatchPart(made.rows, work)], pooling="mean"))
+        reply = served.engine.execute(served.batch("encode", [BatchPart(batch.rows, work)], pooling="mean"))
     assert not isinstance(reply, BatchDone)
     assert reply.error.reason == "unknown_option"
 
@@ -199,10 +199,10 @@ def test_a_model_of_open_clip_gives_the_vectors_of_open_clip(
     """By a file that golden/make_marqo.py wrote: open_clip needs torchvision."""
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     served = served_by(cpu_engine, marqo_entry(folder))
-    given = [*TEXTS, *(image(*size, seed) for seed, size in enumerate(SIZES))]
+    sources = [*TEXTS, *(image(*size, seed) for seed, size in enumerate(SIZES))]
     stored = json.loads((Path(__file__).parent / "golden" / "marqo.json").read_text())
-    found = np.stack(served.run("encode", given))
-    agreement = Agreement.of(found, np.array([*stored["texts"], *stored["images"]]))
+    vectors = np.stack(served.run("encode", sources))
+    agreement = Agreement.of(vectors, np.array([*stored["texts"], *stored["images"]]))
     table.record("dual-encoder marqo", served.path, "float32", agreement)
     assert agreement.difference <= MAX_DIFFERENCE["float32"]
 
@@ -212,18 +212,18 @@ def marqo_entry(folder: Path) -> ModelEntry:
 
 
 def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    found = json.loads(path.read_text())
-    edit(found)
-    path.write_text(json.dumps(found))
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda said: said["preprocess_cfg"].update(resize_mode="shortest"), "expected resize_mode squash"),
-        (lambda said: said["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no supported SigLIP"),
+        (lambda config: config["preprocess_cfg"].update(resize_mode="shortest"), "expected resize_mode squash"),
+        (lambda config: config["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no supported SigLIP"),
         (
-            lambda said: said["model_cfg"]["vision_cfg"].update(timm_model_name="vit_so400m_patch14_siglip_384"),
+            lambda config: config["model_cfg"]["vision_cfg"].update(timm_model_name="vit_so400m_patch14_siglip_384"),
             "which is no supported SigLIP",
         ),
     ],

@@ -57,8 +57,8 @@ def oracle(
 
 
 def scores(result: Any) -> dict[str, float]:
-    found = [entry["score"] for entry in result["classifications"]]
-    assert found == sorted(found, reverse=True)
+    output = [entry["score"] for entry in result["classifications"]]
+    assert output == sorted(output, reverse=True)
     return {entry["label"]: entry["score"] for entry in result["classifications"]}
 
 
@@ -75,13 +75,13 @@ def test_scores_equal_those_of_the_package(
     ours = model.extract(texts, [ExtractOptions(LABELS, None, {"multi_label": multi_label})] * len(texts))
     theirs = oracle(folder, texts, LABELS, multi_label=multi_label)
     row = f"gliclass {'prompt' if model._model.config.prompt_first else 'text'} first"
-    for found, expected in zip(ours, theirs, strict=True):
-        assert scores(found) == pytest.approx(expected, abs=1e-5)
-        difference = max(abs(score - expected[label]) for label, score in scores(found).items())
+    for result, expected in zip(ours, theirs, strict=True):
+        assert scores(result) == pytest.approx(expected, abs=1e-5)
+        difference = max(abs(score - expected[label]) for label, score in scores(result).items())
         table.record(row, path_of(model.attention), model.precision, Scores(difference))
-    assert max(found[LABELS[0]] for found in theirs) - min(found[LABELS[0]] for found in theirs) > 0.1
+    assert max(output[LABELS[0]] for output in theirs) - min(output[LABELS[0]] for output in theirs) > 0.1
     if not multi_label:
-        assert all(sum(scores(found).values()) == pytest.approx(1.0, abs=1e-5) for found in ours)
+        assert all(sum(scores(output).values()) == pytest.approx(1.0, abs=1e-5) for output in ours)
 
 
 MODERNBERT = {
@@ -178,8 +178,8 @@ def test_a_reserved_token_around_the_text_is_refused(model: GliclassModel, optio
 def test_an_item_is_independent_of_its_batch(model: GliclassModel) -> None:
     texts = ragged_texts(64, seed=2, longest=120)
     lists = (LABELS, LABELS[::-1], ("queue",))
-    wanted = [ExtractOptions(lists[index % 3], None, {"multi_label": index % 2 == 0}) for index in range(64)]
-    for together, text, own in zip(model.extract(texts, wanted), texts, wanted, strict=True):
+    options = [ExtractOptions(lists[index % 3], None, {"multi_label": index % 2 == 0}) for index in range(64)]
+    for together, text, own in zip(model.extract(texts, options), texts, options, strict=True):
         [alone] = model.extract([text], [own])
         assert scores(together) == pytest.approx(scores(alone), abs=1e-5)
 
@@ -187,10 +187,10 @@ def test_an_item_is_independent_of_its_batch(model: GliclassModel) -> None:
 def test_labels_keep_the_order_and_the_case_of_the_client(model: GliclassModel, folder: Path) -> None:
     text = ragged_texts(1, seed=3, longest=60)[0]
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
-    found = [scores(result) for result in model.extract([text] * 3, [ExtractOptions(order) for order in orders])]
-    for order, result in zip(orders, found, strict=True):
+    results = [scores(result) for result in model.extract([text] * 3, [ExtractOptions(order) for order in orders])]
+    for order, result in zip(orders, results, strict=True):
         assert result == pytest.approx(oracle(folder, [text], order)[0], abs=1e-5)
-    assert found[0] != pytest.approx(found[1], abs=1e-3)
+    assert results[0] != pytest.approx(results[1], abs=1e-3)
 
 
 def test_a_label_that_is_named_twice_is_scored_twice(model: GliclassModel) -> None:
@@ -240,16 +240,16 @@ def test_a_text_of_white_space_has_no_classes(model: GliclassModel) -> None:
 def test_other_scripts_are_scored(model: GliclassModel, folder: Path) -> None:
     texts = ["👍🏽 search \u200f שלום", "مدينة \u202e queue", "東京\u200d", "\x00\x07"]
     ours = model.extract(texts, [ExtractOptions(LABELS)] * len(texts))
-    for found, expected in zip(ours, oracle(folder, texts, LABELS), strict=True):
-        assert scores(found) == pytest.approx(expected, abs=1e-5)
+    for result, expected in zip(ours, oracle(folder, texts, LABELS), strict=True):
+        assert scores(result) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_cannot_be_scored_fails_alone(model: GliclassModel) -> None:
     many = tuple(f"label {number}" for number in range(60))
     texts = ["queue", "queue", "queue", "a <<LABEL>>worker", "queue", "queue"]
-    wanted = [ExtractOptions(labels) for labels in (LABELS, (), ("<<SEP>>",), LABELS, many, LABELS)]
-    good, none, reserved, injected, long, other = model.extract(texts, wanted)
-    assert scores(good) == pytest.approx(scores(other), abs=1e-6)
+    options_list = [ExtractOptions(labels) for labels in (LABELS, (), ("<<SEP>>",), LABELS, many, LABELS)]
+    good, none, reserved, injected, long, error = model.extract(texts, options_list)
+    assert scores(good) == pytest.approx(scores(error), abs=1e-6)
     for result, text in (
         (none, "at least one"),
         (reserved, "reserves"),
@@ -299,11 +299,11 @@ def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
         [scores(result) for result in model.extract(texts, [ExtractOptions(order)] * 12)]
         for order in (LABELS, LABELS[::-1])
     ]
-    found: list[list[Any]] = [[], []]
+    results_of_thread: list[list[Any]] = [[], []]
 
     def work(number: int, order: tuple[str, ...]) -> None:
         for _ in range(6):
-            found[number].append(model.extract(texts, [ExtractOptions(order)] * 12))
+            results_of_thread[number].append(model.extract(texts, [ExtractOptions(order)] * 12))
 
     threads = [
         threading.Thread(target=work, args=(number, order)) for number, order in enumerate((LABELS, LABELS[::-1]))
@@ -312,7 +312,7 @@ def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for runs, alone in zip(found, expected, strict=True):
+    for runs, alone in zip(results_of_thread, expected, strict=True):
         assert len(runs) == 6
         for run in runs:
             for result, own in zip(run, alone, strict=True):

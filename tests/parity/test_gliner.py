@@ -64,8 +64,8 @@ def options(
     return ExtractOptions(labels, THRESHOLD[kind] if threshold is None else threshold, parameters)
 
 
-def extract(model: GlinerModel, texts: list[str], wanted: ExtractOptions) -> list[Entities]:
-    results = model.extract(texts, [wanted] * len(texts))
+def extract(model: GlinerModel, texts: list[str], options_wanted: ExtractOptions) -> list[Entities]:
+    results = model.extract(texts, [options_wanted] * len(texts))
     return [result["entities"] for result in results if isinstance(result, dict)]
 
 
@@ -97,11 +97,15 @@ def test_entities_equal_those_of_the_package(
     rows = 1 if "token" in kind else 5  # the package takes the padding of a token-level batch for words
     theirs = oracles[kind].inference(texts, list(LABELS), threshold=THRESHOLD[kind], batch_size=rows, **parameters)
     assert sum(map(len, theirs)) > 30
-    for text, found, expected in zip(texts, ours, theirs, strict=True):
-        assert_equal(found, expected)
-        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+    for text, entities, expected in zip(texts, ours, theirs, strict=True):
+        assert_equal(entities, expected)
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
         difference = max(
-            (abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)), default=0.0
+            (
+                abs(entity["score"] - entity_expected["score"])
+                for entity, entity_expected in zip(entities, expected, strict=True)
+            ),
+            default=0.0,
         )
         table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
 
@@ -112,16 +116,16 @@ def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerM
     fail, as before.
     """
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
-    wanted = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
-    preparation = models[kind].prepare(texts, wanted)
+    options_list = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
+    preparation = models[kind].prepare(texts, options_list)
     assert preparation.seconds > 0
-    assert models[kind].extract(texts, wanted, preparation)[:4] == models[kind].extract(texts, wanted)[:4]
+    assert models[kind].extract(texts, options_list, preparation)[:4] == models[kind].extract(texts, options_list)[:4]
     assert preparation.padding > 0
-    again = models[kind].prepare(texts[:1], wanted[:1])
+    again = models[kind].prepare(texts[:1], options_list[:1])
     made_s = again.seconds
-    models[kind].extract(texts[:1], wanted[:1], again)
+    models[kind].extract(texts[:1], options_list[:1], again)
     assert again.seconds == made_s, "the lane tokenises nothing"
-    models[kind].extract(texts[3:4], wanted[3:4], again)
+    models[kind].extract(texts[3:4], options_list[3:4], again)
     assert again.seconds > made_s
 
 
@@ -142,9 +146,9 @@ def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict
         assert isinstance(row, WindowResult)
         words = text.split()
         assert [(" ".join(words[first : last + 1]), label) for first, last, label, _ in row.spans] == [
-            (one["text"], one["label"]) for one in expected
+            (entity["text"], entity["label"]) for entity in expected
         ]
-        assert [span[3] for span in row.spans] == pytest.approx([one["score"] for one in expected], abs=1e-5)
+        assert [span[3] for span in row.spans] == pytest.approx([entity["score"] for entity in expected], abs=1e-5)
 
 
 def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
@@ -166,10 +170,10 @@ def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kin
     """
     texts = [*ragged_texts(61, seed=5, longest=120), "", "queue", " ".join(WORDS * 4)]
     lists = (LABELS, LABELS[::-1], ("vector",))
-    wanted = [options(kind, lists[index % 3], (0.05, 0.4)[index % 2]) for index in range(64)]
-    together = models[kind].extract(texts, wanted)
+    options_list = [options(kind, lists[index % 3], (0.05, 0.4)[index % 2]) for index in range(64)]
+    together = models[kind].extract(texts, options_list)
     for item in (*range(16), 61, 62, 63):
-        [alone] = models[kind].extract([texts[item]], [wanted[item]])
+        [alone] = models[kind].extract([texts[item]], [options_list[item]])
         assert_equal(together[item]["entities"], alone["entities"])  # type: ignore[index]
 
 
@@ -183,8 +187,8 @@ def test_labels_keep_the_order_and_the_case_of_the_client(
     results = [
         result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])
     ]  # type: ignore[index]
-    for order, found in zip(orders, results, strict=True):
-        assert_equal(found, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
+    for order, entry in zip(orders, results, strict=True):
+        assert_equal(entry, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
     if kind == "bi":
         assert_equal(results[0], results[1])
     else:
@@ -202,17 +206,18 @@ def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(
     """
     words = random.Random(7).choices(WORDS, k=600)
     text = "  ".join(words)
-    [found] = extract(models["span"], [text], options("span"))
+    [entities] = extract(models["span"], [text], options("span"))
     shift = len("  ".join(words[:336])) + 2
     middle, clear = len("  ".join(words[:360])) + 2, len("  ".join(words[:364])) + 2
     second = oracles["span"].inference([text[shift:]], list(LABELS), threshold=THRESHOLD["span"])[0]
     expected = [{**entity, "start": entity["start"] + shift, "end": entity["end"] + shift} for entity in second]
     expected = [entity for entity in expected if entity["start"] >= clear]
     assert expected[-1]["start"] > len("  ".join(words[:384]))
-    assert_equal([entity for entity in found if entity["start"] >= clear], expected)
+    assert_equal([entity for entity in entities if entity["start"] >= clear], expected)
     first = oracles["span"].inference(["  ".join(words[:384])], list(LABELS), threshold=THRESHOLD["span"])[0]
     assert_equal(
-        [entity for entity in found if entity["end"] < middle], [entity for entity in first if entity["end"] < middle]
+        [entity for entity in entities if entity["end"] < middle],
+        [entity for entity in first if entity["end"] < middle],
     )
 
 
@@ -221,11 +226,11 @@ def test_windows_join_without_doubles_or_overlaps(tmp_path: Path, kind: GlinerKi
     model = load(gliner_folder(tmp_path / kind, kind, max_len=20))
     texts = [" ".join(random.Random(seed).choices(WORDS, k=37 + 23 * seed)) for seed in range(12)]
     long, late = 0, 0
-    for text, found in zip(texts, extract(model, texts, options(kind, threshold=0.2)), strict=True):
-        for entity, following in itertools.pairwise(found):
+    for text, entities in zip(texts, extract(model, texts, options(kind, threshold=0.2)), strict=True):
+        for entity, following in itertools.pairwise(entities):
             assert entity["end"] <= following["start"]
-        long += sum(" " in entity["text"] for entity in found)
-        late += sum(entity["start"] > 0.8 * len(text) for entity in found)
+        long += sum(" " in entity["text"] for entity in entities)
+        late += sum(entity["start"] > 0.8 * len(text) for entity in entities)
     assert min(long, late) > 20
 
 
@@ -247,12 +252,15 @@ def test_windows_also_end_where_the_encoder_has_no_more_positions(
     words = models["bi"]._words(text)
     *_, (before, _), (last, stop) = models["bi"]._windows(words.sizes, 1022)
     assert (sum(words.sizes[:384]) > 1100, before < last, stop) == (True, True, 400)
-    [found] = extract(models["bi"], [text], options("bi", threshold=0.1))
+    [entities] = extract(models["bi"], [text], options("bi", threshold=0.1))
     shift, clear = words.starts[last], words.starts[last + 20]
     theirs = oracles["bi"].inference([text[shift:]], list(LABELS), threshold=0.1)[0]
     expected = [{**entity, "start": entity["start"] + shift, "end": entity["end"] + shift} for entity in theirs]
     assert len(expected) > 10
-    assert_equal([one for one in found if one["start"] >= clear], [one for one in expected if one["start"] >= clear])
+    assert_equal(
+        [entity for entity in entities if entity["start"] >= clear],
+        [entity for entity in expected if entity["start"] >= clear],
+    )
 
 
 def test_a_text_of_long_words_is_one_window_as_in_the_package(
@@ -295,22 +303,24 @@ def test_characters_without_tokens_do_not_shift_offsets(
         "Zürich",
     ]
     text, plain = " ".join(parts), " ".join(part.strip("\u200f\ufe0f\u200d\u202e") for part in parts)
-    [found] = extract(models["bi"], [text], options("bi", threshold=0.05))
+    [entities] = extract(models["bi"], [text], options("bi", threshold=0.05))
     theirs = oracles["bi"].inference([plain], list(LABELS), threshold=0.05)[0]
     assert len(theirs) > 3
-    assert [(entity["text"].split(), entity["label"]) for entity in found] != []
-    bare = [entity["text"].translate(dict.fromkeys(map(ord, "\u200f\ufe0f\u200d\u202e"))).split() for entity in found]
+    assert [(entity["text"].split(), entity["label"]) for entity in entities] != []
+    bare = [
+        entity["text"].translate(dict.fromkeys(map(ord, "\u200f\ufe0f\u200d\u202e"))).split() for entity in entities
+    ]
     assert bare == [entity["text"].split() for entity in theirs]
-    assert [entity["score"] for entity in found] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
-    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+    assert [entity["score"] for entity in entities] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
+    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
     assert extract(models["bi"], ["\u200d\u200f"], options("bi", threshold=0.0)) == [[]]
 
 
 def test_a_megabyte_without_spaces_is_one_word(models: dict[str, GlinerModel]) -> None:
     for kind in ("span", "bi"):
         text = "searchindex" * 100_000
-        [found, mate] = extract(models[kind], [text, "queue"], options(kind, threshold=0.0))
-        assert [(entity["start"], entity["end"]) for entity in found] == [(0, len(text))]
+        [entities, mate] = extract(models[kind], [text, "queue"], options(kind, threshold=0.0))
+        assert [(entity["start"], entity["end"]) for entity in entities] == [(0, len(text))]
         assert mate
 
 
@@ -318,9 +328,9 @@ def test_a_megabyte_without_spaces_is_one_word(models: dict[str, GlinerModel]) -
 def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dict[str, GlinerModel]) -> None:
     text = " ".join(WORDS * 8)
     for kind in KINDS:
-        [found] = extract(models[kind], [text], options(kind, threshold=-1.0))
-        assert 0 < len(found) <= len(WORDS) * 8
-        assert found[-1]["end"] > len(text) / 2
+        [entities] = extract(models[kind], [text], options(kind, threshold=-1.0))
+        assert 0 < len(entities) <= len(WORDS) * 8
+        assert entities[-1]["end"] > len(text) / 2
     [everything] = extract(models["span"], [text], options("span", threshold=0.0, flat_ner=False, multi_label=True))
     [some] = extract(models["span"], [text], options("span", threshold=0.9, flat_ner=False, multi_label=True))
     assert len(some) < len(everything) <= family._CANDIDATES
@@ -341,9 +351,9 @@ def test_neighbours_of_one_label_are_merged_on_request(models: dict[str, GlinerM
     apart = extract(models["token"], texts, options("token", threshold=0.2))
     joined = extract(models["token"], texts, options("token", threshold=0.2, merge_adjacent_entities=True))
     assert sum(map(len, joined)) < sum(map(len, apart))
-    for text, found in zip(texts, joined, strict=True):
-        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
-        for entity, following in itertools.pairwise(found):
+    for text, result in zip(texts, joined, strict=True):
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in result)
+        for entity, following in itertools.pairwise(result):
             assert entity["label"] != following["label"] or following["start"] - entity["end"] > 1
 
 
@@ -352,7 +362,7 @@ def counted_labels(model: GlinerModel) -> Iterator[list[int]]:
     """The number of labels of each call of the label encoder."""
     calls: list[int] = []
     encoder = model._gliner.model.token_rep_layer.labels_encoder
-    hook = encoder.register_forward_pre_hook(lambda module, given: calls.append(len(given[0])))
+    hook = encoder.register_forward_pre_hook(lambda module, arguments: calls.append(len(arguments[0])))
     yield calls
     hook.remove()
 
@@ -366,10 +376,10 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
         assert extract(model, texts, options("bi")) == first
         extract(model, texts, options("bi", ("vector", *LABELS)))
         assert calls == [3, 1]
-        afresh = extract(model, texts, options("bi", precompute_labels=False))
+        results_again = extract(model, texts, options("bi", precompute_labels=False))
         assert calls == [3, 1, 3]
-        for kept, computed in zip(first, afresh, strict=True):
-            assert_equal(kept, computed)
+        for entity, computed in zip(first, results_again, strict=True):
+            assert_equal(entity, computed)
         monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
         extract(model, texts, options("bi", ("bridge",)))
         extract(model, texts, options("bi", ("bridge", "Engine")))
@@ -379,17 +389,17 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
 
 def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:
     many = tuple(f"label number {number}" for number in range(600))
-    wanted = [
+    options_list = [
         options("span"),
         options("span", ()),
         options("span", ("<<ENT>>",)),
         options("span", many),
         options("span", LABELS),
     ]
-    good, empty, reserved, long, other = models["span"].extract(["search index queue"] * 5, wanted)
+    good, empty, reserved, long, error = models["span"].extract(["search index queue"] * 5, options_list)
     assert isinstance(good, dict)
-    assert isinstance(other, dict)
-    assert_equal(other["entities"], good["entities"])
+    assert isinstance(error, dict)
+    assert_equal(error["entities"], good["entities"])
     for result, text in ((empty, "at least one"), (reserved, "<<ENT>>"), (long, "of 3072 tokens")):
         assert text in failed(result, InvalidInput).message
 
@@ -453,21 +463,25 @@ def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None
     texts = ragged_texts(12, seed=11)
     for kind in ("span", "bi"):
         jobs = [(kind, options(kind, LABELS)), (kind, options(kind, LABELS[::-1]))]
-        expected = [extract(models[kind], texts, wanted) for kind, wanted in jobs]
-        found: dict[int, list[list[Entities]]] = {0: [], 1: []}
+        expected = [extract(models[kind], texts, options_of_job) for kind, options_of_job in jobs]
+        results_of_thread: dict[int, list[list[Entities]]] = {0: [], 1: []}
 
-        def work(number: int, kind: str, wanted: ExtractOptions, found: dict[int, list[list[Entities]]]) -> None:
+        def work(
+            number: int, kind: str, options_of_job: ExtractOptions, results: dict[int, list[list[Entities]]]
+        ) -> None:
             for _ in range(4):
-                found[number].append(extract(models[kind], texts, wanted))
+                results[number].append(extract(models[kind], texts, options_of_job))
 
-        threads = [threading.Thread(target=work, args=(number, *job, found)) for number, job in enumerate(jobs)]
+        threads = [
+            threading.Thread(target=work, args=(number, *job, results_of_thread)) for number, job in enumerate(jobs)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         for number in range(2):
-            assert len(found[number]) == 4
-            for run in found[number]:
+            assert len(results_of_thread[number]) == 4
+            for run in results_of_thread[number]:
                 for ours, alone in zip(run, expected[number], strict=True):
                     assert_equal(ours, alone)
 
@@ -481,13 +495,14 @@ def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict
     free = {"flat_ner": False, "multi_label": True}  # fewer spans exclude each other
     differences: list[float] = []
     spans = 0
-    for found, expected in zip(
+    for entities, expected in zip(
         extract(model, texts, options("span", threshold=0.05, **free)),
         oracles["span"].inference(texts, list(LABELS), threshold=0.05, **free),
         strict=True,
     ):
         ours, theirs = (
-            {(one["start"], one["end"], one["label"]): one["score"] for one in some} for some in (found, expected)
+            {(entity["start"], entity["end"], entity["label"]): entity["score"] for entity in some}
+            for some in (entities, expected)
         )
         differences += [abs(ours[span] - theirs[span]) for span in ours.keys() & theirs.keys()]
         spans += len(theirs)

@@ -66,8 +66,8 @@ def options(labels: tuple[str, ...] = LABELS, threshold: float | None = THRESHOL
     return ExtractOptions(labels, threshold)
 
 
-def extract(model: Gliner2Model, texts: list[str], wanted: ExtractOptions) -> list[Entities]:
-    results = model.extract(texts, [wanted] * len(texts))
+def extract(model: Gliner2Model, texts: list[str], options_wanted: ExtractOptions) -> list[Entities]:
+    results = model.extract(texts, [options_wanted] * len(texts))
     return [result["entities"] for result in results if isinstance(result, dict)]
 
 
@@ -75,22 +75,28 @@ def oracle(
     package: Any, texts: list[str], labels: tuple[str, ...] = LABELS, threshold: float = THRESHOLD
 ) -> list[Entities]:
     """What the package finds, in the order and the form of the contract."""
-    found = package.batch_extract_entities(
+    results = package.batch_extract_entities(
         texts, list(labels), batch_size=1, threshold=threshold, include_confidence=True, include_spans=True
     )
     return [
         [
-            {"text": one["text"], "label": label, "score": one["confidence"], "start": one["start"], "end": one["end"]}
-            for start, end, number, label, one in sorted(
+            {
+                "text": entity["text"],
+                "label": label,
+                "score": entity["confidence"],
+                "start": entity["start"],
+                "end": entity["end"],
+            }
+            for start, end, number, label, entity in sorted(
                 (
-                    (one["start"], one["end"], number, label, one)
+                    (entity["start"], entity["end"], number, label, entity)
                     for number, label in enumerate(labels)
-                    for one in (result["entities"] or {}).get(label, [])
+                    for entity in (result["entities"] or {}).get(label, [])
                 ),
                 key=lambda row: row[:3],
             )
         ]
-        for result in found
+        for result in results
     ]
 
 
@@ -99,8 +105,8 @@ def assert_equal(ours: Entities, theirs: Entities) -> None:
     assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
 
 
-def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["label"] == other["label"] and one["start"] < other["end"] and other["start"] < one["end"]
+def overlap(entity: dict[str, Any], second: dict[str, Any]) -> bool:
+    return entity["label"] == second["label"] and entity["start"] < second["end"] and second["start"] < entity["end"]
 
 
 def failed(result: Any, kind: type[SIEError]) -> SIEError:
@@ -128,14 +134,16 @@ def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: P
     ]
     ours, theirs = extract(model, texts, options()), oracle(package, texts)
     assert sum(map(len, theirs)) > 30
-    assert {one["label"] for found in theirs for one in found} == set(LABELS)
-    for text, found, expected in zip(texts, ours, theirs, strict=True):
-        inside, beyond = ([one for one in expected if (one["end"] > len(text)) is behind] for behind in (False, True))
-        found = [one for one in found if not any(overlap(one, other) for other in beyond)]
-        assert_equal(found, inside)
-        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+    assert {entity["label"] for result in theirs for entity in result} == set(LABELS)
+    for text, entities, expected in zip(texts, ours, theirs, strict=True):
+        inside, beyond = (
+            [entity for entity in expected if (entity["end"] > len(text)) is behind] for behind in (False, True)
+        )
+        entities = [entity for entity in entities if not any(overlap(entity, second) for second in beyond)]
+        assert_equal(entities, inside)
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
         difference = max(
-            (abs(one["score"] - other["score"]) for one, other in zip(found, inside, strict=True)), default=0
+            (abs(entity["score"] - second["score"]) for entity, second in zip(entities, inside, strict=True)), default=0
         )
         table.record(f"gliner2 {kind}", path_of(model.attention), model.precision, Scores(difference))
 
@@ -200,8 +208,10 @@ def test_an_entry_gives_entities_or_classes(folder: Path) -> None:
 
 def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> None:
     text = "Zürich: the_harbour\u200d [P] [SEP_TEXT] (search) \u202e https://search.index/[E] don't 👩‍💻 queue"
-    made = model.prepare([text], [options()])
-    [(_, [batch])] = [(key, [each for _, each in made.passes]) for key, made in made._prepared.items()]
+    preparation = model.prepare([text], [options()])
+    [(_, [batch])] = [
+        (key, [element for _, element in prepared.passes]) for key, prepared in preparation._prepared.items()
+    ]
     expected = package.processor.collate_fn_inference([(text, {"entities": dict.fromkeys(LABELS, "")})])
     assert batch.input_ids.tolist() == expected.input_ids.tolist()
     assert batch.schema_special_indices == expected.schema_special_indices
@@ -209,10 +219,10 @@ def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> 
 
 def test_what_was_prepared_off_the_lane_gives_the_same(model: Gliner2Model) -> None:
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
-    wanted = [options(), options(), options(), options(("queue",)), options(())]
-    preparation = model.prepare(texts, wanted)
+    options_list = [options(), options(), options(), options(("queue",)), options(())]
+    preparation = model.prepare(texts, options_list)
     assert preparation.seconds > 0
-    assert model.extract(texts, wanted, preparation)[:4] == model.extract(texts, wanted)[:4]
+    assert model.extract(texts, options_list, preparation)[:4] == model.extract(texts, options_list)[:4]
     assert preparation.padding > 0
 
 
@@ -220,10 +230,10 @@ def test_an_item_is_independent_of_its_batch(model: Gliner2Model) -> None:
     """Ragged texts, three label lists and two thresholds in one batch: each as if it were alone."""
     texts = [*ragged_texts(21, seed=5, longest=60), "", "queue", " ".join(WORDS)]
     lists = (LABELS, LABELS[::-1], ("vector",))
-    wanted = [options(lists[index % 3], (0.3, 0.6)[index % 2]) for index in range(24)]
-    together = model.extract(texts, wanted)
+    options_list = [options(lists[index % 3], (0.3, 0.6)[index % 2]) for index in range(24)]
+    together = model.extract(texts, options_list)
     assert sum(len(result["entities"]) for result in together if isinstance(result, dict)) > 30
-    for result, text, own in zip(together, texts, wanted, strict=True):
+    for result, text, own in zip(together, texts, options_list, strict=True):
         [alone] = model.extract([text], [own])
         assert_equal(result["entities"], alone["entities"])  # type: ignore[index]
 
@@ -232,10 +242,11 @@ def test_labels_keep_the_order_and_the_case_of_the_client(model: Gliner2Model, p
     text = f"{ragged_texts(1, seed=6, longest=60)[0]}."
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
     results = [result["entities"] for result in model.extract([text] * 3, [options(order) for order in orders])]  # type: ignore[index]
-    for order, found in zip(orders, results, strict=True):
-        assert_equal(found, oracle(package, [text], order)[0])
+    for order, entry in zip(orders, results, strict=True):
+        assert_equal(entry, oracle(package, [text], order)[0])
     plain = [
-        {(one["start"], one["end"], one["label"].lower(), round(one["score"], 4)) for one in some} for some in results
+        {(entity["start"], entity["end"], entity["label"].lower(), round(entity["score"], 4)) for entity in some}
+        for some in results
     ]
     assert plain[0] != plain[1]
     assert plain[0] != plain[2]
@@ -267,14 +278,14 @@ def test_characters_without_tokens_do_not_shift_offsets(tmp_path: Path) -> None:
     model = load(gliner2_folder(tmp_path / "model", wordpiece=True))
     parts = ["search", "\u200f", "שלום", "queue", "\u200d", "index", "\u202e", "engine", "Zürich", "\u200d"]
     text, plain = " ".join(parts), " ".join(part for part in parts if part.strip("\u200f\u200d\u202e"))
-    [found], [expected] = (extract(model, [each], options(threshold=0.3)) for each in (text, plain))
+    [entities], [expected] = (extract(model, [body], options(threshold=0.3)) for body in (text, plain))
     marks = dict.fromkeys(map(ord, "\u200f\u200d\u202e"))
     assert len(expected) > 3
-    assert [(one["text"].translate(marks).split(), one["label"]) for one in found] == [
-        (one["text"].split(), one["label"]) for one in expected
+    assert [(entity["text"].translate(marks).split(), entity["label"]) for entity in entities] == [
+        (entity["text"].split(), entity["label"]) for entity in expected
     ]
-    assert [one["score"] for one in found] == pytest.approx([one["score"] for one in expected], abs=1e-5)
-    assert all(text[one["start"] : one["end"]] == one["text"] for one in found)
+    assert [entity["score"] for entity in entities] == pytest.approx([entity["score"] for entity in expected], abs=1e-5)
+    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
     assert extract(model, ["\u200d \u200f"], options(threshold=0.0)) == [[]]
     [refused] = model.extract(["queue"], [options(("queue", "\u200d"))])
     assert "empty after tokenisation" in failed(refused, InvalidInput).message
@@ -284,14 +295,19 @@ def test_no_entity_reaches_beyond_the_text(model: Gliner2Model, package: Any) ->
     """Nor does the full stop behind a text take the place of a word before it."""
     beyond = 0
     texts = ["queue", "search index", "see https://search.index", "queue worker ", "engine 👍"]
-    for text, found, theirs in zip(
+    for text, entities, theirs in zip(
         texts, extract(model, texts, options(threshold=0.0)), oracle(package, texts, threshold=0.0), strict=True
     ):
-        beyond += any(one["end"] > len(text) for one in theirs)
-        assert {one["label"] for one in found} == set(LABELS)
-        assert max(one["end"] for one in found) <= len(text)
-        assert all(text[one["start"] : one["end"]] == one["text"] for one in found)
-        covered = {place for one in found if one["label"] == LABELS[0] for place in range(one["start"], one["end"])}
+        beyond += any(entity["end"] > len(text) for entity in theirs)
+        assert {entity["label"] for entity in entities} == set(LABELS)
+        assert max(entity["end"] for entity in entities) <= len(text)
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
+        covered = {
+            place
+            for entity in entities
+            if entity["label"] == LABELS[0]
+            for place in range(entity["start"], entity["end"])
+        }
         assert {place for place, character in enumerate(text) if not character.isspace()} <= covered
     assert beyond == len(texts)
 
@@ -301,43 +317,43 @@ def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Pat
     model = load(folder, max_tokens=96)
     texts = [" ".join(random.Random(seed).choices(WORDS, k=100 + 40 * seed)) + "." for seed in range(4)]
     late = compared = 0
-    for text, found in zip(texts, extract(model, texts, options(threshold=0.4)), strict=True):
+    for text, entities in zip(texts, extract(model, texts, options(threshold=0.4)), strict=True):
         words = model._words(text)
-        [made] = model.prepare([text], [options()])._prepared.values()
-        reads = sorted((at for batch, _ in made.passes for at in batch), key=lambda at: at.start)
+        [prepared] = model.prepare([text], [options()])._prepared.values()
+        reads = sorted((at for batch, _ in prepared.passes for at in batch), key=lambda at: at.start)
         assert len(reads) > 2
-        assert all(len(row) <= 96 for _, batch in made.passes for row in batch.input_ids)
+        assert all(len(row) <= 96 for _, batch in prepared.passes for row in batch.input_ids)
         for label in LABELS:
-            own = [one for one in found if one["label"] == label]
-            assert all(one["end"] <= other["start"] for one, other in itertools.pairwise(own))
-        late += sum(one["start"] > 0.8 * len(text) for one in found)
+            own = [entity for entity in entities if entity["label"] == label]
+            assert all(first["end"] <= second["start"] for first, second in itertools.pairwise(own))
+        late += sum(entity["start"] > 0.8 * len(text) for entity in entities)
         ends = [(following.start + at.stop) // 2 for at, following in itertools.pairwise(reads)]
         for at, begin, end in zip(reads, [0, *ends], [*ends, len(words.starts)], strict=True):
             shift, stop = words.starts[at.start], words.ends[at.stop - 1]
             theirs = oracle(package, [text[shift:stop]], threshold=0.4)[0]
             clear = (words.starts[begin] + 30, words.ends[end - 1] - 30)  # out of reach of what crosses
             expected = [
-                {**one, "start": one["start"] + shift, "end": one["end"] + shift}
-                for one in theirs
-                if clear[0] <= one["start"] + shift and one["end"] + shift <= clear[1]
+                {**entity, "start": entity["start"] + shift, "end": entity["end"] + shift}
+                for entity in theirs
+                if clear[0] <= entity["start"] + shift and entity["end"] + shift <= clear[1]
             ]
-            ours = [one for one in found if clear[0] <= one["start"] and one["end"] <= clear[1]]
-            scores = {(one["start"], one["end"], one["label"]): one["score"] for one in ours}
+            ours = [entity for entity in entities if clear[0] <= entity["start"] and entity["end"] <= clear[1]]
+            scores = {(entity["start"], entity["end"], entity["label"]): entity["score"] for entity in ours}
             same = [
-                (scores[key], one["score"])
-                for one in expected
-                if (key := (one["start"], one["end"], one["label"])) in scores
+                (scores[key], entity["score"])
+                for entity in expected
+                if (key := (entity["start"], entity["end"], entity["label"])) in scores
             ]
             assert len(same) >= 0.8 * max(len(ours), len(expected))
-            assert [one for one, _ in same] == pytest.approx([other for _, other in same], abs=1e-5)
+            assert [first for first, _ in same] == pytest.approx([second for _, second in same], abs=1e-5)
             compared += len(same)
     assert min(late, compared) > 20
 
 
 def test_a_megabyte_without_spaces_is_one_word(model: Gliner2Model) -> None:
     text = "searchindex" * 100_000
-    [found, mate] = extract(model, [text, "queue"], options(threshold=0.0))
-    assert {(entity["start"], entity["end"]) for entity in found} == {(0, len(text))}
+    [entities, mate] = extract(model, [text, "queue"], options(threshold=0.0))
+    assert {(entity["start"], entity["end"]) for entity in entities} == {(0, len(text))}
     assert mate
 
 
@@ -346,8 +362,8 @@ def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(
 ) -> None:
     monkeypatch.setattr(family, "_CANDIDATES", 20)
     text = " ".join(WORDS)
-    [found] = extract(model, [text], options(threshold=-1.0))
-    assert 0 < len(found) <= 20
+    [entities] = extract(model, [text], options(threshold=-1.0))
+    assert 0 < len(entities) <= 20
     monkeypatch.undo()
     [every] = extract(model, [text], options(threshold=-1.0))
     assert len(every) > 20
@@ -361,8 +377,8 @@ def test_a_model_that_counts_none_finds_none(folder: Path, tmp_path: Path, packa
 
 def test_reserved_tokens_in_texts_are_words_like_others(model: Gliner2Model, package: Any) -> None:
     texts = ["queue [P] worker [E] engine [SEP_TEXT] stream.", "[CLS] search [SEP] index [L] [R] [C]."]
-    for found, expected in zip(extract(model, texts, options()), oracle(package, texts), strict=True):
-        assert_equal(found, expected)
+    for entities, expected in zip(extract(model, texts, options()), oracle(package, texts), strict=True):
+        assert_equal(entities, expected)
 
 
 def test_what_cannot_be_read_fails_alone(folder: Path) -> None:
@@ -373,8 +389,8 @@ def test_what_cannot_be_read_fails_alone(folder: Path) -> None:
     many = tuple(f"label {number}" for number in range(60))
     texts = ["queue", "queue", "queue", "see https://search<s>index now", "queue", "queue", "queue"]
     lists = (LABELS, (), ("a [E] b",), LABELS, many, ("[SEP_TEXT]",), LABELS)
-    good, none, reserved, injected, long, ends, other = model.extract(texts, [options(each) for each in lists])
-    assert_equal(good["entities"], other["entities"])  # type: ignore[index]
+    good, none, reserved, injected, long, ends, error = model.extract(texts, [options(entry) for entry in lists])
+    assert_equal(good["entities"], error["entities"])  # type: ignore[index]
     for result, text in (
         (none, "at least one"),
         (reserved, "reserves"),
@@ -420,21 +436,21 @@ def test_a_batch_that_fails_is_tried_again_text_by_text(model: Gliner2Model) -> 
 def test_two_threads_give_what_one_gives(model: Gliner2Model) -> None:
     texts = ragged_texts(8, seed=11, longest=40)
     jobs = [options(LABELS), options(LABELS[::-1])]
-    expected = [extract(model, texts, wanted) for wanted in jobs]
-    found: dict[int, list[list[Entities]]] = {0: [], 1: []}
+    expected = [extract(model, texts, job) for job in jobs]
+    results_of_thread: dict[int, list[list[Entities]]] = {0: [], 1: []}
 
-    def work(number: int, wanted: ExtractOptions) -> None:
+    def work(number: int, options_of_job: ExtractOptions) -> None:
         for _ in range(4):
-            found[number].append(extract(model, texts, wanted))
+            results_of_thread[number].append(extract(model, texts, options_of_job))
 
-    threads = [threading.Thread(target=work, args=(number, wanted)) for number, wanted in enumerate(jobs)]
+    threads = [threading.Thread(target=work, args=(number, job)) for number, job in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for number in range(2):
-        assert len(found[number]) == 4
-        for run in found[number]:
+        assert len(results_of_thread[number]) == 4
+        for run in results_of_thread[number]:
             for ours, alone in zip(run, expected[number], strict=True):
                 assert_equal(ours, alone)
 
@@ -448,9 +464,10 @@ def test_16_bit_weights_give_near_scores(folder: Path, package: Any, table: Pari
     differences: list[float] = []
     spans = 0
     ours, theirs = extract(model, texts, options(threshold=0.05)), oracle(package, texts, threshold=0.05)
-    for found, expected in zip(ours, theirs, strict=True):
+    for entities, expected in zip(ours, theirs, strict=True):
         near, exact = (
-            {(one["start"], one["end"], one["label"]): one["score"] for one in some} for some in (found, expected)
+            {(entity["start"], entity["end"], entity["label"]): entity["score"] for entity in some}
+            for some in (entities, expected)
         )
         differences += [abs(near[span] - exact[span]) for span in near.keys() & exact.keys()]
         spans += len(exact)
@@ -484,11 +501,11 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
         ("encoder_config/config.json", encoder | {"model_type": "none"}, "no encoder none"),
         ("encoder_config/config.json", {}, "has no encoder_config/config.json"),
     ):
-        kept = (copied / file).read_text()
+        text_kept = (copied / file).read_text()
         (copied / file).write_text(json.dumps(changed))
         with pytest.raises(ModelLoadFailed, match=message):
             load(copied)
-        (copied / file).write_text(kept)
+        (copied / file).write_text(text_kept)
 
 
 def test_a_folder_of_the_first_versions_loads_and_runs_no_code(

@@ -92,7 +92,7 @@ def test_relations_equal_those_of_the_package(
         assert [row[3] for row in rows(result)] == sorted((row[3] for row in rows(result)), reverse=True)
         assert ("entities" in result) == bool(labels)
         if labels:
-            theirs = {(one["start"], one["end"], label) for label in labels for one in entities.get(label, ())}
+            theirs = {(entity["start"], entity["end"], label) for label in labels for entity in entities.get(label, ())}
             assert {(row["start"], row["end"], row["label"]) for row in result["entities"]} == theirs
         table.record(
             f"gliner2 relations, {pooling} of tokens", path_of(model.attention), model.precision, Scores(difference)
@@ -110,8 +110,8 @@ def test_a_long_text_has_the_relations_of_its_windows(folder: Path) -> None:
     words = WORDS * 6
     text = " ".join(words)
     [result] = model.extract([text], [options(least=0.4)])
-    [made] = model.prepare([text], [options(least=0.4)])._prepared.values()
-    windows = [" ".join(words[at.start : at.stop]) for read, _ in made.passes for at in read]
+    [prepared] = model.prepare([text], [options(least=0.4)])._prepared.values()
+    windows = [" ".join(words[at.start : at.stop]) for read, _ in prepared.passes for at in read]
     assert len(windows) > 2
     parts = model.extract(windows, [options(least=0.4)] * len(windows))
     expected = {row[:3] for part in parts for row in rows(part)}

@@ -69,17 +69,17 @@ def sample(seed: int, count: int, entities: int) -> tuple[str, tuple[Mention, ..
 def oracle(package: Any, text: str, entities: list[list[Any]], labels: tuple[str, ...], **options: Any) -> list[Json]:
     """Relations with the words of their ends in the place of the texts, best first."""
     words = text.split()
-    found = package.predict_relations(words, list(labels), ner=entities, **{"threshold": 0.0, "top_k": -1, **options})
+    result = package.predict_relations(words, list(labels), ner=entities, **{"threshold": 0.0, "top_k": -1, **options})
     relations = [
         {
-            "head": " ".join(words[slice(*one["head_pos"])]),
-            "tail": " ".join(words[slice(*one["tail_pos"])]),
-            "relation": one["label"],
-            "score": one["score"],
+            "head": " ".join(words[slice(*relation["head_pos"])]),
+            "tail": " ".join(words[slice(*relation["tail_pos"])]),
+            "relation": relation["label"],
+            "score": relation["score"],
         }
-        for one in found
+        for relation in result
     ]
-    return sorted(relations, key=lambda one: -one["score"])
+    return sorted(relations, key=lambda relation: -relation["score"])
 
 
 def options(mentions: tuple[Mention, ...], labels: tuple[str, ...] = LABELS, **parameters: Any) -> ExtractOptions:
@@ -87,17 +87,17 @@ def options(mentions: tuple[Mention, ...], labels: tuple[str, ...] = LABELS, **p
 
 
 def relations(result: Any) -> list[Json]:
-    found: list[Json] = result["relations"]
-    return found
+    output: list[Json] = result["relations"]
+    return output
 
 
 def assert_equal(ours: list[Json], theirs: list[Json]) -> None:
     """Scores that are equal but for rounding may change places."""
     assert sorted(map(named, ours)) == sorted(map(named, theirs))
-    assert [one["score"] for one in ours] == sorted((one["score"] for one in ours), reverse=True)
-    by_name = [sorted(some, key=lambda one: (named(one), one["score"])) for some in (ours, theirs)]
-    for one, other in zip(*by_name, strict=True):
-        assert one["score"] == pytest.approx(other["score"], abs=1e-5)
+    assert [first["score"] for first in ours] == sorted((first["score"] for first in ours), reverse=True)
+    by_name = [sorted(some, key=lambda first: (named(first), first["score"])) for some in (ours, theirs)]
+    for relation, second in zip(*by_name, strict=True):
+        assert relation["score"] == pytest.approx(second["score"], abs=1e-5)
 
 
 def named(relation: Json) -> tuple[str, ...]:
@@ -125,15 +125,15 @@ def test_relations_equal_those_of_the_package(model: GlirelModel, package: Any, 
         )
         assert len(expected) == entities * (entities - 1) * len(LABELS)
         pairs = zip(sorted(relations(result), key=named), sorted(expected, key=named), strict=True)
-        difference = max(abs(one["score"] - other["score"]) for one, other in pairs)
+        difference = max(abs(first["score"] - second["score"]) for first, second in pairs)
         table.record("glirel", path_of(model.attention), model.precision, Scores(difference))
-        spread += [one["score"] for one in expected]
+        spread += [relation["score"] for relation in expected]
     assert max(spread) - min(spread) > 0.2
 
 
 def test_the_best_labels_of_each_pair_above_the_threshold_are_kept(model: GlirelModel, package: Any) -> None:
     text, mentions, own = sample(7, 20, 4)
-    every = sorted(one["score"] for one in oracle(package, text, own, LABELS))
+    every = sorted(relation["score"] for relation in oracle(package, text, own, LABELS))
     least = every[len(every) // 2]
     for most in (1, 2):
         [result] = model.extract([text], [options(mentions, threshold=least, top_k=most)])
@@ -148,15 +148,15 @@ def test_labels_keep_the_order_and_the_case_of_the_client(model: GlirelModel, pa
     results = model.extract([text] * 3, [options(mentions, order) for order in orders])
     for order, result in zip(orders, results, strict=True):
         assert_equal(relations(result), oracle(package, text, own, order))
-    scores = [{named(one): one["score"] for one in relations(result)} for result in results]
+    scores = [{named(relation): relation["score"] for relation in relations(result)} for result in results]
     assert max(abs(score - scores[1][name]) for name, score in scores[0].items()) > 1e-3
 
 
 def test_an_item_is_independent_of_its_batch(model: GlirelModel) -> None:
     samples = [sample(seed, 8 + 4 * seed, 2 + seed % 3) for seed in range(6)]
     texts = [text for text, *_ in samples]
-    wanted = [options(mentions, LABELS[: 1 + seed % 3]) for seed, (_, mentions, _) in enumerate(samples)]
-    for together, text, own in zip(model.extract(texts, wanted), texts, wanted, strict=True):
+    options_list = [options(mentions, LABELS[: 1 + seed % 3]) for seed, (_, mentions, _) in enumerate(samples)]
+    for together, text, own in zip(model.extract(texts, options_list), texts, options_list, strict=True):
         [alone] = model.extract([text], [own])
         assert_equal(relations(together), relations(alone))
 
@@ -166,10 +166,12 @@ def test_entities_are_found_by_the_words_they_touch(model: GlirelModel) -> None:
     text = "😀 Ada-Lovelace met Zürich's 東京 queue."
     whole = (Mention("person", 2, 14), Mention("place", 19, 25), Mention("work", 31, 36))
     inner = (Mention("person", 4, 9), Mention("place", 20, 22), Mention("work", 35, 36))
-    one, other = model.extract([text] * 2, [options(whole), options(inner)])
-    assert [each["score"] for each in relations(one)] == pytest.approx([each["score"] for each in relations(other)])
-    assert {each["head"] for each in relations(one)} == {"Ada-Lovelace", "Zürich", "queue"}
-    assert {each["head"] for each in relations(other)} == {"a-Lov", "ür", "e"}
+    whole_result, inner_result = model.extract([text] * 2, [options(whole), options(inner)])
+    assert [relation["score"] for relation in relations(whole_result)] == pytest.approx(
+        [relation["score"] for relation in relations(inner_result)]
+    )
+    assert {relation["head"] for relation in relations(whole_result)} == {"Ada-Lovelace", "Zürich", "queue"}
+    assert {relation["head"] for relation in relations(inner_result)} == {"a-Lov", "ür", "e"}
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -188,18 +190,18 @@ def test_what_cannot_be_read_fails_alone(model: GlirelModel, monkeypatch: pytest
     blank = (Mention("place", 10, 12), Mention("place", 0, 2))
     many = tuple(f"label {number}" for number in range(60))
     texts = [text, text, text, text, text, long, long, "ab        \t\n   cd"]
-    wanted = [options(mentions, labels) for labels in (LABELS, (), ("a [REL] b",), ("[SEP]",))]
-    wanted += [options(mentions, many), options(behind), options(mentions), options(blank)]
+    options_list = [options(mentions, labels) for labels in (LABELS, (), ("a [REL] b",), ("[SEP]",))]
+    options_list += [options(mentions, many), options(behind), options(mentions), options(blank)]
     monkeypatch.setattr(model, "max_tokens", 128)
-    results = model.extract(texts, wanted)
+    results = model.extract(texts, options_list)
     assert len(relations(results[0])) == 2 * len(LABELS)
     assert len(relations(results[6])) == 2 * len(LABELS), "the rest of a long text is not read, and need not be"
-    for result, said in zip(
+    for result, message in zip(
         (*results[1:6], results[7]),
         ("at least one", "reserves", "reserves", "of 128 tokens", "ends after", "no word"),
         strict=True,
     ):
-        assert said in failed(result, InvalidInput).message
+        assert message in failed(result, InvalidInput).message
     assert failed(results[5], InvalidInput).reason == "input_too_long"
 
 
@@ -210,20 +212,22 @@ def test_marks_in_a_text_are_words_like_others(model: GlirelModel) -> None:
     )
     [spaced] = model.extract([text], [options(mentions)])
     [joined] = model.extract([written], [options(places)])
-    assert [one["score"] for one in relations(joined)] == pytest.approx([one["score"] for one in relations(spaced)])
+    assert [relation["score"] for relation in relations(joined)] == pytest.approx(
+        [relation["score"] for relation in relations(spaced)]
+    )
 
 
 def test_scores_that_are_not_finite_fail_their_item_alone(model: GlirelModel) -> None:
     samples = [sample(seed, 9 + seed, 2) for seed in range(3)]
-    wanted = [options(mentions) for _, mentions, _ in samples]
+    options_list = [options(mentions) for _, mentions, _ in samples]
     texts = [text for text, *_ in samples]
-    expected = model.extract(texts, wanted)
+    expected = model.extract(texts, options_list)
 
     def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * float("nan") if args[0].shape[1] == 10 else output
 
     handle = model._model.rnn.register_forward_hook(poison)
-    first, second, third = model.extract(texts, wanted)
+    first, second, third = model.extract(texts, options_list)
     handle.remove()
     assert failed(second, InferenceFailed).reason == "non_finite"
     assert [first, third] == [expected[0], expected[2]]
@@ -232,12 +236,12 @@ def test_scores_that_are_not_finite_fail_their_item_alone(model: GlirelModel) ->
 def test_two_threads_give_what_one_gives(model: GlirelModel) -> None:
     jobs = [sample(seed, 20, 4) for seed in range(2)]
     expected = [model.extract([text], [options(mentions)])[0] for text, mentions, _ in jobs]
-    found: dict[int, list[Any]] = {0: [], 1: []}
+    results_of_thread: dict[int, list[Any]] = {0: [], 1: []}
 
     def work(number: int) -> None:
         text, mentions, _ = jobs[number]
         for _ in range(6):
-            found[number].append(model.extract([text], [options(mentions)])[0])
+            results_of_thread[number].append(model.extract([text], [options(mentions)])[0])
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -245,8 +249,8 @@ def test_two_threads_give_what_one_gives(model: GlirelModel) -> None:
     for thread in threads:
         thread.join()
     for number in range(2):
-        assert len(found[number]) == 6
-        for result in found[number]:
+        assert len(results_of_thread[number]) == 6
+        for result in results_of_thread[number]:
             assert_equal(relations(result), relations(expected[number]))
 
 

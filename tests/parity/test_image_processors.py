@@ -57,10 +57,10 @@ def ours(data: bytes, recipe: Recipe, normalisation: Normalisation, first: type 
     """[3, height, width], in float32 throughout, as a device computes it; or rescaled in float64 `first`, as the
     library does.
     """
-    made = prepare(data, recipe)
-    levels = np.frombuffer(made.pixels, np.uint8).reshape(*made.size, 3).astype(first)
+    prepared = prepare(data, recipe)
+    levels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.size, 3).astype(first)
     rescaled = (levels * first(normalisation.rescale)).astype(np.float32)
-    mean, std = (np.array(each, np.float32) for each in (normalisation.mean, normalisation.std))
+    mean, std = (np.array(values, np.float32) for values in (normalisation.mean, normalisation.std))
     return ((rescaled - mean) / std).transpose(2, 0, 1)
 
 
@@ -95,13 +95,13 @@ def test_pixels_are_the_library_s(name: str, kind: str, options: dict[str, Any],
             continue
         expected = library(processor, image)
         for arithmetic, most in ((np.float64, 0.0), (np.float32, CLOSE)):
-            found = ours(encoded(image), recipe, normalisation, arithmetic)
+            pixels = ours(encoded(image), recipe, normalisation, arithmetic)
             if recipe.kind == "blocks":
-                found = unmerged(found, config) if kind == "PaddleOCRVLImageProcessor" else patches(found, config)
+                pixels = unmerged(pixels, config) if kind == "PaddleOCRVLImageProcessor" else patches(pixels, config)
             if recipe.kind == "tiles":
-                found = found.reshape(3, -1, recipe.multiple, recipe.multiple).swapaxes(0, 1)
-            assert found.size == expected.size
-            assert abs(found.reshape(expected.shape) - expected).max() <= most, (width, height)
+                pixels = pixels.reshape(3, -1, recipe.multiple, recipe.multiple).swapaxes(0, 1)
+            assert pixels.size == expected.size
+            assert abs(pixels.reshape(expected.shape) - expected).max() <= most, (width, height)
         compared += 1
     assert compared >= 8
 
@@ -124,5 +124,5 @@ def test_modes_become_rgb_as_in_the_library(mode: str) -> None:
     elif mode == "P":
         image = image.quantize(16)
     recipe = Recipe("squash", height=40, width=40)
-    found = ours(encoded(image), recipe, Normalisation((0.5,) * 3, (0.5,) * 3))
-    assert abs(found - library(processor, image)[0]).max() <= CLOSE
+    pixels = ours(encoded(image), recipe, Normalisation((0.5,) * 3, (0.5,) * 3))
+    assert abs(pixels - library(processor, image)[0]).max() <= CLOSE

@@ -55,9 +55,9 @@ class Loaded:
     def run(self, operation: Operation, *works: WorkItemInput) -> list[Any]:
         """Of each input its arrays, its score or its error, all of them one batch."""
         layout = self.encoder.rows[operation]
-        made = layouts.make(self.tokenizer, layout, works)
-        assert all(each.error is None and not each.unfit for each in made), made
-        parts = [BatchPart(each.rows, work) for each, work in zip(made, works, strict=True)]
+        batches = layouts.make(self.tokenizer, layout, works)
+        assert all(batch.error is None and not batch.unfit for batch in batches), batches
+        parts = [BatchPart(batch.rows, work) for batch, work in zip(batches, works, strict=True)]
         with torch.inference_mode():
             reply = self.engine.execute(rowing.to_batch("b", self.entry.id, operation, layout.layout, parts))
         assert isinstance(reply, BatchDone), reply
@@ -81,7 +81,7 @@ class Loaded:
     def rows(self, texts: Sequence[str], **options: Any) -> list[Array]:
         """Token vectors of texts."""
         return [
-            found["multivector"] for found in self.encode([Input(text) for text in texts], "multivector", **options)
+            result["multivector"] for result in self.encode([Input(text) for text in texts], "multivector", **options)
         ]
 
     def score(self, query: Input, inputs: Sequence[Input], *outputs: str) -> Array:
@@ -117,7 +117,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
 
     @functools.cache
     def loaded(name: str) -> Loaded:
-        made = {"late": late, "stanford": stanford, "m3": m3}.get(name, of_architecture)(root / name)
+        folder = {"late": late, "stanford": stanford, "m3": m3}.get(name, of_architecture)(root / name)
         entry = parse_entry(
             {
                 "id": f"test/{name.replace(' ', '-')}",
@@ -125,7 +125,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
                 "family": "text-encoder",
                 "max_tokens": MAX_TOKENS,
                 "load": {"precision": "float32"},
-                **made,
+                **folder,
             }
         )
         resident = engine.residency.ensure(entry.id, entry)
@@ -157,8 +157,8 @@ def test_the_ids_of_texts_give_the_bits_of_their_vectors(
     expected = model.encode([Input(text) for text in texts], "dense", truncate=truncate)
     for special in (True, False):
         ids = [tuple(library(text, add_special_tokens=special)["input_ids"]) for text in texts]
-        found = model.encode([Input(tokens=each) for each in ids], "dense", truncate=truncate)
-        assert [each["dense"].tobytes() for each in found] == [each["dense"].tobytes() for each in expected]
+        vectors = model.encode([Input(tokens=ids_of_text) for ids_of_text in ids], "dense", truncate=truncate)
+        assert [vector["dense"].tobytes() for vector in vectors] == [vector["dense"].tobytes() for vector in expected]
 
 
 def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Loaded]) -> None:
@@ -166,7 +166,7 @@ def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Lo
     ids = tuple(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
     for is_query in (True, False):
         by_text, by_ids = (
-            model.encode([given], "multivector", is_query=is_query)[0] for given in (Input(text), Input(tokens=ids))
+            model.encode([source], "multivector", is_query=is_query)[0] for source in (Input(text), Input(tokens=ids))
         )
         np.testing.assert_array_equal(by_ids["multivector"], by_text["multivector"])
 
@@ -198,9 +198,9 @@ def test_either_side_may_be_what_encode_gave(name: str, load: Callable[[str], Lo
         for index, (text, rows) in enumerate(zip(texts, document_rows, strict=True))
     ]
     as_texts, as_vectors = [Input(text) for text in texts], [given(rows) for rows in document_rows]
-    for asked in (Input(query), given(query_rows)):
+    for query_input in (Input(query), given(query_rows)):
         for documents in (as_texts, as_vectors, mixed):
-            np.testing.assert_allclose(model.score(asked, documents), expected, rtol=CLOSE, atol=CLOSE)
+            np.testing.assert_allclose(model.score(query_input, documents), expected, rtol=CLOSE, atol=CLOSE)
 
 
 def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
@@ -213,9 +213,9 @@ def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
     expected = [maxsim(query, rows) for rows in documents]
     with monkeypatch.context() as patched:
         patched.setattr(model.encoder, "forward", lambda packed: pytest.fail("a pass ran"))
-        found = model.score(given(query), [Input("river", vectors=Vectors.from_array(rows)) for rows in documents])
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found[2] == 0
+        scores = model.score(given(query), [Input("river", vectors=Vectors.from_array(rows)) for rows in documents])
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    assert scores[2] == 0
     assert model.score(given(query[:0]), [given(documents[0]), Input("river")]).tolist() == [0, 0]
 
 
@@ -224,7 +224,7 @@ def test_given_rows_are_the_same_beside_other_work(load: Callable[[str], Loaded]
     rows = model.rows(texts)
     works = [
         WorkItemInput([Input(text) for text in texts], given(rows[0]), RunOptions(("multivector",))),
-        WorkItemInput([given(each) for each in rows], Input("search"), RunOptions(("multivector",))),
+        WorkItemInput([given(row) for row in rows], Input("search"), RunOptions(("multivector",))),
         WorkItemInput([Input(texts[1]), given(rows[2])], Input("paper"), RunOptions(("multivector",))),
     ]
     together = model.run("score", *works)
@@ -249,18 +249,20 @@ def test_a_given_matrix_has_the_encoding_of_its_text(
     rows = model.rows(texts, is_query=is_query)
     by_text = model.encode([Input(text) for text in texts], "dense", **options)
     mixed = [
-        given(each) if index % 2 else Input(text) for index, (text, each) in enumerate(zip(texts, rows, strict=True))
+        given(entry) if index % 2 else Input(text) for index, (text, entry) in enumerate(zip(texts, rows, strict=True))
     ]
-    for inputs in ([given(each) for each in rows], mixed):
-        for found, expected, matrix in zip(model.encode(inputs, "dense", **options), by_text, rows, strict=True):
-            np.testing.assert_allclose(found["dense"], expected["dense"], atol=CLOSE)
+    for inputs in ([given(row) for row in rows], mixed):
+        for vector, expected, matrix in zip(model.encode(inputs, "dense", **options), by_text, rows, strict=True):
+            np.testing.assert_allclose(vector["dense"], expected["dense"], atol=CLOSE)
             np.testing.assert_allclose(
-                found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE
+                vector["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE
             )
     long = [5 * np.random.default_rng(3).normal(size=(count, OUT)).astype(np.float32) for count in (9, 0)]
-    for found, matrix in zip(model.encode([given(each) for each in long], "dense", **options), long, strict=True):
+    for vector, matrix in zip(
+        model.encode([given(token_id) for token_id in long], "dense", **options), long, strict=True
+    ):
         np.testing.assert_allclose(
-            found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4
+            vector["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4
         )
 
 
@@ -269,8 +271,8 @@ def test_a_given_matrix_comes_back_beside_its_encoding_and_is_cut_as_a_text(load
     (rows,) = model.rows(["river mountain paper"])
     options: dict[str, Any] = {"muvera": Muvera(4, 3, None, None), "dimensions": 8}
     by_text, by_rows = (
-        model.encode([each], "dense", "multivector", **options)[0]
-        for each in (Input("river mountain paper"), given(rows))
+        model.encode([source], "dense", "multivector", **options)[0]
+        for source in (Input("river mountain paper"), given(rows))
     )
     for name in ("dense", "multivector"):
         assert by_rows[name].shape == by_text[name].shape
@@ -280,11 +282,11 @@ def test_a_given_matrix_comes_back_beside_its_encoding_and_is_cut_as_a_text(load
 def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Callable[[str], Loaded]) -> None:
     bad = np.full((2, OUT), np.nan, np.float32)
     good = np.ones((2, OUT), np.float32)
-    found = load("late").run(
+    scores = load("late").run(
         "score", WorkItemInput([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",)))
     )
-    assert [isinstance(each, float) for each in found] == [True, False, True]
-    assert (found[1].code, found[1].param) == ("INVALID_INPUT", "multivector")
+    assert [isinstance(score, float) for score in scores] == [True, False, True]
+    assert (scores[1].code, scores[1].param) == ("INVALID_INPUT", "multivector")
 
 
 # token states
@@ -309,8 +311,8 @@ def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str]
     resolved = Catalogue({model.entry.id: model.entry}).resolve(model.entry.id)
     options = unpooled(model.entry, run_options(resolved, {})[1].run)
     pooled = WorkItemInput([Input(text) for text in texts[:3]], None, RunOptions())
-    found = model.run("encode", pooled, WorkItemInput([Input(text) for text in texts], None, options))[3:]
-    for states, stock_states in zip(found, expected, strict=True):
+    outputs = model.run("encode", pooled, WorkItemInput([Input(text) for text in texts], None, options))[3:]
+    for states, stock_states in zip(outputs, expected, strict=True):
         assert list(states) == [TOKEN_STATES]
         assert (states[TOKEN_STATES].dtype, states[TOKEN_STATES].shape) == (np.float32, stock_states.shape)
         np.testing.assert_allclose(

@@ -91,21 +91,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def engine() -> Iterator[HeadsEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = HeadsEngine()
-    yield found
-    found.stop()
+    result = HeadsEngine()
+    yield result
+    result.stop()
     torch.set_num_threads(threads)
 
 
 def load(
     engine: HeadsEngine, folder: Path, precision: str = "float32", prompts: dict[str, str] | None = None, **head: Any
 ) -> HeadsModel:
-    found = engine.load(
+    model = engine.load(
         folder, {"multivector": OUT}, max_tokens=MAX_TOKENS, precision=precision, head=head, prompts=prompts or {}
     )
-    if found.encoder.precision != precision:
+    if model.encoder.precision != precision:
         pytest.skip(f"this CPU does not compute in {precision}")
-    return found
+    return model
 
 
 @functools.cache
@@ -119,8 +119,8 @@ def oracle(model: MultiVectorEncoder, texts: Sequence[str], *, is_query: bool) -
     return [row.float().numpy() for row in encode(list(texts), batch_size=1, show_progress_bar=False)]
 
 
-def rows(found: Sequence[dict[str, Array]]) -> Rows:
-    return [row["multivector"] for row in found]
+def rows(outputs: Sequence[dict[str, Array]]) -> Rows:
+    return [row["multivector"] for row in outputs]
 
 
 def difference(got: Rows, expected: Rows) -> float:
@@ -162,8 +162,10 @@ def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEn
     )
     assert model.path == "padded"
     options = [RunOptions(outputs=("multivector",), is_query=is_query) for is_query in (True, False)]
-    for found, option in zip(model.encode_items([(texts, option) for option in options]), options, strict=True):
-        assert_equal(model, rows(found), oracle(reference(folder(name)), texts, is_query=option.is_query), table, name)
+    for outputs, option in zip(model.encode_items([(texts, option) for option in options]), options, strict=True):
+        assert_equal(
+            model, rows(outputs), oracle(reference(folder(name)), texts, is_query=option.is_query), table, name
+        )
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,9 @@ def test_two_threads_at_once_give_what_one_gives(folder: Folder, engine: HeadsEn
     batches = [texts[start : start + 8] for start in range(0, 64, 8)]
     for is_query in (True, False):
         at_once = model.encode_at_once(batches, "multivector", is_query=is_query)
-        for found, batch in zip(at_once, batches, strict=True):
+        for outputs, batch in zip(at_once, batches, strict=True):
             for row, expected in zip(
-                rows(found), rows(model.encode(batch, "multivector", is_query=is_query)), strict=True
+                rows(outputs), rows(model.encode(batch, "multivector", is_query=is_query)), strict=True
             ):
                 np.testing.assert_array_equal(row, expected)
 
@@ -223,25 +225,25 @@ def test_scores_are_the_oracle_s_maxsim(name: str, folder: Folder, engine: Heads
 def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
     """As if the files said what the entry says."""
     place = folder("stanford")
-    given = {
+    config = {
         "query_marker": "[unused0]",
         "document_marker": "[unused1]",
         "query_length": 32,
         "document_length": 0,
         "attend_expansion": True,
     }
-    model, texts = load(engine, place, **given, skip_punctuation=False), checkpoints.texts(16)
+    model, texts = load(engine, place, **config, skip_punctuation=False), checkpoints.texts(16)
     shutil.copytree(place, tmp_path / "other")
     metadata = {"query_maxlen": 32, "attend_to_mask_tokens": True, "mask_punctuation": False}
     (tmp_path / "other" / "artifact.metadata").write_text(json.dumps(metadata))
     stock = reference(tmp_path / "other")
     for is_query in (True, False):
-        found = rows(model.encode(texts, "multivector", is_query=is_query))
-        assert difference(found, oracle(stock, texts, is_query=is_query)) <= MAX_DIFFERENCE
+        multivectors = rows(model.encode(texts, "multivector", is_query=is_query))
+        assert difference(multivectors, oracle(stock, texts, is_query=is_query)) <= MAX_DIFFERENCE
     bare = load(engine, place, query_expansion=False, query_marker="", skip_punctuation=False)
-    for is_query, found in ((True, ["river"]), (False, ["river, river"])):
-        tokens = len(text_rows(bare.tokenizer, found)[0].ids)
-        assert [len(row) for row in rows(bare.encode(found, "multivector", is_query=is_query))] == [
+    for is_query, multivectors in ((True, ["river"]), (False, ["river, river"])):
+        tokens = len(text_rows(bare.tokenizer, multivectors)[0].ids)
+        assert [len(row) for row in rows(bare.encode(multivectors, "multivector", is_query=is_query))] == [
             tokens + (not is_query)
         ]
 
@@ -306,11 +308,11 @@ def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Fo
     shutil.copytree(folder("pylate defaults"), tmp_path / "other")
     config = tmp_path / "other" / "config_sentence_transformers.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    one, other = (
+    winter, summer = (
         oracle(reference(place), ["river (winter)"], is_query=True)[0]
         for place in (folder("pylate defaults"), tmp_path / "other")
     )
-    assert one.shape != other.shape or np.abs(one - other).max() > 100 * MAX_DIFFERENCE
+    assert winter.shape != summer.shape or np.abs(winter - summer).max() > 100 * MAX_DIFFERENCE
 
 
 def test_only_the_sequence_that_is_not_finite_is_not_usable() -> None:
@@ -320,6 +322,6 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable() -> None:
     hidden[9] = torch.inf
     head = MultivectorHead(torch.nn.Linear(8, 4), torch.device("cpu"), skipped=frozenset({0, 19}), drop_first=True)
     with torch.inference_mode():
-        found = head.reduce(States(hidden, packed, np.array([False, False, False, True])), np.array([0, 2, 3]))
-    assert found.usable.tolist() == [True, False, True]
-    assert [len(row) for row in found.rows] == [2, 3, 8]  # 0 is the first row anyway, and 19 stands in a query
+        reduced = head.reduce(States(hidden, packed, np.array([False, False, False, True])), np.array([0, 2, 3]))
+    assert reduced.usable.tolist() == [True, False, True]
+    assert [len(row) for row in reduced.rows] == [2, 3, 8]  # 0 is the first row anyway, and 19 stands in a query

@@ -64,11 +64,11 @@ def load(engine: ScoringEngine, folder: Path) -> Load:
 
 
 def pruned(scoring: Scoring, texts: list[str], query: str = QUERY, **parameters: Any) -> list[list[Entity]]:
-    return [found["entities"] for found in scoring.found(texts, instruction=query, **parameters)]
+    return [outcomes["entities"] for outcomes in scoring.found(texts, instruction=query, **parameters)]
 
 
 def labelled(entities: list[Entity], label: str) -> list[Entity]:
-    return [each for each in entities if each["label"] == label]
+    return [entity for entity in entities if entity["label"] == label]
 
 
 def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int, int, float]]]]:
@@ -76,7 +76,7 @@ def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     state = torch.load(folder / "best.pt", weights_only=True)
-    found = []
+    spans = []
     for text in texts:
         inputs = tokenizer([QUERY], [text], return_tensors="pt", return_offsets_mapping=True)
         [places] = inputs.pop("offset_mapping").tolist()
@@ -85,11 +85,11 @@ def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int
             inner = nn.functional.gelu(output.hidden_states[-1][0] @ state["0.weight"].T + state["0.bias"])
             keep = torch.sigmoid(inner @ state["3.weight"].T + state["3.bias"])[:, 0].tolist()
         sides = inputs.sequence_ids(0)
-        own = [(*place, each) for place, each, side in zip(places, keep, sides, strict=True) if side == 1]
+        own = [(*place, keeps) for place, keeps, side in zip(places, keep, sides, strict=True) if side == 1]
         reached = [max(end, start) for (_, end, _), (start, _, _) in itertools.pairwise(own)] + [len(text)]
-        own = [(start, end, each) for (start, _, each), end in zip(own, reached, strict=bool(own))]
-        found.append((float(torch.sigmoid(output.logits[0, 0])), own))
-    return found
+        own = [(start, end, label) for (start, _, label), end in zip(own, reached, strict=bool(own))]
+        spans.append((float(torch.sigmoid(output.logits[0, 0])), own))
+    return spans
 
 
 def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load, folder: Path) -> None:
@@ -99,8 +99,8 @@ def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load,
         assert entities[0] is summary
         assert (summary["start"], summary["end"]) == (None, None)
         assert summary["score"] == pytest.approx(score, abs=1e-5)
-        assert summary["text"] == " ".join(each["text"] for each in labelled(entities, "kept"))
-        assert [each["label"] for each in entities[1:]] == [
+        assert summary["text"] == " ".join(span["text"] for span in labelled(entities, "kept"))
+        assert [entity["label"] for entity in entities[1:]] == [
             label for label in counts for _ in labelled(entities, label)
         ]
         for label, belongs in (
@@ -119,34 +119,36 @@ def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load,
                     runs.append([token])
                 before = now
             runs = [run for run in runs if text[run[0][0] : run[-1][1]].strip()]
-            assert [each["text"] for each in spans] == [text[run[0][0] : run[-1][1]].strip() for run in runs]
-            assert all(text[each["start"] : each["end"]] == each["text"] for each in spans)
+            assert [span["text"] for span in spans] == [text[run[0][0] : run[-1][1]].strip() for run in runs]
+            assert all(text[span["start"] : span["end"]] == span["text"] for span in spans)
             means = [sum(keep for *_, keep in run) / len(run) for run in runs]
-            assert [each["score"] for each in spans] == pytest.approx(means, abs=1e-5)
+            assert [span["score"] for span in spans] == pytest.approx(means, abs=1e-5)
     assert min(counts.values()) > 10
 
 
 def test_every_character_is_kept_or_pruned_and_none_is_both(load: Load) -> None:
     for text, entities in zip(TEXTS, pruned(load(), TEXTS), strict=True):
-        kept, gone, best = (
-            [place for each in labelled(entities, label) for place in range(each["start"], each["end"])]
+        places, dropped, best = (
+            [place for span in labelled(entities, label) for place in range(span["start"], span["end"])]
             for label in ("kept", "pruned", "highlight")
         )
-        assert {place for place, character in enumerate(text) if not character.isspace()} <= {*kept, *gone}
-        assert {*best} <= {*kept}
-        assert len({*kept} & {*gone}) <= 2  # a character of several tokens may be cut between them
+        assert {place for place, character in enumerate(text) if not character.isspace()} <= {*places, *dropped}
+        assert {*best} <= {*places}
+        assert len({*places} & {*dropped}) <= 2  # a character of several tokens may be cut between them
 
 
 def test_lower_thresholds_keep_and_highlight_more(load: Load) -> None:
     def kept(label: str, **parameters: float) -> int:
-        found = pruned(load(), TEXTS, **parameters)
-        return sum(len(each["text"]) for entities in found for each in labelled(entities, label))
+        results = pruned(load(), TEXTS, **parameters)
+        return sum(len(span["text"]) for entities in results for span in labelled(entities, label))
 
-    by_prune = [kept("kept", prune_threshold=each) for each in (0.0, 0.4, 0.6, 0.8, 1.0)]
+    by_prune = [kept("kept", prune_threshold=threshold) for threshold in (0.0, 0.4, 0.6, 0.8, 1.0)]
     assert by_prune == sorted(by_prune, reverse=True)
     assert len({*by_prune}) == 5
     assert by_prune[-1] == 0
-    by_highlight = [kept("highlight", prune_threshold=0.4, highlight_threshold=each) for each in (0.0, 0.8, 0.9, 1.0)]
+    by_highlight = [
+        kept("highlight", prune_threshold=0.4, highlight_threshold=threshold) for threshold in (0.0, 0.8, 0.9, 1.0)
+    ]
     assert by_highlight == sorted(by_highlight, reverse=True)
     assert by_highlight[0] == kept("kept", prune_threshold=0.4), "nothing that is pruned is highlighted"
 
@@ -161,16 +163,16 @@ def test_the_score_of_a_pair_is_that_of_the_summary(load: Load, folder: Path, ta
 
 def test_a_passage_is_pruned_the_same_in_any_company(load: Load) -> None:
     scoring = load()
-    asked = [
+    jobs = [
         Asked(TEXTS[:4], None, {"instruction": QUERY}),
         Asked(TEXTS[4:9], None, {"instruction": "harbour", "prune_threshold": 0.4}),
         Asked(TEXTS[9:], None, {"instruction": "harbour"}),
     ]
-    for each, outcomes in zip(asked, scoring.run(asked), strict=True):
-        for text, outcome in zip(each.texts, outcomes, strict=True):
+    for job, outcomes in zip(jobs, scoring.run(jobs), strict=True):
+        for text, outcome in zip(job.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
-            [alone] = scoring.found([text], **each.parameters)
+            [alone] = scoring.found([text], **job.parameters)
             for ours, same in zip(outcome.data["entities"], alone["entities"], strict=True):
                 assert {**ours, "score": 0} == {**same, "score": 0}
                 assert ours["score"] == pytest.approx(same["score"], abs=1e-5)
@@ -186,9 +188,9 @@ def test_a_long_passage_is_cut_and_its_query_is_not(load: Load) -> None:
     ((row,),) = scoring.rows([Asked([text], None, {"instruction": QUERY})])
     assert (len(row.ids), row.truncated) == (MAX_TOKENS, True)
     [entities] = pruned(scoring, [text])
-    reach = max(each["end"] or 0 for each in entities)
+    reach = max(entity["end"] or 0 for entity in entities)
     assert 0.2 * len(text) < reach < len(text)
-    assert all(text[each["start"] : each["end"]] == each["text"] for each in entities[1:])
+    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities[1:])
 
 
 def test_16_bit_weights_keep_nearly_the_same(load: Load) -> None:
@@ -196,7 +198,7 @@ def test_16_bit_weights_keep_nearly_the_same(load: Load) -> None:
     same = total = 0
     for ours, theirs in zip(near, exact, strict=True):
         places = [
-            {place for each in labelled(some, "kept") for place in range(each["start"], each["end"])}
+            {place for span in labelled(some, "kept") for place in range(span["start"], span["end"])}
             for some in (ours, theirs)
         ]
         same += len(places[0] & places[1])

@@ -45,7 +45,7 @@ PICTURES = [
     image(width, height, seed)
     for seed, (width, height) in enumerate([(64, 64), (200, 50), (90, 90), (33, 170), (300, 280)])
 ]
-FILES = [png(each) for each in PICTURES]
+FILES = [png(picture) for picture in PICTURES]
 # a text, an image, both, several images, nothing
 GIVEN: list[tuple[str, list[int]]] = [
     ("a river", []),
@@ -61,8 +61,8 @@ GIVEN: list[tuple[str, list[int]]] = [
 Side = tuple[str, Sequence[Image.Image]]  # a text and its images
 
 
-def shown(given: tuple[str, list[int]]) -> Side:
-    text, places = given
+def shown(source: tuple[str, list[int]]) -> Side:
+    text, places = source
     return text, [PICTURES[place] for place in places]
 
 
@@ -92,8 +92,8 @@ def reranker_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
     return entry_of(folder, name, **{**ranks, **own, **changed})
 
 
-def inputs_of(given: Sequence[tuple[str, list[int]]]) -> list[Input]:
-    return [Input(text, images=tuple(FILES[place] for place in places)) for text, places in given]
+def inputs_of(sources: Sequence[tuple[str, list[int]]]) -> list[Input]:
+    return [Input(text, images=tuple(FILES[place] for place in places)) for text, places in sources]
 
 
 class Oracle:
@@ -108,20 +108,20 @@ class Oracle:
     def vector(self, text: str, images: Sequence[Image.Image], task: str = TASK) -> NDArray[np.float32]:
         """[width], of the length one."""
         content = SHOWN * len(images) + text or "NULL"
-        asked = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
+        model_inputs = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
         with torch.inference_mode():
-            state = self._model.model(**asked).last_hidden_state[0, -1]
+            state = self._model.model(**model_inputs).last_hidden_state[0, -1]
             return torch.nn.functional.normalize(state, dim=0).numpy()  # type: ignore[no-any-return]
 
     def score(self, query: Side, document: Side, task: str = RANKING) -> float:
         """P(yes) of the two answers."""
         sides = [SHOWN * len(images) + text or "NULL" for text, images in (query, document)]
         prompt = PAIR[0] + f"<Instruct>: {task}<Query>:{sides[0]}\n<Document>:{sides[1]}" + PAIR[2]
-        asked = self.inputs(prompt, [*query[1], *document[1]])
+        model_inputs = self.inputs(prompt, [*query[1], *document[1]])
         answers = [self.inputs(answer)["input_ids"][0] for answer in (NO, YES)]
-        assert [len(each) for each in answers] == [1, 1]
+        assert [len(answer) for answer in answers] == [1, 1]
         with torch.inference_mode():
-            logits = self._model(**asked).logits[0, -1]
+            logits = self._model(**model_inputs).logits[0, -1]
             return float(torch.sigmoid(logits[answers[1][0]] - logits[answers[0][0]]))
 
 
@@ -154,9 +154,9 @@ def test_vectors_equal_the_oracle(
 ) -> None:
     """Texts, images and both in one batch, against the library one by one."""
     served = load(precision)
-    found = np.stack(served.run("encode", inputs_of(GIVEN)))
-    expected = np.stack([oracle.vector(*shown(each)) for each in GIVEN])
-    agreement = Agreement.of(found, expected)
+    vectors = np.stack(served.run("encode", inputs_of(GIVEN)))
+    expected = np.stack([oracle.vector(*shown(source)) for source in GIVEN])
+    agreement = Agreement.of(vectors, expected)
     table.record("multimodal-encoder qwen3-vl", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert served.path == "packed"
@@ -165,8 +165,8 @@ def test_vectors_equal_the_oracle(
 @pytest.mark.long
 def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
     served = load()
-    for each, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
-        (alone,) = served.run("encode", [each])
+    for text_input, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
+        (alone,) = served.run("encode", [text_input])
         assert np.abs(alone - beside).max() <= 2e-6
 
 
@@ -176,26 +176,28 @@ def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path,
     entry = entry_of(folder, "seen/padded")
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()
-    found, expected = (each.run("encode", inputs_of(GIVEN)) for each in (padded, load()))
-    assert np.abs(np.stack(found) - np.stack(expected)).max() <= 2e-6
+    vectors, expected = (model.run("encode", inputs_of(GIVEN)) for model in (padded, load()))
+    assert np.abs(np.stack(vectors) - np.stack(expected)).max() <= 2e-6
 
 
 @pytest.mark.long
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.stack(served.run("encode", inputs_of(GIVEN)))
-    found = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
-    assert all(np.array_equal(each, expected) for each in found)
+    results = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
+    assert all(np.array_equal(vectors, expected) for vectors in results)
 
 
 INSTRUCTIONS = [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
 
 
-@pytest.mark.parametrize(("given", "read"), long_but(INSTRUCTIONS, INSTRUCTIONS[:1]))
-def test_an_instruction_ends_with_a_mark(given: str, read: str, load: Callable[..., Served], oracle: Oracle) -> None:
+@pytest.mark.parametrize(("instruction", "read"), long_but(INSTRUCTIONS, INSTRUCTIONS[:1]))
+def test_an_instruction_ends_with_a_mark(
+    instruction: str, read: str, load: Callable[..., Served], oracle: Oracle
+) -> None:
     """The vendor adds a full stop where there is none."""
-    (found,) = load().run("encode", [Input("a river")], instruction=given)
-    assert np.abs(found - oracle.vector("a river", [], read)).max() <= 2e-6
+    (vector,) = load().run("encode", [Input("a river")], instruction=instruction)
+    assert np.abs(vector - oracle.vector("a river", [], read)).max() <= 2e-6
 
 
 def test_a_long_text_is_cut_before_the_end_of_the_turn_and_never_its_images(load: Callable[..., Served]) -> None:
@@ -213,14 +215,14 @@ def test_a_long_text_is_cut_before_the_end_of_the_turn_and_never_its_images(load
 
 
 def test_images_that_fill_more_than_the_model_reads_are_refused_alone(load: Callable[..., Served]) -> None:
-    found = load().run("encode", [Input("", images=(FILES[4],) * 12), Input("a river")])
-    assert found[0].reason == "too_long"
-    assert found[1].shape == (48,)
+    outcomes = load().run("encode", [Input("", images=(FILES[4],) * 12), Input("a river")])
+    assert outcomes[0].reason == "too_long"
+    assert outcomes[1].shape == (48,)
 
 
 def test_the_token_of_images_in_a_text_is_refused_beside_images_too(load: Callable[..., Served]) -> None:
-    made = load().rows("encode", [Input("a <|image_pad|>", images=(FILES[0],)), Input("x", images=(FILES[0],))])
-    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+    batch = load().rows("encode", [Input("a <|image_pad|>", images=(FILES[0],)), Input("x", images=(FILES[0],))])
+    assert {index: error.reason for index, error in batch.unfit.items()} == {0: "reserved_token"}
 
 
 QUERIES: list[tuple[str, list[int]]] = [("what is by the sea", []), ("", [0]), ("which of these", [1])]
@@ -232,11 +234,11 @@ def test_scores_equal_the_oracle(
 ) -> None:
     """Images on both sides."""
     served = load(precision, ranks=True)
-    found, expected = [], []
+    scores, expected = [], []
     for query in QUERIES:
-        found += served.run("score", inputs_of(GIVEN), inputs_of([query])[0])
+        scores += served.run("score", inputs_of(GIVEN), inputs_of([query])[0])
         expected += [oracle.score(shown(query), shown(document)) for document in GIVEN]
-    difference = float(np.abs(np.array(found) - expected).max())
+    difference = float(np.abs(np.array(scores) - expected).max())
     table.record("multimodal-reranker qwen3-vl", served.path, precision, Scores(difference))
     assert difference <= {"float32": 2e-6, SIXTEEN: 5e-2}[precision]
     assert np.ptp(expected) > 0.05
@@ -247,8 +249,10 @@ def test_scores_equal_the_oracle(
 def test_an_output_layer_of_its_own_is_read(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
     entry = reranker_of(folder, "seen/untied")
-    found, oracle = served_by(cpu_engine, entry).run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
-    assert np.abs(np.array(found) - [oracle.score(("a town", []), shown(each)) for each in GIVEN[:3]]).max() <= 2e-6
+    scores, oracle = served_by(cpu_engine, entry).run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
+    assert (
+        np.abs(np.array(scores) - [oracle.score(("a town", []), shown(source)) for source in GIVEN[:3]]).max() <= 2e-6
+    )
 
 
 def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[..., Served]) -> None:
@@ -257,14 +261,14 @@ def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[
     end = served.tokenizer.contents([TURN], 100, "END")[0].ids.tolist()
     assert len(row.ids) == served.weights.max_tokens
     assert row.ids[-len(end) :].tolist() == end
-    assert [each.upright for each in row.images] == [(64, 64), (50, 200)]
+    assert [entry.upright for entry in row.images] == [(64, 64), (50, 200)]
     assert row.truncated
 
 
 def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served]) -> None:
-    made = load(ranks=True).rows("score", [Input("a"), Input("b")], Input("sea", images=(b"no image",)))
-    assert made.error is not None
-    assert made.error.reason == "invalid_media"
+    batch = load(ranks=True).rows("score", [Input("a"), Input("b")], Input("sea", images=(b"no image",)))
+    assert batch.error is not None
+    assert batch.error.reason == "invalid_media"
 
 
 @pytest.mark.parametrize(

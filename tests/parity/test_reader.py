@@ -69,17 +69,17 @@ def asks(task: str, instruction: str = "", most: int | None = MOST) -> ExtractOp
     return ExtractOptions((), parameters=parameters, instruction=instruction)
 
 
-def _generated(model: Any, prompt: int, options: ExtractOptions, **given: Any) -> Expected:
+def _generated(model: Any, prompt: int, options: ExtractOptions, **tensors: Any) -> Expected:
     """What the library writes after the `prompt` ids that it begins with, greedily, under the rules as stored."""
-    found = model.generate(
-        **given,
+    generated = model.generate(
+        **tensors,
         max_new_tokens=options.parameters["max_new_tokens"],
         num_beams=1,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return Expected(found.sequences[0, prompt:].tolist(), found.logits[0][0].float().numpy())
+    return Expected(generated.sequences[0, prompt:].tolist(), generated.logits[0][0].float().numpy())
 
 
 def donut_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library:
@@ -118,9 +118,9 @@ def florence_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library
 
     def written(shown: Image.Image, options: ExtractOptions) -> Expected:
         prompt = options.parameters["task"] + options.instruction
-        given = dict(processor(text=[prompt], images=[shown], return_tensors="pt"))
-        given["pixel_values"] = given["pixel_values"].to(dtype)
-        return _generated(model, 1, options, **given)
+        tensors = dict(processor(text=[prompt], images=[shown], return_tensors="pt"))
+        tensors["pixel_values"] = tensors["pixel_values"].to(dtype)
+        return _generated(model, 1, options, **tensors)
 
     return written
 
@@ -130,8 +130,8 @@ def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Librar
     converted = florence_oracle(reader_checkpoints.converted(folder), dtype)
 
     def written(shown: Image.Image, options: ExtractOptions) -> Expected:
-        found = converted(shown, options)
-        return Expected(found.ids, found.first[:-1])
+        converted_text = converted(shown, options)
+        return Expected(converted_text.ids, converted_text.first[:-1])
 
     return written
 
@@ -166,25 +166,27 @@ def chat_oracle(name: str, marker: str) -> Callable[..., Library]:
         images = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
         def written(shown: Image.Image, options: ExtractOptions) -> Expected:
-            told = options.instruction or TOLD[name].get(options.parameters.get("task", "ocr"), "")
-            content = [{"type": "image"}, *([{"type": "text", "text": told}] if told else [])]
+            instruction = options.instruction or TOLD[name].get(options.parameters.get("task", "ocr"), "")
+            content = [{"type": "image"}, *([{"type": "text", "text": instruction}] if instruction else [])]
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
             )
-            seen = dict(images(images=[shown], return_tensors="pt"))
-            if "image_grid_thw" in seen:
-                count = int(seen["image_grid_thw"].prod()) // 4
+            pixel_inputs = dict(images(images=[shown], return_tensors="pt"))
+            if "image_grid_thw" in pixel_inputs:
+                count = int(pixel_inputs["image_grid_thw"].prod()) // 4
             else:
-                height, width = seen["image_sizes"][0]
+                height, width = pixel_inputs["image_sizes"][0]
                 count = int(height // 28) * int(width // 28)
             ids = tokenizer(
                 text.replace(marker, marker * count), add_special_tokens=False, return_tensors="pt"
             ).input_ids
-            if "image_grid_thw" in seen:
-                seen["mm_token_type_ids"] = (ids == tokenizer.convert_tokens_to_ids(marker)).long()
+            if "image_grid_thw" in pixel_inputs:
+                pixel_inputs["mm_token_type_ids"] = (ids == tokenizer.convert_tokens_to_ids(marker)).long()
                 model.model.rope_deltas = None
-            seen["pixel_values"] = seen["pixel_values"].to(dtype)
-            return _generated(model, ids.shape[1], options, input_ids=ids, attention_mask=torch.ones_like(ids), **seen)
+            pixel_inputs["pixel_values"] = pixel_inputs["pixel_values"].to(dtype)
+            return _generated(
+                model, ids.shape[1], options, input_ids=ids, attention_mask=torch.ones_like(ids), **pixel_inputs
+            )
 
         return written
 
@@ -260,16 +262,19 @@ class Reader:
 
     def prompts(self, kind: Kind) -> list[Any]:
         """Each page with each question."""
-        return [self.kind.prompt(self.shown(page), each) for page in PAGES for each in kind.asked]
+        return [self.kind.prompt(self.shown(page), options) for page in PAGES for options in kind.asked]
 
     def shown(self, page: Image.Image) -> Shown:
-        made = prepared(png(page), self.kind.recipe)
-        return Shown(np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3), *made.upright)
+        prepared_image = prepared(png(page), self.kind.recipe)
+        return Shown(
+            np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3),
+            *prepared_image.upright,
+        )
 
     def read(self, prompts: Sequence[Any]) -> list[GeneratedText]:
         """What is written after prompts, all of them at once."""
-        found: list[GeneratedText] = self.served.engine.readings.read(self.kind, prompts)
-        return found
+        texts: list[GeneratedText] = self.served.engine.readings.read(self.kind, prompts)
+        return texts
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +297,7 @@ def expected(load: Callable[[str], Reader]) -> Callable[[str], list[Expected]]:
     def written(name: str) -> list[Expected]:
         oracle = KINDS[name].oracle(load(name).folder)
         with torch.inference_mode():
-            return [oracle(page, each) for page in PAGES for each in KINDS[name].asked]
+            return [oracle(page, options) for page in PAGES for options in KINDS[name].asked]
 
     return written
 
@@ -319,14 +324,14 @@ def test_ids_equal_generate(
     """All pages with all questions at once, against the library one by one. No toy writes the same for all of them."""
     served = load(name)
     prompts = served.prompts(KINDS[name])
-    found = served.read(prompts)
-    texts = Texts.of([each.ids for each in found], _firsts(served.kind, prompts), expected(name))
+    texts_read = served.read(prompts)
+    texts = Texts.of([text.ids for text in texts_read], _firsts(served.kind, prompts), expected(name))
     table.record(f"document-reader {name}", "padded", "float32", texts)
     assert texts.other == 0
     assert texts.first.difference <= 1e-5
-    assert len({tuple(each.ids) for each in found}) > len(PAGES)
-    assert len({len(each.ids) for each in found}) > 1
-    assert max(len(set(each.ids)) for each in found) > 5
+    assert len({tuple(text.ids) for text in texts_read}) > len(PAGES)
+    assert len({len(text.ids) for text in texts_read}) > 1
+    assert max(len(set(text.ids)) for text in texts_read) > 5
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut", "glm"]))
@@ -345,7 +350,7 @@ def test_a_page_that_joins_between_steps_changes_no_id(
                 loop.waiting.append(left.pop())
             loop.turn()
             turns += 1
-    assert [row.ids for row in rows] == [each.ids for each in expected(name)]
+    assert [row.ids for row in rows] == [text.ids for text in expected(name)]
 
 
 @pytest.mark.long
@@ -355,8 +360,8 @@ def test_two_callers_at_once_get_the_same(
 ) -> None:
     served = load(name)
     prompts = served.prompts(KINDS[name])
-    found = at_once(lambda: served.read(prompts), 1)
-    assert [[each.ids for each in part] for part in found] == [[each.ids for each in expected(name)]] * 2
+    results = at_once(lambda: served.read(prompts), 1)
+    assert [[number.ids for number in part] for part in results] == [[text.ids for text in expected(name)]] * 2
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
@@ -391,13 +396,15 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     prompts = served.prompts(KINDS[name])
     with torch.inference_mode():
         stock = [
-            KINDS[name].oracle(served.folder, SIXTEEN_TYPE)(page, each) for page in PAGES for each in KINDS[name].asked
+            KINDS[name].oracle(served.folder, SIXTEEN_TYPE)(page, options)
+            for page in PAGES
+            for options in KINDS[name].asked
         ]
-    found = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
-    librarys = Texts.of([each.ids for each in stock], [each.first for each in stock], expected(name))
-    table.record(f"document-reader {name}", "padded", SIXTEEN, found)
+    texts_compared = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
+    librarys = Texts.of([text.ids for text in stock], [text.first for text in stock], expected(name))
+    table.record(f"document-reader {name}", "padded", SIXTEEN, texts_compared)
     table.record(f"document-reader {name}", "stock", SIXTEEN, librarys)
-    assert found.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
+    assert texts_compared.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
@@ -418,10 +425,10 @@ def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
 def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Reader]) -> None:
-    page, asked = png(PAGES[0]), KINDS[name].asked[0]
-    options = RunOptions((), parameters=dict(asked.parameters), instruction=asked.instruction)
-    none, one, two = load(name).served.extract([(files, options) for files in ([], [page], [page, page])])
-    assert one["data"]["completion_tokens"] <= MOST
+    page, request = png(PAGES[0]), KINDS[name].asked[0]
+    options = RunOptions((), parameters=dict(request.parameters), instruction=request.instruction)
+    none, error, two = load(name).served.extract([(files, options) for files in ([], [page], [page, page])])
+    assert error["data"]["completion_tokens"] <= MOST
     assert (none.reason, none.param) == ("unsupported_modality", "images")
     assert (two.reason, two.param, two.extras) == ("invalid_media", "images", {"limit": 1})
 
@@ -434,39 +441,39 @@ def written(served: Reader, task: str, text: str, finish: Any = "stop") -> dict[
     options = asks(task, "where" if task == "<s_docvqa>" else "")
     prompt = served.kind.prompt(served.shown(PAGES[0]), options)
     ids = [*served.kind.tokenizer.encode(text, add_special_tokens=False).ids, *([2] if finish == "stop" else [])]
-    found: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, finish))
-    return found
+    result: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, finish))
+    return result
 
 
-def told(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    assert all((one["score"], one["start"], one["bbox"]) == (1.0, None, None) for one in found["entities"])
-    return [(one["label"], one["text"]) for one in found["entities"]]
+def told(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    assert all((entity["score"], entity["start"], entity["bbox"]) == (1.0, None, None) for entity in result["entities"])
+    return [(entity["label"], entity["text"]) for entity in result["entities"]]
 
 
 def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Reader]) -> None:
     """Of two lines, as in the files of CORD."""
     text = "<s_menu><s_nm>river</s_nm><s_price>3</s_price><sep/><s_nm>queue</s_nm><s_price>4</s_price></s_menu>"
-    found = written(load("donut"), "<s_cord-v2>", text)
+    result = written(load("donut"), "<s_cord-v2>", text)
     tree = {"menu": [{"nm": "river", "price": "3"}, {"nm": "queue", "price": "4"}]}
-    assert found["data"] == {"document": tree}
+    assert result["data"] == {"document": tree}
     leaves = [("menu.nm", "river"), ("menu.price", "3"), ("menu.nm", "queue"), ("menu.price", "4")]
-    assert told(found) == leaves
+    assert told(result) == leaves
 
 
 def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Reader]) -> None:
-    found = written(load("donut"), "<s_cord-v2>", "<s_menu><s_nm>river</s_nm>", "length")
-    assert found["data"]["text"].replace(" ", "") == "<s_menu><s_nm>river</s_nm>"
+    result = written(load("donut"), "<s_cord-v2>", "<s_menu><s_nm>river</s_nm>", "length")
+    assert result["data"]["text"].replace(" ", "") == "<s_menu><s_nm>river</s_nm>"
 
 
 def test_an_answer_is_told_without_its_question(load: Callable[[str], Reader]) -> None:
-    found = written(load("donut"), "<s_docvqa>", "river</s_answer>")
-    assert told(found) == [("answer", "river")]
-    assert found["data"]["document"] == {"question": "where", "answer": "river"}
+    result = written(load("donut"), "<s_docvqa>", "river</s_answer>")
+    assert told(result) == [("answer", "river")]
+    assert result["data"]["document"] == {"question": "where", "answer": "river"}
 
 
 def test_a_class_is_an_entity(load: Callable[[str], Reader]) -> None:
-    found = written(load("donut"), "<s_rvlcdip>", "<s_class><invoice/></s_class>")
-    assert told(found) == [("document_class", "invoice")]
+    result = written(load("donut"), "<s_rvlcdip>", "<s_class><invoice/></s_class>")
+    assert told(result) == [("document_class", "invoice")]
 
 
 @pytest.mark.parametrize(
@@ -492,11 +499,11 @@ def test_what_donut_cannot_be_asked_is_refused(
 def test_what_is_written_is_bounded_by_the_positions_of_the_model(load: Callable[[str], Reader]) -> None:
     served = load("donut")
     shown = served.shown(PAGES[0])
-    for asked, most in (
+    for options, most in (
         (asks("<s_cord-v2>", most=None), reader_checkpoints.DONUT_TOKENS - 1),
         (asks("<s_cord-v2>"), MOST),
     ):
-        assert served.kind.prompt(shown, asked).rules.most == most
+        assert served.kind.prompt(shown, options).rules.most == most
     assert served.kind.prompt(shown, asks("<s_rvlcdip>", most=None)).rules.most == 8
     assert served.kind.prompt(shown, asks("<s_cord-v2>", most=100_000)).rules.most < reader_checkpoints.DONUT_TOKENS
 
@@ -513,36 +520,36 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tm
 # Florence-2
 
 
-def florence(served: Reader, task: str, text: str, asked: str = "a phrase") -> dict[str, Any]:
+def florence(served: Reader, task: str, text: str, text_asked: str = "a phrase") -> dict[str, Any]:
     """What becomes of a text that Florence-2 wrote about a page of 300 x 120 pixels."""
-    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, asked))
+    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, text_asked))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
-    found: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, "stop"))
-    return found
+    result: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, "stop"))
+    return result
 
 
 def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Reader]) -> None:
     """A bin is its middle, rounded down; a label keeps its letters; one label may have several places."""
     text = "réd car<loc_100><loc_200><loc_500><loc_999>river<loc_1><loc_2><loc_3><loc_40><loc_5><loc_6><loc_70><loc_80>"
-    found = florence(load("florence2"), "<OD>", text)
-    assert [(one["label"], one["bbox"]) for one in found["objects"]] == [
+    result = florence(load("florence2"), "<OD>", text)
+    assert [(entry["label"], entry["bbox"]) for entry in result["objects"]] == [
         ("réd car", [30, 24, 120, 95]),
         ("river", [0, 0, 1, 4]),
         ("river", [1, 0, 20, 9]),
     ]
-    assert {one["score"] for one in found["objects"]} == {1.0}
+    assert {entry["score"] for entry in result["objects"]} == {1.0}
 
 
 def test_lines_have_the_rectangle_around_their_quadrangle(load: Callable[[str], Reader]) -> None:
-    text = "Zürich 東京" + "".join(f"<loc_{each}>" for each in (10, 20, 900, 30, 890, 600, 12, 590))
+    text = "Zürich 東京" + "".join(f"<loc_{number}>" for number in (10, 20, 900, 30, 890, 600, 12, 590))
     (line,) = florence(load("florence2"), "<OCR_WITH_REGION>", text)["entities"]
     assert (line["text"], line["label"], line["bbox"]) == ("Zürich 東京", "text", [3, 2, 267, 70])
 
 
 def test_a_caption_is_an_entity(load: Callable[[str], Reader]) -> None:
     for task, label in (("<CAPTION>", "caption"), ("<OCR>", "text"), ("<DocVQA>", "answer")):
-        found = florence(load("florence2"), task, "a photo of a river")
-        assert [(one["text"], one["label"], one["bbox"]) for one in found["entities"]] == [
+        result = florence(load("florence2"), task, "a photo of a river")
+        assert [(entity["text"], entity["label"], entity["bbox"]) for entity in result["entities"]] == [
             ("a photo of a river", label, None)
         ]
 
@@ -552,24 +559,24 @@ def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
     served = load("florence2")
     processor = florence_processor(served.folder)
     for task in florence2._TASKS:
-        asked = "<loc_1><loc_20><loc_300><loc_999>" if task.startswith("<REGION_TO") else "a réd river"
+        argument = "<loc_1><loc_20><loc_300><loc_999>" if task.startswith("<REGION_TO") else "a réd river"
         if task in processor.task_prompts_without_inputs:
-            asked = ""
-        found = served.kind.prompt(served.shown(PAGES[1]), asks(task, asked)).encoder_ids
-        ids = processor(text=[task + asked], images=[PAGES[1]], return_tensors="pt").input_ids[0]
-        assert found == ids[ids != processor.image_token_id].tolist(), task
+            argument = ""
+        result = served.kind.prompt(served.shown(PAGES[1]), asks(task, argument)).encoder_ids
+        ids = processor(text=[task + argument], images=[PAGES[1]], return_tensors="pt").input_ids[0]
+        assert result == ids[ids != processor.image_token_id].tolist(), task
 
 
 def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> None:
     """The model may name the place again behind the answer."""
     region = "<loc_100><loc_200><loc_500><loc_999>"
     for task, label in (("CATEGORY", "category"), ("DESCRIPTION", "description"), ("OCR", "text")):
-        (found,) = florence(load("florence2"), f"<REGION_TO_{task}>", f"a réd car{region}", region)["entities"]
-        assert (found["text"], found["label"], found["bbox"]) == ("a réd car", label, [30, 24, 120, 95])
+        (entity,) = florence(load("florence2"), f"<REGION_TO_{task}>", f"a réd car{region}", region)["entities"]
+        assert (entity["text"], entity["label"], entity["bbox"]) == ("a réd car", label, [30, 24, 120, 95])
 
 
 @pytest.mark.parametrize(
-    ("task", "asked", "text"),
+    ("task", "argument", "text"),
     [
         ("<REGION_TO_SEGMENTATION>", "<loc_0><loc_0><loc_999><loc_999>", "{one}"),
         ("<REFERRING_EXPRESSION_SEGMENTATION>", "a car", "{one}<sep>{other}"),
@@ -577,18 +584,20 @@ def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> 
         ("<OPEN_VOCABULARY_DETECTION>", "a car", "car<poly>{one}</poly>river<poly>{other}</poly>"),
     ],
 )
-def test_outlines_are_the_librarys(task: str, asked: str, text: str, load: Callable[[str], Reader]) -> None:
+def test_outlines_are_the_librarys(task: str, argument: str, text: str, load: Callable[[str], Reader]) -> None:
     served = load("florence2")
-    one, other = ("".join(f"<loc_{each}>" for each in bins) for bins in ((9, 9, 50, 9, 50, 80), (0, 7, 999, 7, 4, 999)))
-    written = text.format(one=one, other=other)
-    found = florence(served, task, written, asked)
+    first, second = (
+        "".join(f"<loc_{element}>" for element in bins) for bins in ((9, 9, 50, 9, 50, 80), (0, 7, 999, 7, 4, 999))
+    )
+    written = text.format(one=first, other=second)
+    result = florence(served, task, written, argument)
     expected = florence_processor(served.folder).post_process_generation(text=written, task=task, image_size=(300, 120))
-    assert found["data"]["polygons"] == expected[task]["polygons"]
+    assert result["data"]["polygons"] == expected[task]["polygons"]
     labels = expected[task].get("polygons_labels") or expected[task]["labels"]
-    assert [each["label"] for each in found["objects"]] == [label or "region" for label in labels]
-    for each, outline in zip(found["objects"], found["data"]["polygons"], strict=True):
+    assert [element["label"] for element in result["objects"]] == [label or "region" for label in labels]
+    for entry, outline in zip(result["objects"], result["data"]["polygons"], strict=True):
         across, down = ([number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1))
-        assert each["bbox"] == [min(across), min(down), max(across) - min(across), max(down) - min(down)]
+        assert entry["bbox"] == [min(across), min(down), max(across) - min(across), max(down) - min(down)]
 
 
 @pytest.mark.long
@@ -612,17 +621,17 @@ def test_published_files_that_are_another_model_are_refused(
 ) -> None:
     folder = shutil.copytree(load("florence2 as published").folder, tmp_path / "florence")
     ((name, value),) = change.items()
-    said = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     if name.endswith(".json"):
         (folder / name).unlink()
-    elif name in said["vision_config"]:
-        said["vision_config"] |= change
+    elif name in config["vision_config"]:
+        config["vision_config"] |= change
         if value is None:
-            del said["vision_config"][name]
-        (folder / "config.json").write_text(json.dumps(said))
+            del config["vision_config"][name]
+        (folder / "config.json").write_text(json.dumps(config))
     else:
         weights = load_file(folder / "model.safetensors") | change
-        save_file({key: each for key, each in weights.items() if each is not None}, folder / "model.safetensors")
+        save_file({key: tensor for key, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
     entry = _entry("florence2 as published", folder)
     with pytest.raises(ModelLoadFailed, match=message):
         DocumentReader(folder, entry, entry.load, on_device(torch.float32))
@@ -669,11 +678,11 @@ def test_what_florence_cannot_be_asked_is_refused(
 @pytest.mark.parametrize(("name", "task"), [("glm", "table"), ("paddle", "seal")])
 def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Callable[[str], Reader]) -> None:
     served = load(name)
-    for asked, label in (("", "markdown"), (task, task)):
-        prompt = served.kind.prompt(served.shown(PAGES[0]), asks(asked))
+    for task_sent, label in (("", "markdown"), (task, task)):
+        prompt = served.kind.prompt(served.shown(PAGES[0]), asks(task_sent))
         ids = [*served.kind.tokenizer.encode("# A river", add_special_tokens=False).ids, *prompt.rules.ends]
-        (one,) = served.kind.result(prompt, GeneratedText(ids, "stop"))["entities"]
-        assert (one["text"], one["label"]) == ("# A river", label)
+        (entity,) = served.kind.result(prompt, GeneratedText(ids, "stop"))["entities"]
+        assert (entity["text"], entity["label"]) == ("# A river", label)
 
 
 @pytest.mark.parametrize("name", ["lighton", "glm", "paddle"])

@@ -42,7 +42,9 @@ def test_values_and_entities_at_every_place_of_a_window_are_replaced(tmp_path: P
         slot = redacted_slot(text, entities, RedactionRules((), "tag", b"", "", "code_points"))
         assert value not in slot["text"]
         for entity in entities:
-            covering = [one for one in slot["spans"] if one["start"] <= entity["start"] and entity["end"] <= one["end"]]
+            covering = [
+                span for span in slot["spans"] if span["start"] <= entity["start"] and entity["end"] <= span["end"]
+            ]
             assert len(covering) == 1
         start = text.index(value)
         crossing += any(entity["start"] < start + len(value) and start < entity["end"] for entity in entities)

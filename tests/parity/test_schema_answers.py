@@ -104,8 +104,8 @@ def structures(package: Any, text: str, name: str, schema: dict[str, Any], **val
         )
     records = package.extract(text, builder, threshold=THRESHOLD, include_confidence=True, include_spans=True)[name]
     return [
-        {field: value if isinstance(value, list) else [value] if value else [] for field, value in one.items()}
-        for one in records
+        {field: value if isinstance(value, list) else [value] if value else [] for field, value in record.items()}
+        for record in records
     ]
 
 
@@ -122,11 +122,11 @@ def assert_property(text: str, result: dict[str, Any], path: str, value: Any, th
     """The value and its evidence are those of the package. Return the largest difference of a score."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     rows = evidence(result, path)
-    beyond = [one for one in theirs if one.get("end", 0) > len(text)]
+    beyond = [first for first in theirs if first.get("end", 0) > len(text)]
     if beyond:  # the package's own full stop takes part in its result
         return 0.0
-    assert sorted(values) == sorted(one["text"] for one in theirs)
-    scores = {one["text"] + str(one.get("start")): one["confidence"] for one in theirs}
+    assert sorted(values) == sorted(first["text"] for first in theirs)
+    scores = {first["text"] + str(first.get("start")): first["confidence"] for first in theirs}
     own = {
         (row["text"] if "text" in row else row["label"].rpartition(".")[2]) + str(row.get("start")): row["score"]
         for row in rows
@@ -150,7 +150,7 @@ def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, 
         data = result["data"]
         for name in ("place", "stops"):
             theirs = structures(package, text, name, PLACE)
-            if any(one.get("end", 0) > len(text) for own in theirs for rows in own.values() for one in rows):
+            if any(row.get("end", 0) > len(text) for own in theirs for rows in own.values() for row in rows):
                 continue
             objects = data["stops"] if name == "stops" else [data["place"]] if "place" in data else []
             assert len(objects) == (len(theirs) if name == "stops" else min(len(theirs), 1))
@@ -322,9 +322,9 @@ def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: 
             assert isinstance(alone, dict)
             assert result.get("data") == alone.get("data")
             for name in ("entities", "classifications"):
-                rows, others = result.get(name, []), alone.get(name, [])
-                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in others]
-                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in others], abs=1e-5)
+                rows, rest = result.get(name, []), alone.get(name, [])
+                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in rest]
+                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in rest], abs=1e-5)
 
 
 def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:
@@ -388,7 +388,7 @@ def test_thresholds_of_labels_equal_those_of_the_package(model: Gliner2Model, pa
     assert isinstance(result, dict)
     kinds = {label: {"threshold": value} for label, value in least.items()}
     theirs = package.extract_entities(text, kinds, threshold=THRESHOLD, include_confidence=True, include_spans=True)
-    expected = {(label, one["start"], one["end"]) for label, rows in theirs["entities"].items() for one in rows}
+    expected = {(label, row["start"], row["end"]) for label, rows in theirs["entities"].items() for row in rows}
     own = {(row["label"], row["start"], row["end"]) for row in result["entities"]}
     assert own == expected
     [plain] = model.extract([text], [ExtractOptions(tuple(least), THRESHOLD)])

@@ -223,8 +223,8 @@ def changed(rng: random.Random, folder: Path, options: dict[str, Any]) -> Path:
     elif chance < 0.5:  # the transformer in a folder of its own
         place = folder / "0_Transformer"
         place.mkdir()
-        kept = ("modules.json", "config_sentence_transformers.json")
-        for file in [path for path in folder.iterdir() if path.is_file() and path.name not in kept]:
+        names = ("modules.json", "config_sentence_transformers.json")
+        for file in [path for path in folder.iterdir() if path.is_file() and path.name not in names]:
             file.rename(place / file.name)
         listed = json.loads((folder / "modules.json").read_text())
         listed[0]["path"] = place.name

@@ -45,13 +45,13 @@ class Oracle:
         self._extractor = AutoFeatureExtractor.from_pretrained(folder)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def __call__(self, given: Given) -> Vectors:
+    def __call__(self, source: Given) -> Vectors:
         """Of the length one, [width]."""
         with torch.inference_mode():
-            if isinstance(given, str):
-                ids = self._tokenizer(given, truncation=True, max_length=TOKENS, return_tensors="pt").input_ids
+            if isinstance(source, str):
+                ids = self._tokenizer(source, truncation=True, max_length=TOKENS, return_tensors="pt").input_ids
                 return self._model.get_text_features(input_ids=ids).pooler_output[0].numpy()  # type: ignore[no-any-return]
-            sound, rate = soundfile.read(io.BytesIO(given), dtype="float32")
+            sound, rate = soundfile.read(io.BytesIO(source), dtype="float32")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(np.random, "randint", lambda low, high: (low + high - 1) // 2)
                 patch.setattr(np.random, "choice", lambda own: own[len(own) // 2])
@@ -83,8 +83,8 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 def _mixed() -> list[Given]:
     """Texts and sounds in turns, one of no characters, one far over the limit."""
-    said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "a dog barks"]
-    return [each for pair in zip(said, [*SOUNDS, *SOUNDS[:2]], strict=True) for each in pair]
+    texts_said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "a dog barks"]
+    return [side for pair in zip(texts_said, [*SOUNDS, *SOUNDS[:2]], strict=True) for side in pair]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def _mixed() -> list[Given]:
 def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle], table: ParityTable) -> None:
     """A batch of texts and sounds of many lengths against the model's own classes one by one."""
     pair = load(kind, precision)
-    given = _mixed()
-    found, expected = pair.served.run("encode", given), [pair.oracle(each) for each in given]
-    agreement = Agreement.of(np.stack(found), np.stack(expected))
+    sources = _mixed()
+    vectors, expected = pair.served.run("encode", sources), [pair.oracle(source) for source in sources]
+    agreement = Agreement.of(np.stack(vectors), np.stack(expected))
     table.record(f"sound-encoder {kind}", pair.served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     assert pair.served.path == "packed"
@@ -109,27 +109,27 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle],
 
 def test_sounds_differ_where_they_are_different(load: Load[Oracle]) -> None:
     """The part of a sound that is read reaches its vector; the model is no constant."""
-    found = np.stack(load("clap").served.run("encode", [SOUNDS[1], SOUNDS[3], SOUNDS[6]]))
-    cosines = (found @ found.T)[np.triu_indices(3, 1)]
+    vectors = np.stack(load("clap").served.run("encode", [SOUNDS[1], SOUNDS[3], SOUNDS[6]]))
+    cosines = (vectors @ vectors.T)[np.triu_indices(3, 1)]
     assert cosines.max() < 0.999
 
 
 @pytest.mark.parametrize("kind", ["clap", pytest.param("clap fused", marks=pytest.mark.long)])
 def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracle]) -> None:
     served = load(kind).served
-    given = _mixed()[:8]
-    for each, vector in zip(given, served.run("encode", given), strict=True):
-        (alone,) = served.run("encode", [each])
+    sources = _mixed()[:8]
+    for source, vector in zip(sources, served.run("encode", sources), strict=True):
+        (alone,) = served.run("encode", [source])
         assert np.abs(alone - vector).max() <= 2e-6
 
 
 @pytest.mark.long
 def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
     served = load("clap").served
-    given = _mixed()
-    expected = np.stack(served.run("encode", given))
-    found = at_once(lambda: np.stack(served.run("encode", given)), 3)
-    assert all(np.array_equal(each, expected) for each in found)
+    sources = _mixed()
+    expected = np.stack(served.run("encode", sources))
+    results = at_once(lambda: np.stack(served.run("encode", sources)), 3)
+    assert all(np.array_equal(vectors_of_run, expected) for vectors_of_run in results)
 
 
 def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None:

@@ -101,25 +101,25 @@ class Oracle:
 
     def features(self, sound: Samples) -> torch.Tensor:
         whole = {"truncation": False, "padding": "longest"} if len(sound) > SECONDS * RATE else {}
-        found = self._extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole).input_features
-        return found.to(self.model.dtype)
+        result = self._extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole).input_features
+        return result.to(self.model.dtype)
 
     def segments(self, sound: Samples, options: ExtractOptions) -> list[Spoken]:
-        asked = {name: value for name, value in options.parameters.items() if name in ("language", "task")}
+        parameters = {name: value for name, value in options.parameters.items() if name in ("language", "task")}
         if options.instruction:
-            asked["prompt_ids"] = self.tokenizer.get_prompt_ids(options.instruction, return_tensors="pt")
-        found = self.model.generate(
+            parameters["prompt_ids"] = self.tokenizer.get_prompt_ids(options.instruction, return_tensors="pt")
+        generated = self.model.generate(
             self.features(sound),
             return_timestamps=True,
             return_segments=True,
             max_new_tokens=options.parameters["max_new_tokens"],
             num_beams=1,
             do_sample=False,
-            **asked,
+            **parameters,
         )["segments"][0]
         return [
-            Spoken(round(float(each["start"]), 2), round(float(each["end"]), 2), tuple(each["tokens"].tolist()))
-            for each in found
+            Spoken(round(float(entry["start"]), 2), round(float(entry["end"]), 2), tuple(entry["tokens"].tolist()))
+            for entry in generated
         ]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -143,8 +143,8 @@ class Writing:
         """The first window of each sound, with what is asked of it."""
         recipe = self.served.weights.rows["extract"].sounds
         return [
-            (weights or self.served.weights).prompt(sounds.features(sound, recipe), asked)
-            for sound, asked in kind.given()
+            (weights or self.served.weights).prompt(sounds.features(sound, recipe), options)
+            for sound, options in kind.given()
         ]
 
     def references(self, kind: Kind, prompts: Sequence[Any], written: Sequence[Sequence[Spoken]]) -> list[Reference]:
@@ -168,7 +168,7 @@ class Reference(NamedTuple):
 
 
 def ids_of(row: Sequence[Spoken]) -> list[int]:
-    return [number for each in row for number in each.ids]
+    return [number for segment in row for number in segment.ids]
 
 
 def firsts(weights: Any, prompts: Sequence[Any]) -> list[Samples]:
@@ -179,7 +179,10 @@ def firsts(weights: Any, prompts: Sequence[Any]) -> list[Samples]:
 
 def told(prompts: Sequence[Any]) -> list[list[Spoken]]:
     return [
-        [Spoken(round(each.start_s, 2), round(each.end_s, 2), tuple(each.ids)) for each in prompt.sound.segments]
+        [
+            Spoken(round(segment.start_s, 2), round(segment.end_s, 2), tuple(segment.ids))
+            for segment in prompt.sound.segments
+        ]
         for prompt in prompts
     ]
 
@@ -208,7 +211,7 @@ def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken
     def written(name: str) -> list[list[Spoken]]:
         oracle = load(name).oracle
         with torch.inference_mode():
-            return [oracle.segments(*given) for given in KINDS[name].given()]
+            return [oracle.segments(*options) for options in KINDS[name].given()]
 
     return written
 
@@ -225,15 +228,15 @@ def test_segments_equal_generate(
     """
     writing, kind = load(name), KINDS[name]
     prompts = writing.prompts(kind)
-    found = writing.read(prompts)
+    texts_written = writing.read(prompts)
     first = firsts(writing.served.weights, prompts)
     with torch.inference_mode():
         references = writing.references(kind, prompts, expected(name))
-    texts = Texts.of([ids_of(row) for row in found], first, references)
+    texts = Texts.of([ids_of(row) for row in texts_written], first, references)
     table.record("sound-reader whisper", "padded", "float32", texts)
-    assert found == expected(name)
+    assert texts_written == expected(name)
     assert texts.first.difference <= 1e-5
-    assert len({each.ids for row in expected(name) for each in row}) > KINDS[name].sounds
+    assert len({segment.ids for row in expected(name) for segment in row}) > KINDS[name].sounds
     assert max(len(row) for row in expected(name)) > 1
 
 
@@ -260,8 +263,8 @@ def test_two_callers_at_once_get_the_same(
     load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
 ) -> None:
     writing, kind = load("published"), KINDS["published"]
-    found = at_once(lambda: writing.read(writing.prompts(kind)), 1)
-    assert found == [expected("published")] * 2
+    results = at_once(lambda: writing.read(writing.prompts(kind)), 1)
+    assert results == [expected("published")] * 2
 
 
 @pytest.mark.long
@@ -280,15 +283,15 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     first = firsts(half, prompts)
     with torch.inference_mode():
         references = writing.references(kind, prompts, expected("published"))
-        given = list(zip(kind.given(), prompts, strict=True))
-        written = [stock.segments(*each) for each, _ in given]
-        scores = [stock.scores(sound, prompt.sound.ids) for (sound, _), prompt in given]
+        pairs = list(zip(kind.given(), prompts, strict=True))
+        written = [stock.segments(*options) for options, _ in pairs]
+        scores = [stock.scores(sound, prompt.sound.ids) for (sound, _), prompt in pairs]
     writing.served.engine.readings.read(half, prompts)
-    found = Texts.of([ids_of(row) for row in told(prompts)], first, references)
+    texts_compared = Texts.of([ids_of(row) for row in told(prompts)], first, references)
     librarys = Texts.of([ids_of(row) for row in written], scores, references)
-    table.record("sound-reader whisper", "padded", SIXTEEN, found)
+    table.record("sound-reader whisper", "padded", SIXTEEN, texts_compared)
     table.record("sound-reader whisper", "stock", SIXTEEN, librarys)
-    assert found.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
+    assert texts_compared.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def test_a_batch_gives_entities_with_their_seconds(
@@ -299,23 +302,23 @@ def test_a_batch_gives_entities_with_their_seconds(
     """
     writing = load("few")
     files = [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS[:FEW]]
-    said, *answers = writing.served.run("extract", ["a text", *files], **KINDS["few"].asked[0].parameters)
-    assert (said.reason, said.param) == ("unsupported_modality", "audio")
+    error, *answers = writing.served.run("extract", ["a text", *files], **KINDS["few"].asked[0].parameters)
+    assert (error.reason, error.param) == ("unsupported_modality", "audio")
     for segments, answer in zip(expected("few"), answers, strict=True):
-        texts = [writing.oracle.text(each.ids) for each in segments]
-        assert [(each["text"], each["seconds"]) for each in answer["entities"]] == [
-            (text, [each.start_s, each.end_s]) for text, each in zip(texts, segments, strict=True) if text
+        texts = [writing.oracle.text(segment.ids) for segment in segments]
+        assert [(entity["text"], entity["seconds"]) for entity in answer["entities"]] == [
+            (text, [segment.start_s, segment.end_s]) for text, segment in zip(texts, segments, strict=True) if text
         ]
-        assert {each["label"] for each in answer["entities"]} == {"transcript"}
-        assert answer["data"]["text"] == writing.oracle.text([each for spoken in segments for each in spoken.ids])
+        assert {token["label"] for token in answer["entities"]} == {"transcript"}
+        assert answer["data"]["text"] == writing.oracle.text([token for spoken in segments for token in spoken.ids])
         assert answer["data"]["language"] in ("en", "de", "fr")
-        assert answer["data"]["completion_tokens"] >= sum(len(each.ids) for each in segments)
+        assert answer["data"]["completion_tokens"] >= sum(len(segment.ids) for segment in segments)
         assert answer["data"]["finish_reason"] in ("stop", "length")
 
 
 def test_a_long_sound_costs_all_of_it(load: Callable[[str], Writing]) -> None:
-    made = load("few").served.rows("extract", [encoded(SOUNDS[number], rate=RATE) for number in (0, 1)])
-    assert [row.cost for row in made.rows] == [100, 130]
+    batch = load("few").served.rows("extract", [encoded(SOUNDS[number], rate=RATE) for number in (0, 1)])
+    assert [row.cost for row in batch.rows] == [100, 130]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +346,8 @@ def test_what_cannot_be_asked_is_refused(
     [
         ("generation_config.json", {"no_timestamps_token_id": None}, "no no_timestamps_token_id"),
         *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (
+            pytest.param(*change, marks=pytest.mark.long)
+            for change in (
                 ("generation_config.json", {"condition_on_prev_tokens": True}, "sets condition_on_prev_tokens"),
                 ("preprocessor_config.json", {"dither": 0.1}, "dither is 0.1, supported is 0"),
                 ("preprocessor_config.json", {"chunk_length": 30}, "3000 frames of 20 bins, the model reads 200 of 20"),

@@ -60,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def engine() -> Iterator[HeadsEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = HeadsEngine()
-    yield found
-    found.stop()
+    result = HeadsEngine()
+    yield result
+    result.stop()
     torch.set_num_threads(threads)
 
 
@@ -74,23 +74,23 @@ def load(
     engine: HeadsEngine, folder: Path, precision: str = "float32", tokenizer: Path | None = None, **head: Any
 ) -> HeadsModel:
     size = vocabulary(tokenizer or folder)
-    found = engine.load(folder, {"sparse": size}, max_tokens=MAX_TOKENS, precision=precision, head=head)
-    if found.encoder.precision != precision:
+    model = engine.load(folder, {"sparse": size}, max_tokens=MAX_TOKENS, precision=precision, head=head)
+    if model.encoder.precision != precision:
         pytest.skip(f"this CPU does not compute in {precision}")
-    return found
+    return model
 
 
 def full(rows: Sequence[dict[str, Array]], size: int) -> Vectors:
     """[texts, vocabulary] from (ids, weights), which are checked to be ascending, distinct and positive."""
-    found = np.zeros((len(rows), size), np.float32)
-    for vector, row in zip(found, rows, strict=True):
+    dense_rows = np.zeros((len(rows), size), np.float32)
+    for vector, row in zip(dense_rows, rows, strict=True):
         ids, weights = row["sparse.indices"], row["sparse.values"]
         assert ids.dtype == np.int32
         assert weights.dtype == np.float32
         assert (np.diff(ids) > 0).all()
         assert (weights > 0).all()
         vector[ids] = weights
-    return found
+    return dense_rows
 
 
 def oracle(folder: Path, texts: Sequence[str], *, task: str = "document", precision: str = "float32") -> Vectors:
@@ -139,8 +139,8 @@ def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(
 def test_two_threads_at_once_give_what_one_gives(folder: Folder, engine: HeadsEngine) -> None:
     model, texts = load(engine, folder("bert")), checkpoints.texts()
     batches = [texts[start : start + 8] for start in range(0, 64, 8)]
-    for found, batch in zip(model.encode_at_once(batches, "sparse"), batches, strict=True):
-        for row, expected in zip(found, model.encode(batch, "sparse"), strict=True):
+    for outputs, batch in zip(model.encode_at_once(batches, "sparse"), batches, strict=True):
+        for row, expected in zip(outputs, model.encode(batch, "sparse"), strict=True):
             np.testing.assert_array_equal(row["sparse.indices"], expected["sparse.indices"])
             np.testing.assert_array_equal(row["sparse.values"], expected["sparse.values"])
 
@@ -178,8 +178,8 @@ def test_a_vector_does_not_depend_on_its_mates(folder: Folder, engine: HeadsEngi
     together = full(model.encode(texts, "sparse"), size)
     alone = np.concatenate([full(model.encode([text], "sparse"), size) for text in texts])
     backwards = full(model.encode(texts[::-1], "sparse"), size)[::-1]
-    for other in (alone, backwards):
-        assert np.abs(other - together).max() <= 2e-6 * np.linalg.norm(together, axis=1).min()
+    for batch in (alone, backwards):
+        assert np.abs(batch - together).max() <= 2e-6 * np.linalg.norm(together, axis=1).min()
 
 
 @pytest.mark.parametrize("routes", ["folders", "beside"])
@@ -212,11 +212,13 @@ def test_queries_are_looked_up_in_idf_json(folder: Folder, engine: HeadsEngine, 
     rows = load(engine, place, query_encoder="idf").encode(texts, "sparse", is_query=True)
     for text, row in zip(texts, rows, strict=True):
         ids = set(tokenizer(text, add_special_tokens=False, truncation=True)["input_ids"])
-        known = {
+        weights_by_id = {
             number: weights[token] for number in ids if (token := tokenizer.convert_ids_to_tokens(number)) in weights
         }
-        assert row["sparse.indices"].tolist() == sorted(known)
-        np.testing.assert_allclose(row["sparse.values"], [known[number] for number in sorted(known)], rtol=1e-6)
+        assert row["sparse.indices"].tolist() == sorted(weights_by_id)
+        np.testing.assert_allclose(
+            row["sparse.values"], [weights_by_id[number] for number in sorted(weights_by_id)], rtol=1e-6
+        )
     model = load(engine, place)
     assert_equal(model, full(model.encode(texts, "sparse", is_query=True), len(tokenizer)), oracle(place, texts))
 
@@ -250,11 +252,11 @@ class Largest(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return found
+        return result
 
 
 # in bfloat16 by the loops that stand in for the instructions one pass takes minutes, and no model is served so
@@ -289,8 +291,8 @@ def test_the_masked_head_holds_no_large_tensor(size: int, longest: int, dtype: t
         TransformersHead(model, in_float32=False), size, torch.device("cpu"), twice=False, dropped=frozenset({0})
     )
     with torch.inference_mode(), Largest() as largest:
-        found = head.reduce(states, np.arange(count))
-    assert [len(ids) for ids, _ in found.rows] == [size - 1] * count
+        reduced = head.reduce(states, np.arange(count))
+    assert [len(ids) for ids, _ in reduced.rows] == [size - 1] * count
     assert LIMIT_BYTES / 4 < largest.nbytes <= LIMIT_BYTES
 
 
@@ -301,8 +303,8 @@ def test_the_token_head_holds_no_large_tensor() -> None:
     assert states.hidden.nbytes * 2 > LIMIT_BYTES  # in float32, all at once, it would be too large
     head = TokenWeightHead(torch.nn.Linear(1024, 1), 250002, frozenset({0, 1, 2, 3}))
     with torch.inference_mode(), Largest() as largest:
-        found = head.reduce(states, np.arange(512))
-    assert len(found.rows) == 512
+        reduced = head.reduce(states, np.arange(512))
+    assert len(reduced.rows) == 512
     assert LIMIT_BYTES / 4 < largest.nbytes <= LIMIT_BYTES
 
 
@@ -316,9 +318,9 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
     masked = MaskedLanguageHead(transformer, 50, torch.device("cpu"), twice=False, dropped=frozenset())
     head = masked if kind == "masked" else TokenWeightHead(torch.nn.Linear(16, 1), 50, frozenset())
     with torch.inference_mode():
-        found = head.reduce(States(hidden, packed, np.zeros(4, bool)), np.array([0, 2, 3]))
-    assert found.usable.tolist() == [True, False, True]
-    assert len(found.rows) == 3
+        reduced = head.reduce(States(hidden, packed, np.zeros(4, bool)), np.array([0, 2, 3]))
+    assert reduced.usable.tolist() == [True, False, True]
+    assert len(reduced.rows) == 3
 
 
 @pytest.mark.parametrize("max_entries", [0, 3])
@@ -335,9 +337,9 @@ def test_the_parts_of_a_sequence_join_to_its_row(sums: bool, max_entries: int) -
         sums=sums,
     )
     hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
-    one, two = (Items(np.array(lengths), np.zeros(12, np.int32)) for lengths in ([12], [5, 7]))
+    single, two = (Items(np.array(lengths), np.zeros(12, np.int32)) for lengths in ([12], [5, 7]))
     with torch.inference_mode():
-        whole = head.reduce(States(hidden, pack(one, np.arange(1), Positions()), np.zeros(1, bool)), np.arange(1))
+        whole = head.reduce(States(hidden, pack(single, np.arange(1), Positions()), np.zeros(1, bool)), np.arange(1))
         packed = pack(two, np.arange(2), Positions())
         parts = head.parts(States(hidden, packed, np.zeros(2, bool)), np.arange(2))
         joined = [head.join([own], [np.array([5, 7])[: len(own)]], "")[0] for own in (parts.rows, parts.rows[:1])]
@@ -346,7 +348,7 @@ def test_the_parts_of_a_sequence_join_to_its_row(sums: bool, max_entries: int) -
         )
         expected = [whole.rows[0], head.reduce(first, np.arange(1)).rows[0]]
     assert packed.order.tolist() == [0, 1]
-    for (ids, weights), (wanted, values) in zip(joined, expected, strict=True):
-        assert ids.tolist() == wanted.tolist()
+    for (ids, weights), (ids_expected, values) in zip(joined, expected, strict=True):
+        assert ids.tolist() == ids_expected.tolist()
         assert len(ids) == max_entries or not max_entries
         torch.testing.assert_close(weights, values)

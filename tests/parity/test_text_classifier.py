@@ -50,15 +50,15 @@ def oracle(folder: Path) -> Callable[..., list[list[dict[str, Any]]]]:
     )
 
 
-def shares(found: dict[str, Any]) -> dict[str, float]:
-    return {each["label"]: each["score"] for each in found["classifications"]}
+def shares(result: dict[str, Any]) -> dict[str, float]:
+    return {classification["label"]: classification["score"] for classification in result["classifications"]}
 
 
-def check(found: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
+def check(results: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
     """Every class, with its score. Returns the largest difference."""
     worst = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
-        exact = {each["label"]: each["score"] for each in theirs}
+    for ours, theirs in zip(results, expected, strict=True):
+        exact = {entry["label"]: entry["score"] for entry in theirs}
         assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE, rel=MAX_DIFFERENCE)
         scores = list(shares(ours).values())
         assert scores == sorted(scores, reverse=True)
@@ -88,12 +88,12 @@ def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngin
     # transformers takes an empty one for none
     rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]
     pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
-    found = scoring.found([*pairs, *lefts])
+    results = scoring.found([*pairs, *lefts])
     check(
-        found[: len(pairs)],
+        results[: len(pairs)],
         reference([{"text": left, "text_pair": right} for left, right in zip(lefts, rights, strict=True)]),
     )
-    check(found[len(pairs) :], reference(lefts))
+    check(results[len(pairs) :], reference(lefts))
 
 
 @pytest.mark.parametrize(
@@ -123,22 +123,22 @@ def test_the_activation_is_the_one_that_the_model_names(
 
 def test_a_text_has_the_same_scores_in_any_company(bert: Scoring) -> None:
     texts = ragged_documents(12, longest=100)
-    for text, found in zip(texts, bert.found(texts), strict=True):
+    for text, result in zip(texts, bert.found(texts), strict=True):
         (alone,) = bert.found([text])
-        assert shares(found) == pytest.approx(shares(alone), abs=2e-6)
+        assert shares(result) == pytest.approx(shares(alone), abs=2e-6)
 
 
 def test_a_request_chooses_classes_and_how_many_without_its_mates(bert: Scoring) -> None:
     texts = ragged_documents(5)
     everything = bert.found(texts)
-    least = float(np.median([share for found in everything for share in shares(found).values()]))
-    asked = [
+    least = float(np.median([share for result in everything for share in shares(result).values()]))
+    jobs = [
         Asked(texts, None, {"labels": ["joy", "calm"]}),
         Asked(texts, None, {"threshold": least}),
         Asked(texts[:1], None, {}),
         Asked(texts[:2], None, {"labels": ["joy", "sorrow"]}),
     ]
-    chosen, above, plain, unknown = bert.run(asked)
+    chosen, above, plain, unknown = bert.run(jobs)
     for all_classes, few, best in zip(everything, chosen, above, strict=True):
         assert isinstance(few, Ok)
         assert isinstance(best, Ok)

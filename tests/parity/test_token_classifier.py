@@ -86,26 +86,28 @@ def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
     return [
         [
             {
-                "text": text[found["start"] : found["end"]],
-                "label": found["entity_group"],
-                "score": float(found["score"]),
-                "start": found["start"],
-                "end": found["end"],
+                "text": text[entity["start"] : entity["end"]],
+                "label": entity["entity_group"],
+                "score": float(entity["score"]),
+                "start": entity["start"],
+                "end": entity["end"],
             }
-            for found in reference(text)
+            for entity in reference(text)
         ]
         for text in texts
     ]
 
 
-def assert_equal(found: list[Entities], expected: list[Entities]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [{**each, "score": 0} for each in ours] == [{**each, "score": 0} for each in theirs]
-        assert [each["score"] for each in ours] == pytest.approx([each["score"] for each in theirs], abs=MAX_DIFFERENCE)
+def assert_equal(results: list[Entities], expected: list[Entities]) -> None:
+    for ours, theirs in zip(results, expected, strict=True):
+        assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
+        assert [entity["score"] for entity in ours] == pytest.approx(
+            [entity["score"] for entity in theirs], abs=MAX_DIFFERENCE
+        )
 
 
 def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Entities]:
-    return [found["entities"] for found in scoring.found(texts, **parameters)]
+    return [entities_of_text["entities"] for entities_of_text in scoring.found(texts, **parameters)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_entities_equal_the_pipeline(
     texts = [*ODD, *ragged_documents(24, longest=120)]
     expected = expected_entities(folder, texts)
     assert sum(map(len, expected)) > 50
-    assert {each["label"] for found in expected for each in found} == {
+    assert {entity["label"] for result in expected for entity in result} == {
         label.rpartition("-")[2] for label in LABELS[labels][1:]
     }
     got = entities(scoring, texts)
@@ -149,22 +151,22 @@ def test_a_text_past_the_limit_is_cut_as_the_pipeline_cuts_it(engine: ScoringEng
 def test_entities_are_the_same_in_any_company(engine: ScoringEngine, folders: Folders) -> None:
     scoring = engine.load(folders("xlm-roberta"), FAMILY)
     texts = [*ODD, *ragged_documents(8)]
-    asked = [Asked(texts[:3]), Asked(texts[3:9], None, {"threshold": 0.5}), Asked(texts[9:])]
-    for each, outcomes in zip(asked, scoring.run(asked), strict=True):
-        for text, outcome in zip(each.texts, outcomes, strict=True):
+    jobs = [Asked(texts[:3]), Asked(texts[3:9], None, {"threshold": 0.5}), Asked(texts[9:])]
+    for job, outcomes in zip(jobs, scoring.run(jobs), strict=True):
+        for text, outcome in zip(job.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
-            assert_equal([outcome.data["entities"]], entities(scoring, [text], **each.parameters))
+            assert_equal([outcome.data["entities"]], entities(scoring, [text], **job.parameters))
 
 
 def test_a_threshold_drops_what_is_below_it(engine: ScoringEngine, folders: Folders) -> None:
     scoring = engine.load(folders("bert"), FAMILY)
     texts = ragged_documents(10)
     everything = entities(scoring, texts)
-    least = sorted(each["score"] for found in everything for each in found)[20]
-    found = entities(scoring, texts, threshold=least)
-    assert_equal(found, [[each for each in all_of if each["score"] >= least] for all_of in everything])
-    assert sum(map(len, found)) < sum(map(len, everything))
+    least = sorted(result["score"] for entities_of_text in everything for result in entities_of_text)[20]
+    results = entities(scoring, texts, threshold=least)
+    assert_equal(results, [[entity for entity in all_of if entity["score"] >= least] for all_of in everything])
+    assert sum(map(len, results)) < sum(map(len, everything))
 
 
 def test_shuffled_names_stay_with_their_numbers(engine: ScoringEngine, folders: Folders) -> None:
@@ -181,9 +183,9 @@ def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: F
     texts = ragged_documents(12)
     as_bio = copied(folders("bert", five), tmp_path / "bio")
     edit_json(as_bio / "config.json", id2label=dict(enumerate(plain)), label2id={})
-    found = entities(engine.load(folders("bert", five), FAMILY), texts)
-    assert_equal(found, expected_entities(as_bio, texts))
-    assert {each["label"] for all_of in found for each in all_of} == {"PER"}
+    results = entities(engine.load(folders("bert", five), FAMILY), texts)
+    assert_equal(results, expected_entities(as_bio, texts))
+    assert {entity["label"] for all_of in results for entity in all_of} == {"PER"}
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "electra"])

@@ -46,8 +46,8 @@ def extracting(**options: Any) -> Ask:
     """With the word as the question, unless the options name another place for it."""
 
     def ask(served: Served, word: str) -> Any:
-        given = {name: each(word) if callable(each) else each for name, each in options.items()}
-        return served.run("extract", [PAGE], **given)
+        fields = {name: option(word) if callable(option) else option for name, option in options.items()}
+        return served.run("extract", [PAGE], **fields)
 
     return ask
 
@@ -160,11 +160,11 @@ def load(engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @cache
     def loaded(name: str) -> Served:
         kind = KINDS[name]
-        given = {
+        document = {
             "id": f"towers/{name.replace(' ', '-').replace(',', '')}",
             "weights": {"path": str(folder(kind.build))},
         }
-        entry = parse_entry({**given, **kind.entry, "load": {"precision": "float32", **kind.entry.get("load", {})}})
+        entry = parse_entry({**document, **kind.entry, "load": {"precision": "float32", **kind.entry.get("load", {})}})
         weights = engine.residency.ensure(entry.id, entry).weights
         return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
 
@@ -180,9 +180,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Served], list[int]]
         holder, method = KINDS[name].tower(served.weights)
         original = getattr(holder, method)
 
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             passes.append(1)
-            return original(*given, **named)
+            return original(*arguments, **named)
 
         monkeypatch.setattr(holder, method, run)
         return passes
@@ -190,13 +190,13 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Served], list[int]]
     return counted
 
 
-def equal(found: Any, expected: Any) -> bool:
+def equal(vector: Any, expected: Any) -> bool:
     """Bit for bit."""
     if isinstance(expected, np.ndarray):
-        return bool(found.tobytes() == expected.tobytes())
+        return bool(vector.tobytes() == expected.tobytes())
     if isinstance(expected, Sequence) and not isinstance(expected, str):
-        return len(found) == len(expected) and all(map(equal, found, expected))
-    return bool(found == expected)
+        return len(vector) == len(expected) and all(map(equal, vector, expected))
+    return bool(vector == expected)
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["qwen3-vl reranker"]))
@@ -210,11 +210,11 @@ def test_ten_questions_to_one_page_run_its_tower_once(
     passes.clear()
     served.engine.outputs.clear()
     served.engine.outputs._paused_until_s = 0.0
-    known = replace(served, asker="somebody")
-    found = [ask(known, word) for word in WORDS]
+    client_model = replace(served, asker="somebody")
+    vectors = [ask(client_model, word) for word in WORDS]
     assert len(passes) == 1
-    assert equal(found, nobodys)
-    assert any(not equal(found[0], each) for each in found[1:]), "the questions are told apart"
+    assert equal(vectors, nobodys)
+    assert any(not equal(vectors[0], vector) for vector in vectors[1:]), "the questions are told apart"
     ask(replace(served, asker="somebody else"), WORDS[0])
     assert len(passes) == 2, "X16"
 
@@ -225,9 +225,9 @@ def test_a_page_that_comes_ten_times_in_a_batch_is_read_once(
 ) -> None:
     served = replace(load("qwen3-vl reranker"), asker="a batch")
     passes = count("qwen3-vl reranker", served)
-    found = served.run("score", [PAGE, OTHER] * 5, "river")
+    scores = served.run("score", [PAGE, OTHER] * 5, "river")
     assert len(passes) == 2
-    assert np.abs(np.array(found) - np.array(found[:2] * 5)).max() <= 2e-6
+    assert np.abs(np.array(scores) - np.array(scores[:2] * 5)).max() <= 2e-6
 
 
 @pytest.mark.long
@@ -237,8 +237,11 @@ def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[
     served = load(name)
     recipe = next(iter(served.weights.rows.values())).images
     pages = [
-        Shown(np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3), *made.upright)
-        for made in (prepared(png(each), recipe) for each in (PAGE, OTHER, PAGE))
+        Shown(
+            np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3),
+            *prepared_image.upright,
+        )
+        for prepared_image in (prepared(png(picture), recipe) for picture in (PAGE, OTHER, PAGE))
     ]
     tower, _ = KINDS[name].tower(served.weights)
     with torch.inference_mode():
@@ -248,7 +251,7 @@ def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[
         assert torch.equal(together, torch.cat(alone))
     else:
         assert all(
-            torch.equal(each, torch.cat(own)) for each, own in zip(together, zip(*alone, strict=True), strict=True)
+            torch.equal(vector, torch.cat(own)) for vector, own in zip(together, zip(*alone, strict=True), strict=True)
         )
 
 
@@ -264,9 +267,9 @@ def run_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     with monkeypatch.context() as patched:
         patched.setattr(backbone, "forward", failing)
-        (found,) = served.run("encode", [PAGE])
+        (vector,) = served.run("encode", [PAGE])
     assert not failures
-    return found
+    return vector
 
 
 @pytest.mark.long

@@ -93,11 +93,11 @@ def test_token_vectors_equal_the_oracle(
 
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
     """MaxSim between a question and pages."""
-    found = load().run("score", PAGES, TEXTS[0])
+    scores = load().run("score", PAGES, TEXTS[0])
     expected = oracle.processor.score_retrieval(
         [torch.from_numpy(oracle(TEXTS[0]))], [torch.from_numpy(oracle(page)) for page in PAGES]
     )[0]
-    assert np.abs(np.array(found) - expected.numpy()).max() <= 1e-4
+    assert np.abs(np.array(scores) - expected.numpy()).max() <= 1e-4
 
 
 def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
@@ -120,10 +120,10 @@ def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Se
     served = load()
     layout = served.weights.rows["encode"]
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
-    _, asked = run_options(resolved, {}, "encode")
-    work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, asked.run)
-    (made,) = layouts.make(served.tokenizer, layout, [work])
-    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+    _, options_read = run_options(resolved, {}, "encode")
+    work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, options_read.run)
+    (batch,) = layouts.make(served.tokenizer, layout, [work])
+    assert {index: error.reason for index, error in batch.unfit.items()} == {0: "reserved_token"}
 
 
 def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle: Oracle) -> None:
@@ -132,13 +132,13 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     layout = served.weights.rows["encode"]
     assert layout.images is not None
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
-    _, asked = run_options(resolved, {}, "encode")
+    _, options_read = run_options(resolved, {}, "encode")
     inputs = [Input(images=(png(PAGES[0]),))]
-    work = WorkItemInput(inputs, None, asked.run, seen(inputs, layout))
-    (made,) = layouts.make(served.tokenizer, layout, [work])
+    work = WorkItemInput(inputs, None, options_read.run, seen(inputs, layout))
+    (batch,) = layouts.make(served.tokenizer, layout, [work])
     expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
-    assert made.rows[0].ids.tolist() == expected
-    assert made.rows[0].cost == len(expected) + (PAGE // PATCH) ** 2 // 4
+    assert batch.rows[0].ids.tolist() == expected
+    assert batch.rows[0].cost == len(expected) + (PAGE // PATCH) ** 2 // 4
 
 
 @pytest.mark.parametrize(

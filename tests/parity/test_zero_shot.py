@@ -57,8 +57,8 @@ def oracle(folder: Path) -> Any:
     return pipeline("zero-shot-classification", model=str(folder), device="cpu")
 
 
-def shares(found: dict[str, Any]) -> dict[str, float]:
-    return {each["label"]: each["score"] for each in found["classifications"]}
+def shares(result: dict[str, Any]) -> dict[str, float]:
+    return {classification["label"]: classification["score"] for classification in result["classifications"]}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_every_label_has_the_share_of_the_pipeline(
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     texts = [text for text in ragged_documents(10, longest=80) if text]  # the pipeline refuses an empty one
     for labels, multi_label in ((LABELS, False), (LABELS, True), (LABELS[:1], False), (LABELS[:1], True)):
-        found = scoring.found(texts, labels=labels, multi_label=multi_label)
+        results = scoring.found(texts, labels=labels, multi_label=multi_label)
         expected = reference(texts, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(results, expected, strict=True):
             exact = dict(zip(theirs["labels"], theirs["scores"], strict=True))
             assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE)
             difference = max(abs(share - exact[label]) for label, share in shares(ours).items())
@@ -91,9 +91,9 @@ def test_one_label_is_not_the_sigmoid_of_its_logit(engine: ScoringEngine, folder
     inputs = AutoTokenizer.from_pretrained(folder)("river bank", TEMPLATE.format("music"), return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0]
-    (found,) = engine.load(folder, FAMILY).found(["river bank"], labels=["music"])
-    assert shares(found)["music"] == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=MAX_DIFFERENCE)
-    assert abs(shares(found)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
+    (result,) = engine.load(folder, FAMILY).found(["river bank"], labels=["music"])
+    assert shares(result)["music"] == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=MAX_DIFFERENCE)
+    assert abs(shares(result)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_labels_are_found_by_name_wherever_they_stand(
     save_file(tensors, reference / "model.safetensors", {"format": "pt"})
     texts = ["search engine", "a river in winter"]
     for multi_label in (False, True):
-        found = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
+        results = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
         expected = oracle(reference)(
             texts, candidate_labels=LABELS, hypothesis_template=TEMPLATE, multi_label=multi_label
         )
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(results, expected, strict=True):
             assert shares(ours) == pytest.approx(
                 dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE
             )
@@ -148,11 +148,11 @@ def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
 def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> None:
     labels = ["a {label} of braces", "{}", "東京", "music", "music "]
     template = "About {}, in winter?"
-    (found,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
+    (result,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
     expected = oracle(folders("bert", NAMES["reversed"]))(
         "search engine", candidate_labels=labels, hypothesis_template=template
     )
-    assert shares(found) == pytest.approx(
+    assert shares(result) == pytest.approx(
         dict(zip(expected["labels"], expected["scores"], strict=True)), abs=MAX_DIFFERENCE
     )
     with pytest.raises(InvalidInput, match="hypothesis_template"):
@@ -160,26 +160,26 @@ def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> 
 
 
 def test_requests_with_their_own_labels_share_a_batch(bert: Scoring) -> None:
-    asked = [
+    jobs = [
         Asked(["search engine", "", "a river"], None, {"labels": LABELS}),
         Asked(["music"], None, {"labels": ["physics"], "multi_label": True}),
         Asked(ragged_documents(6), None, {"labels": LABELS[::-1], "hypothesis_template": "{}"}),
     ]
-    for each, outcomes in zip(asked, bert.run(asked), strict=True):
-        for text, outcome in zip(each.texts, outcomes, strict=True):
+    for job, outcomes in zip(jobs, bert.run(jobs), strict=True):
+        for text, outcome in zip(job.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
-            (alone,) = bert.found([text], **each.parameters)
+            (alone,) = bert.found([text], **job.parameters)
             assert shares(outcome.data) == pytest.approx(shares(alone), abs=2e-6)
-            assert set(shares(alone)) == set(each.parameters["labels"])
+            assert set(shares(alone)) == set(job.parameters["labels"])
 
 
 def test_a_threshold_drops_what_is_below_it(bert: Scoring) -> None:
     (everything,) = bert.found(["search engine"], labels=LABELS)
     least = sorted(shares(everything).values())[1]
-    (found,) = bert.found(["search engine"], labels=LABELS, threshold=least)
-    assert shares(found) == {label: score for label, score in shares(everything).items() if score >= least}
-    assert len(shares(found)) == 3
+    (result,) = bert.found(["search engine"], labels=LABELS, threshold=least)
+    assert shares(result) == {label: score for label, score in shares(everything).items() if score >= least}
+    assert len(shares(result)) == 3
 
 
 def test_the_text_is_cut_and_the_hypothesis_is_not(bert: Scoring, folders: Folders) -> None:
@@ -192,16 +192,16 @@ def test_the_text_is_cut_and_the_hypothesis_is_not(bert: Scoring, folders: Folde
         assert row.types is not None
         assert row.types.tolist() == expected["token_type_ids"]
         assert row.truncated == (text == long)
-    found = bert.found([long], labels=LABELS)[0]
+    result = bert.found([long], labels=LABELS)[0]
     expected = oracle(folders("bert", NAMES["reversed"]))(long, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
-    np.testing.assert_allclose(list(shares(found).values()), expected["scores"], rtol=0, atol=MAX_DIFFERENCE)
+    np.testing.assert_allclose(list(shares(result).values()), expected["scores"], rtol=0, atol=MAX_DIFFERENCE)
 
 
 def test_a_text_has_the_same_shares_in_any_company(bert: Scoring) -> None:
     texts = ragged_documents(12, longest=100)
     together = bert.found(texts, labels=LABELS)
-    for text, found in zip(texts, together, strict=True):
-        assert shares(found) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)
+    for text, result in zip(texts, together, strict=True):
+        assert shares(result) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)
 
 
 SCHEMA = {

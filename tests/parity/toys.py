@@ -68,13 +68,20 @@ def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[PreparedImage]
     """The pixels of the inputs that have images, by their index, as worker processes make them."""
     assert layout.images is not None
     return {
-        index: [prepared(file, layout.images) for file in each.images]
-        for index, each in enumerate(inputs)
-        if each.images
+        index: [prepared(file, layout.images) for file in entry.images]
+        for index, entry in enumerate(inputs)
+        if entry.images
     }
 
 
 def prepared(file: bytes, recipe: Recipe) -> PreparedImage:
     """The pixels of an image file, as a worker process makes them."""
-    made = images.prepare(file, recipe)
-    return PreparedImage(1, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
+    prepared_image = images.prepare(file, recipe)
+    return PreparedImage(
+        1,
+        *prepared_image.size,
+        *prepared_image.upright,
+        prepared_image.animated,
+        prepared_image.digest(),
+        prepared_image.pixels,
+    )

@@ -196,11 +196,11 @@ class Adapter:
         evicted: tuple[str, ...] = ()
         if name not in self.loaded:
             free = self.room - len(self.loaded) - len(self._loading)
-            going = [other for other in request.may_drop if other in self.loaded][: max(0, 1 - free)]
+            going = [second for second in request.may_drop if second in self.loaded][: max(0, 1 - free)]
             if free + len(going) < 1:
                 return _refused("no room beside the others", "OOM", arriving=list(self._loading))
-            for other in going:
-                self._unload(other)
+            for model in going:
+                self._unload(model)
             evicted = tuple(going)
             outcome = self._loading[name] = self._loop.create_future()
             try:
@@ -230,18 +230,18 @@ class Adapter:
             self.fails_next = False
             return _refused("the simulation wants it to fail", "NETWORK")
         resolved = Catalogue.resolve_profile(entry, request.profile, name)
-        made = ipc.LoadedModel(
+        loaded = ipc.LoadedModel(
             name, entry.revision, fingerprint(entry, resolved.load, "float32"), "float32", "toy", 1 << 20
         )
-        self.loaded[name] = made
-        return ipc.Ready(made, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, took_s)
+        self.loaded[name] = loaded
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, took_s)
 
     async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:
         await asyncio.sleep(self.costs.lora_s)
         if request.model not in self.loaded:
             return ipc.Refused(ModelLoading(f"{request.model} is not loaded").info())
-        kept = self.loras.setdefault(request.model, [])
-        kept[:] = [*(name for name in kept if name != request.lora), request.lora][-LORAS_KEPT:]
+        names = self.loras.setdefault(request.model, [])
+        names[:] = [*(name for name in names if name != request.lora), request.lora][-LORAS_KEPT:]
         return ipc.Done(f"files of {request.lora}")
 
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:

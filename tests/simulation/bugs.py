@@ -90,8 +90,8 @@ def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextMana
 
     def change(limits_of: Any) -> Any:
         def limits(*args: Any) -> Any:
-            found = limits_of(*args)
-            return dataclasses.replace(found, **{name: of(getattr(found, name)) for name, of in changed.items()})
+            result = limits_of(*args)
+            return dataclasses.replace(result, **{name: of(getattr(result, name)) for name, of in changed.items()})
 
         return limits
 
@@ -132,8 +132,8 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 def _loras_mixed() -> AbstractContextManager[Any]:
     def change(entry: Any) -> Any:
         def mixed(self: Any, *args: Any) -> Any:
-            found = entry(self, *args)
-            return dataclasses.replace(found, key=found.key._replace(lora=""))
+            result = entry(self, *args)
+            return dataclasses.replace(result, key=result.key._replace(lora=""))
 
         return mixed
 

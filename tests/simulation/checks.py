@@ -44,18 +44,18 @@ class Checks:
 
     # answers
 
-    def on_answer(self, index: int, asked: Asked, answer: Answered) -> None:
+    def on_answer(self, index: int, request: Asked, answer: Answered) -> None:
         world = self._world
         self.answers[answer.code or str(answer.status)] += 1
-        if answer.took_s > asked.budget_s + GRACE_S:
-            world.violate(f"request {index} was open for {answer.took_s:.2f} s, its budget was {asked.budget_s} s")
+        if answer.took_s > request.budget_s + GRACE_S:
+            world.violate(f"request {index} was open for {answer.took_s:.2f} s, its budget was {request.budget_s} s")
         if answer.left:
             return
         if answer.status == 0:
             if not world.gateway_crashes and answer.code == "closed":
                 world.violate(f"request {index} was closed without an answer, and no gateway died")
             return
-        poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in asked.texts)
+        poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in request.texts)
         if answer.status != 200:
             # of several kinds of failure there is one entry for each input
             mixed = (
@@ -64,32 +64,32 @@ class Checks:
                 else [answer.body.get("error", {"code": answer.code})]
             )
             for error in mixed:
-                self._check_error(index, asked, error["code"], str(error.get("reason", "")), poisoned)
+                self._check_error(index, request, error["code"], str(error.get("reason", "")), poisoned)
             return
         slots = answer.body.get("items", [])
-        if len(slots) != len(asked.texts):
-            world.violate(f"request {index} has {len(asked.texts)} inputs and {len(slots)} slots")
+        if len(slots) != len(request.texts):
+            world.violate(f"request {index} has {len(request.texts)} inputs and {len(slots)} slots")
             return
-        for place, (text, slot) in enumerate(zip(asked.texts, slots, strict=True)):
+        for place, (text, slot) in enumerate(zip(request.texts, slots, strict=True)):
             if "error" in slot:
-                self._check_error(index, asked, slot["error"]["code"], str(slot["error"].get("reason", "")), poisoned)
+                self._check_error(index, request, slot["error"]["code"], str(slot["error"].get("reason", "")), poisoned)
                 continue
             ids = world.ids(text)
             if ids in world.faults.poison:
                 world.violate(f"request {index} slot {place}: poison was answered")
-            wanted = vector_of(np.frombuffer(ids, "<i4"), asked.lora)
-            if not np.array_equal(np.array(slot["dense"]["values"], np.float32), wanted):
+            vector = vector_of(np.frombuffer(ids, "<i4"), request.lora)
+            if not np.array_equal(np.array(slot["dense"]["values"], np.float32), vector):
                 world.violate(f"request {index} slot {place}: this is not the vector of its text")
 
-    def _check_error(self, index: int, asked: Asked, code: str, reason: str, poisoned: bool) -> None:
+    def _check_error(self, index: int, request: Asked, code: str, reason: str, poisoned: bool) -> None:
         world = self._world
         if code == "INTERNAL_ERROR":
             world.violate(f"request {index} ended in INTERNAL_ERROR")
         elif code == "INFERENCE_ERROR" and reason == "poison":
             if not poisoned and sum(adapter.deaths for adapter in world.adapters) < 2:
                 world.violate(f"request {index} is called poison and is not")
-        elif asked.patient and code not in REFUSED and not (code == "MODEL_LOAD_FAILED" and world.loads_fail):
-            world.violate(f"request {index} had {asked.budget_s} s and ended in {code} {reason}")
+        elif request.patient and code not in REFUSED and not (code == "MODEL_LOAD_FAILED" and world.loads_fail):
+            world.violate(f"request {index} had {request.budget_s} s and ended in {code} {reason}")
 
     # batches
 
@@ -194,22 +194,22 @@ class Checks:
         """What is still in somebody's hands, or nothing."""
         world = self._world
         streams = world.network.server.streams.items()
-        found = [
+        leftovers = [
             f"{len(stream.messages)} messages in {name}"
             for name, stream in streams
             if name.startswith("WORK_") and stream.messages
         ]
-        found += [
+        leftovers += [
             f"{len(process.part.leases)} leases of {process.scope.name}"
             for process in world.workers
             if len(process.part.leases)
         ]
-        found += [
+        leftovers += [
             f"{process.part.inference.in_progress} requests of {process.scope.name}"
             for process in world.gateways
             if process.part is not None and process.part.inference.in_progress
         ]
-        return ", ".join(found)
+        return ", ".join(leftovers)
 
     def at_rest(self) -> None:
         """Everything that was lent is back."""
@@ -227,29 +227,29 @@ class Checks:
         for process in (*self._world.workers, *self._world.gateways):
             self._bounded(process)
 
-    def _expect(self, process: Process, what: str, found: int) -> None:
-        if found:
-            self._world.violate(f"{process.scope.name}: {what} is {found} at rest")
+    def _expect(self, process: Process, subject: str, count: int) -> None:
+        if count:
+            self._world.violate(f"{process.scope.name}: {subject} is {count} at rest")
 
     def _bounded(self, process: Process) -> None:
         """No container of the objects that this process is made of has grown with the traffic."""
-        seen: set[int] = set()
+        names: set[int] = set()
         open_: list[tuple[str, Any]] = [(type(process.part).__name__, process.part)]
         while open_:
-            path, found = open_.pop()
-            if id(found) in seen or len(path) > 300:
+            path, span = open_.pop()
+            if id(span) in names or len(path) > 300:
                 continue
-            seen.add(id(found))
-            if isinstance(found, (dict, list, set)) or type(found).__name__ in ("deque", "OrderedDict", "defaultdict"):
-                if len(found) > MAX_HELD:
-                    self._world.violate(f"{process.scope.name}: {path} has {len(found)} entries")
-                values = found.values() if hasattr(found, "values") else found
+            names.add(id(span))
+            if isinstance(span, (dict, list, set)) or type(span).__name__ in ("deque", "OrderedDict", "defaultdict"):
+                if len(span) > MAX_HELD:
+                    self._world.violate(f"{process.scope.name}: {path} has {len(span)} entries")
+                values = span.values() if hasattr(span, "values") else span
                 open_ += [(f"{path}[]", value) for value in values]
-            elif type(found).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(found, "__dict__"):
+            elif type(span).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(span, "__dict__"):
                 open_ += [
                     (f"{path}.{name}", value)
-                    for name, value in vars(found).items()
-                    if (type(found).__name__, name) not in FIXED
+                    for name, value in vars(span).items()
+                    if (type(span).__name__, name) not in FIXED
                 ]
 
     def on_end(self, process: Process) -> None:

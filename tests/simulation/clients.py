@@ -46,8 +46,8 @@ class Answered:
 
 
 class Client:
-    def __init__(self, world: World, asked: Asked, gateway: Process | None) -> None:
-        self._world, self._asked, self._gateway = world, asked, gateway
+    def __init__(self, world: World, request: Asked, gateway: Process | None) -> None:
+        self._world, self._asked, self._gateway = world, request, gateway
         self._gone = asyncio.Event()
         self._status = 0
         self._headers: dict[str, str] = {}
@@ -81,18 +81,18 @@ class Client:
         return Answered(self._status, code, body, self._headers, took_s, left=not done)
 
     def _scope(self) -> dict[str, Any]:
-        asked = self._asked
+        request = self._asked
         headers = {
             "content-type": "application/json",
-            "authorization": f"Bearer {asked.key}",
-            "x-sie-priority": asked.mode,
-            "x-sie-timeout-ms": str(int(asked.budget_s * 1000)),
+            "authorization": f"Bearer {request.key}",
+            "x-sie-priority": request.mode,
+            "x-sie-timeout-ms": str(int(request.budget_s * 1000)),
         }
         return {
             "type": "http",
             REQUEST_ID: uuid7(),
             "method": "POST",
-            "path": f"/v1/encode/{asked.model}",
+            "path": f"/v1/encode/{request.model}",
             "raw_path": b"",
             "query_string": b"",
             "scheme": "http",

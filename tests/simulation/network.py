@@ -38,8 +38,8 @@ class Rates:
     late: float = 0.0
 
     def heal(self) -> None:
-        for each in fields(self):
-            setattr(self, each.name, 0.0)
+        for field in fields(self):
+            setattr(self, field.name, 0.0)
 
 
 @dataclass
@@ -175,8 +175,8 @@ class Connection(MemoryBroker):
     def __hash__(self) -> int:
         return self._number
 
-    def own(self, work: Any, what: str) -> asyncio.Task[None]:
-        return self._context.run(super().own, work, what)
+    def own(self, work: Any, operation: str) -> asyncio.Task[None]:
+        return self._context.run(super().own, work, operation)
 
     def disconnect(self) -> None:
         self.network.log("disconnected", self.name)
@@ -210,10 +210,10 @@ class Connection(MemoryBroker):
             self.network.excuse(self.scope)
             raise
 
-    async def _no_answer(self, what: str, timeout_s: float) -> None:
-        self.network.log("lost", f"{what} of {self.name}")
+    async def _no_answer(self, operation: str, timeout_s: float) -> None:
+        self.network.log("lost", f"{operation} of {self.name}")
         await asyncio.sleep(timeout_s)
-        raise BrokerUnavailable(f"{what}: no answer within {timeout_s:.3g} s")
+        raise BrokerUnavailable(f"{operation}: no answer within {timeout_s:.3g} s")
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         network, fate = self.network, self.network.draw() if self._live else ""
@@ -244,11 +244,11 @@ class Connection(MemoryBroker):
         await self._answered("a delete")
         return deleted
 
-    async def _answered(self, what: str) -> None:
+    async def _answered(self, operation: str) -> None:
         """The way back of what was done."""
         fate = self.network.draw()
         if fate in ("lost", "answer_lost"):
-            await self._no_answer(f"the answer to {what}", 5.0)
+            await self._no_answer(f"the answer to {operation}", 5.0)
         await self._late(fate)
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -376,15 +376,15 @@ class _Delivery:
             self._connection.network.latency_s(), self._done, self._inner.in_progress
         )
 
-    async def _settle(self, what: str, settlement: Callable[[], Awaitable[None]]) -> None:
+    async def _settle(self, operation: str, settlement: Callable[[], Awaitable[None]]) -> None:
         connection, network = self._connection, self._connection.network
-        network.log(what, f"{self._inner.sequence} by {connection.name}")
+        network.log(operation, f"{self._inner.sequence} by {connection.name}")
         if not connection.live:
             await settlement()
             return
         fate = network.draw()
         if fate in ("lost", "answer_lost"):
-            network.log("lost", f"{what} of {self._inner.sequence}")
+            network.log("lost", f"{operation} of {self._inner.sequence}")
             network.excuse_one(self._inner.sequence)
             return
         if fate == "late":

@@ -34,30 +34,30 @@ def blocks(seeds: range, size: int) -> list[object]:
 
 def failures(seeds: range) -> list[str]:
     """What was violated, seed by seed, each with the command that shows it again."""
-    found = []
+    lines = []
     for seed in seeds:
         report = simulate(seed)
         if len(report.events) < MIN_EVENTS:
-            found.append(f"seed {seed}: only {len(report.events)} events")
+            lines.append(f"seed {seed}: only {len(report.events)} events")
         if report.violations:
-            told = "\n    ".join(report.violations[:5])
-            found.append(f"seed {seed}, again with `python -m tests.simulation {seed} -v`:\n    {told}")
-    return found
+            text = "\n    ".join(report.violations[:5])
+            lines.append(f"seed {seed}, again with `python -m tests.simulation {seed} -v`:\n    {text}")
+    return lines
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", blocks(range(SEEDS), BLOCK))
 def test_every_run_keeps_every_promise(first: int) -> None:
-    found = failures(range(first, first + BLOCK))
-    assert not found, "\n".join(found)
+    failed = failures(range(first, first + BLOCK))
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", blocks(range(SEEDS, SEEDS + LONG), LONG_BLOCK))
 def test_many_runs_keep_every_promise(first: int) -> None:
-    found = failures(range(first, first + LONG_BLOCK))
-    assert not found, "\n".join(found)
+    failed = failures(range(first, first + LONG_BLOCK))
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.timeout(900)
@@ -84,9 +84,9 @@ def test_clocks_that_are_defaults_of_arguments_are_virtual() -> None:
 
 @pytest.mark.timeout(300)
 def test_one_seed_is_one_run() -> None:
-    one, other = simulate(3), simulate(3)
-    assert one.events == other.events
-    assert one.violations == other.violations
+    first, second = simulate(3), simulate(3)
+    assert first.events == second.events
+    assert first.violations == second.violations
 
 
 @pytest.mark.long
@@ -102,6 +102,6 @@ def test_a_run_is_the_same_in_every_process() -> None:
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode in (0, 1), done.stderr
-    told = (line.split() for line in done.stdout.splitlines() if "digest" in line)
-    there = {int(words[1].rstrip(":")): words[-1] for words in told}
+    lines = (line.split() for line in done.stdout.splitlines() if "digest" in line)
+    there = {int(words[1].rstrip(":")): words[-1] for words in lines}
     assert there == here

@@ -449,8 +449,8 @@ class World:
         await self._until(self._is_up, START_S, "the cluster is up")
         start_s = self.loop.now_s
         clients = [
-            self.loop.create_task(self._client(index, asked), name=f"client {index}")
-            for index, asked in enumerate(self._traffic())
+            self.loop.create_task(self._client(index, request), name=f"client {index}")
+            for index, request in enumerate(self._traffic())
         ]
         for due_s, kind in self.plan.faults:
             await asyncio.sleep(max(0.0, start_s + due_s - self.loop.now_s))
@@ -480,11 +480,11 @@ class World:
             and all(len(gateway.part.fleet.healthy()) >= len(self.workers) for gateway in self.gateways)
         )
 
-    async def _until(self, condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> None:
+    async def _until(self, condition: Callable[[], Any], seconds: float, event: str | Callable[[], str]) -> None:
         end_s = self.loop.now_s + seconds
         while not condition():
             if self.loop.now_s >= end_s:
-                self.violate(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
+                self.violate(f"not within {seconds} s: {event if isinstance(event, str) else event()}")
                 return
             await asyncio.sleep(0.25)
 
@@ -496,7 +496,7 @@ class World:
     def _traffic(self) -> list[Asked]:
         """What clients ask for and when, bursts included."""
         draw, plan = self.random, self.plan
-        asked = []
+        requests = []
         times = [
             draw.choice((draw.uniform(0, plan.traffic_s), round(draw.uniform(0, plan.traffic_s))))
             for _ in range(plan.requests)
@@ -510,7 +510,7 @@ class World:
                 f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)
             ]
             if "SIE_CACHE_BYTES" in plan.settings:
-                before = [text for earlier in asked[-20:] for text in earlier.texts]
+                before = [text for earlier in requests[-20:] for text in earlier.texts]
                 usual = [text for text in before if self.ids(text) not in self.faults.poison]
                 texts = [draw.choice(usual) if usual and draw.random() < 0.5 else text for text in texts]
             model = MODELS[min(int(draw.expovariate(1.0)), plan.models - 1)]
@@ -521,7 +521,7 @@ class World:
             leaves_s = draw.uniform(0.01, 2.0) if draw.random() < 0.06 else None
             if index in poisoned:
                 self.faults.poison.add(self.ids(texts[draw.randrange(count)]))
-            asked.append(
+            requests.append(
                 Asked(
                     at_s,
                     texts,
@@ -534,28 +534,31 @@ class World:
                     f"key-{draw.choice(('one', 'two', 'three'))}",
                 )
             )
-        return asked
+        return requests
 
     def ids(self, text: str) -> bytes:
         """The token ids that the model reads, as the wire has them: truncated at the end."""
         if text not in self._ids:
             limit = 160
-            found = self._tokenizer.encode(text).ids
-            if len(found) > limit:
-                found = [*found[: limit - 1], found[-1]]
-            self._ids[text] = np.array(found, "<i4").tobytes()
+            result = self._tokenizer.encode(text).ids
+            if len(result) > limit:
+                result = [*result[: limit - 1], result[-1]]
+            self._ids[text] = np.array(result, "<i4").tobytes()
         return self._ids[text]
 
-    async def _client(self, index: int, asked: Asked) -> None:
+    async def _client(self, index: int, request: Asked) -> None:
         """Ask, and where nothing could be done for a patient client ask again, a few times."""
-        await asyncio.sleep(asked.at_s)
+        await asyncio.sleep(request.at_s)
         for _ in range(TRIES):
             gateway = self.random.choice(self.gateways) if self.gateways else None
-            self.log("ask", f"{index} {len(asked.texts)} x {asked.model} {asked.lora} {asked.mode} {asked.budget_s} s")
-            answer = await Client(self, asked, gateway).run()
+            self.log(
+                "ask",
+                f"{index} {len(request.texts)} x {request.model} {request.lora} {request.mode} {request.budget_s} s",
+            )
+            answer = await Client(self, request, gateway).run()
             self.log("answer", f"{index} {answer.status} {answer.code}")
-            self.checks.on_answer(index, asked, answer)
-            if not asked.patient or answer.left or answer.code not in AGAIN:
+            self.checks.on_answer(index, request, answer)
+            if not request.patient or answer.left or answer.code not in AGAIN:
                 return
             await asyncio.sleep(AGAIN_S)
 
@@ -597,9 +600,9 @@ class _Http:
 class _Errors(logging.Handler):
     """An exception that was logged is one that nobody handled."""
 
-    def __init__(self, world: World, told: Callable[[str], None] | None) -> None:
-        super().__init__(logging.INFO if told else logging.ERROR)
-        self._world, self._told = world, told
+    def __init__(self, world: World, log: Callable[[str], None] | None) -> None:
+        super().__init__(logging.INFO if log else logging.ERROR)
+        self._world, self._told = world, log
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._told is not None:
@@ -611,7 +614,7 @@ class _Errors(logging.Handler):
 
 
 @contextlib.contextmanager
-def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None]:
+def _in_place(world: World, log: Callable[[str], None] | None) -> Iterator[None]:
     """What a process reaches outside of itself is the world's."""
     numbers = itertools.count(1)
 
@@ -634,7 +637,7 @@ def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None
             process.server = server
         return server
 
-    handler = _Errors(world, told)
+    handler = _Errors(world, log)
     logger = logging.getLogger("sie")
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -666,7 +669,7 @@ async def _cancelled(tasks: list[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def simulate(seed: int, *, told: Callable[[str], None] | None = None) -> Report:
+def simulate(seed: int, *, log: Callable[[str], None] | None = None) -> Report:
     """One run of one seed."""
     gc.disable()
     loop = VirtualLoop()
@@ -674,12 +677,12 @@ def simulate(seed: int, *, told: Callable[[str], None] | None = None) -> Report:
         with tempfile.TemporaryDirectory() as folder, virtual_time(loop, seed):
             world = World(seed, plan_of(seed), loop, folder)
             loop.on_jump = world.checks.on_jump
-            with _in_place(world, told):
+            with _in_place(world, log):
                 try:
                     loop.run_until_complete(asyncio.wait_for(world.run(), MAX_S))
                 except Exception as error:  # noqa: BLE001  the report tells of it
                     world.violate(f"the run ended in {error!r}")
-                gc.collect(0)  # errors that nobody looked at are told when they are collected
+                gc.collect(0)  # errors that nobody looked at are reported when they are collected
                 for context in loop.failures:
                     scope = getattr(context.get("future"), "scope", None)
                     if scope is None or not scope.dead:  # else nobody was left to look

@@ -91,11 +91,11 @@ def cluster(open_cluster: Cluster) -> Cluster:
 @pytest.fixture(scope="module")
 def serve(cluster: Cluster, open_models: LocalModels, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Serve a model of a kind, whose weights are changed first."""
-    made = local_models.under(tmp_path_factory.mktemp("adversarial"))
+    folder = local_models.under(tmp_path_factory.mktemp("adversarial"))
 
     def add(name: str, kind: str, change: Callable[[Path], None]) -> None:
-        change(made.build(name, kind))
-        shutil.copy(made.folder / f"{name}.yaml", open_models.folder)
+        change(folder.build(name, kind))
+        shutil.copy(folder.folder / f"{name}.yaml", open_models.folder)
         shared.wait_until_served(cluster, f"test/{name}")
 
     return add
@@ -165,52 +165,52 @@ def slots(body: Json) -> list[Json]:
     return sorted(body["scores"], key=lambda entry: int(entry["item_id"].removeprefix("item-")))
 
 
-def check_close(found: Any, expected: Any) -> None:
+def check_close(value: Any, expected: Any) -> None:
     if isinstance(expected, dict):
-        assert set(found) == set(expected)
+        assert set(value) == set(expected)
         # a query that documents share counts with the first of them: usage depends on mates
         for name in set(expected) - {"id", "item_id", "rank", "timing", "usage"}:
-            check_close(found[name], expected[name])
+            check_close(value[name], expected[name])
     elif isinstance(expected, list) and expected and not isinstance(expected[0], int | float):
-        assert len(found) == len(expected)
-        for left, right in zip(found, expected, strict=True):
+        assert len(value) == len(expected)
+        for left, right in zip(value, expected, strict=True):
             check_close(left, right)
     elif isinstance(expected, list | float):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=2e-5)
     else:
-        assert found == expected
+        assert value == expected
 
 
 async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
-    found = []
+    pairs = []
     for mate in MATES:
         answer = await ask(client, name, [mate])
         assert answer.status_code == 200, answer.text
-        found += slots(checked(answer))
-    return found
+        pairs += slots(checked(answer))
+    return pairs
 
 
 @pytest.mark.parametrize("kind", long_but(POISONED, USUAL_POISONED))
 async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, serve: Serve, kind: str) -> None:
     """Beside its mates in one request, and in a request of its own that shares their batch."""
     name, instruction = f"poisoned-{kind}", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
-    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
-    await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, known))
+    texts_known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
+    await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, texts_known))
     expected = await alone(client, name)
     has_shared = False
     for _ in range(40):
         # the first ones find the device idle and run alone, while the others gather
         requests = [ask(client, name, [mate]) for mate in MATES]
         requests += [ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON])]
-        *others, together, single = await asyncio.gather(*requests)
+        *rest, together, single = await asyncio.gather(*requests)
         body = checked(together)
         has_shared |= any(entry["batch"]["chunks"] > 1 for entry in body["explain"])
-        found = slots(body)
-        error = found.pop(10)["error"]
+        results = slots(body)
+        error = results.pop(10)["error"]
         assert (error["code"], error["reason"], error["retryable"]) == ("INFERENCE_ERROR", "non_finite", False)
-        check_close(found, expected)
+        check_close(results, expected)
         assert (single.status_code, checked(single)["error"]["reason"]) == (500, "non_finite")
-        for answer, mate in zip(others, expected, strict=True):
+        for answer, mate in zip(rest, expected, strict=True):
             check_close(slots(checked(answer)), [mate])
         if has_shared:
             break
@@ -224,25 +224,25 @@ async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_a
     expected = await alone(client, name)
     for kind, text in ODD.items():
         beside = [ask(client, name, [mate]) for mate in MATES[:6]]
-        together, single, *others = await asyncio.gather(
+        together, single, *rest = await asyncio.gather(
             ask(client, name, [MATES[0], text, MATES[1]]), ask(client, name, [text], msgpack=True), *beside
         )
         assert together.status_code == 200, (kind, together.text[:500])
-        found = slots(checked(together))
-        check_close([found[0], found[2]], expected[:2])
+        results = slots(checked(together))
+        check_close([results[0], results[2]], expected[:2])
         checked(single)
         assert single.status_code in (200, 400), (kind, single.text[:500])
-        if "error" in found[1]:
-            assert found[1]["error"]["code"] == "INVALID_INPUT", (kind, found[1])
+        if "error" in results[1]:
+            assert results[1]["error"]["code"] == "INVALID_INPUT", (kind, results[1])
             assert single.status_code == 400
-        for answer, mate in zip(others, expected, strict=False):
+        for answer, mate in zip(rest, expected, strict=False):
             check_close(slots(checked(answer)), [mate])
 
 
 async def test_odd_texts_have_the_vectors_of_sentence_transformers(client: httpx.AsyncClient) -> None:
     texts = list(ODD.values())
-    found = [slot["dense"]["values"] for slot in slots(checked(await ask(client, "mini", texts)))]
-    assert oracle.cosines(np.array(found, np.float32), oracle.encode(texts)).min() >= 0.9999
+    vectors = [slot["dense"]["values"] for slot in slots(checked(await ask(client, "mini", texts)))]
+    assert oracle.cosines(np.array(vectors, np.float32), oracle.encode(texts)).min() >= 0.9999
 
 
 BAD_OPTIONS: dict[str, list[Json]] = {
@@ -308,13 +308,13 @@ async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(cli
             assert (refused.status_code, body.get("code")) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
         check_close(slots(checked(beside)), expected[name])
     for value in (math.nan, math.inf, -math.inf):
-        given: list[tuple[str, Json]] = [
+        cases: list[tuple[str, Json]] = [
             ("m3", {"dimensions": value}),
             ("gliner", {"threshold": value}),
             ("m3-score", {"score_weights": {"dense": value}}),
             ("late", {"muvera": {"seed": value}}),
         ]
-        for name, params in given:
+        for name, params in cases:
             refused = await ask(client, name, [MATES[0]], msgpack=True, **params)
             assert (refused.status_code, checked(refused)["error"]["reason"]) == (400, "schema"), (name, params)
 
@@ -373,8 +373,10 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     classify = pipeline("zero-shot-classification", model=str(every_family.weights / "zero-shot"), device="cpu")
     expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
     (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))
-    assert [each["label"] for each in slot["classifications"]] == expected["labels"]
-    assert [each["score"] for each in slot["classifications"]] == pytest.approx(expected["scores"], abs=1e-5)
+    assert [classification["label"] for classification in slot["classifications"]] == expected["labels"]
+    assert [classification["score"] for classification in slot["classifications"]] == pytest.approx(
+        expected["scores"], abs=1e-5
+    )
 
     for instruction, document in (
         (braces, MATES[0]),
@@ -382,8 +384,8 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
         (braces + "{instruction}", "{document}<Query>: {query}"),
     ):
         (entry,) = slots(checked(await ask(client, "reranker", [document], instruction=instruction)))
-        wanted = local_models.yes_probability(every_family.weights / "reranker", instruction, QUERY, document)
-        assert entry["score"] == pytest.approx(wanted, abs=1e-5)
+        score_expected = local_models.yes_probability(every_family.weights / "reranker", instruction, QUERY, document)
+        assert entry["score"] == pytest.approx(score_expected, abs=1e-5)
 
     (slot,) = slots(checked(await ask(client, "mini", [braces], instruction=braces)))
     assert oracle.cosines(np.array(slot["dense"]["values"]), oracle.encode([f"{braces} {braces}"])[0]) >= 0.9999
@@ -405,7 +407,9 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
         )
         assert answer.status_code in (200, 400), answer.text[:300]
         if answer.status_code == 200:
-            assert {each["label"] for each in slots(checked(answer))[0]["classifications"]} <= set(labels)
+            assert {classification["label"] for classification in slots(checked(answer))[0]["classifications"]} <= set(
+                labels
+            )
         else:
             assert "label" in checked(answer)["error"]["message"]
         assert beside.status_code == 200

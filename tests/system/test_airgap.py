@@ -36,8 +36,8 @@ def attempts(trace: Path) -> tuple[list[str], int]:
     lines = [line for line in trace.read_text().splitlines() if "AF_INET" in line]
     strange = []
     for line in lines:
-        found = _CONNECT.search(line)
-        if found is None or int(found[1]) == DNS or not ipaddress.ip_address(found[2]).is_loopback:
+        match = _CONNECT.search(line)
+        if match is None or int(match[1]) == DNS or not ipaddress.ip_address(match[2]).is_loopback:
             strange.append(line)
     return strange, len(lines)
 
@@ -49,21 +49,21 @@ def asked(url: str) -> dict[str, Any]:
 
     def answered(model: str, text: str) -> httpx.Response | None:
         try:
-            found = httpx.post(f"{url}/v1/encode/{model}", json={"items": [{"text": text}]}, timeout=120)
+            response = httpx.post(f"{url}/v1/encode/{model}", json={"items": [{"text": text}]}, timeout=120)
         except httpx.TransportError:
             return None
-        return None if found.status_code == 503 else found
+        return None if response.status_code == 503 else response
 
-    found: dict[str, Any] = {}
+    hosts: dict[str, Any] = {}
     for model in MODELS:
-        told = []
+        lines = []
         for text in TEXTS:
             answer = until(lambda model=model, text=text: answered(model, text), 120, f"an answer of {model}")
             assert isinstance(answer, httpx.Response)
             assert answer.status_code == 200, answer.text
-            told.append([answer.headers["x-sie-fingerprint"], answer.json()["items"][0]["dense"]["values"]])
-        found[model] = told
-    return found
+            lines.append([answer.headers["x-sie-fingerprint"], answer.json()["items"][0]["dense"]["values"]])
+        hosts[model] = lines
+    return hosts
 
 
 def without_network(

@@ -69,11 +69,11 @@ def vector(answer: httpx.Response) -> Any:
     return np.array(answer.json()["items"][0]["dense"]["values"])
 
 
-def is_of(one: Any, other: Any) -> bool:
+def is_of(first: Any, second: Any) -> bool:
     """Whether two vectors of length 1 are of one model: batch mates move its 16-bit numbers by 1e-5 of a cosine, the
     other prompt by 100 times as much at least.
     """
-    return float(one @ other) > 0.9995
+    return float(first @ second) > 0.9995
 
 
 class Load(threading.Thread):
@@ -92,14 +92,14 @@ class Load(threading.Thread):
             while not self._over.is_set():
                 answer = encode(self._cluster, "search", self._number, client)
                 headers = answer.headers
-                found = vector(answer) if answer.status_code == 200 else answer.text
+                value = vector(answer) if answer.status_code == 200 else answer.text
                 self.seen.append(
-                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), found)
+                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), value)
                 )
 
     def serves(self, model: str) -> bool:
         """Whether the last two answers were given by a model."""
-        return len(self.seen) > 1 and all(each[1] == model for each in self.seen[-2:])
+        return len(self.seen) > 1 and all(sample[1] == model for sample in self.seen[-2:])
 
     def end(self) -> None:
         self._over.set()
@@ -112,9 +112,9 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
     each time once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and vector are
     of one model; none goes back to the former one; the history has one revision for each flip.
     """
-    known = {model: encode(cluster, model) for model in (MODEL, OTHER)}
-    prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in known.items()}
-    vectors = {model: vector(answer) for model, answer in known.items()}
+    expected_names = {model: encode(cluster, model) for model in (MODEL, OTHER)}
+    prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in expected_names.items()}
+    vectors = {model: vector(answer) for model, answer in expected_names.items()}
     assert len(set(prints.values())) == 2
     assert not is_of(vectors[MODEL], vectors[OTHER])
     assert "search is at revision 1" in sie(cluster, "alias", "search", MODEL).output
@@ -128,26 +128,30 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
         load.start()
     try:
         for number in range(FLIPS):
-            wanted = MODEL if number % 2 else OTHER
-            flipped = sie(cluster, "alias", "search", wanted)
+            model_expected = MODEL if number % 2 else OTHER
+            flipped = sie(cluster, "alias", "search", model_expected)
             assert f"search is at revision {number + 2}" in flipped.output
             assert "alias_vectors_changed" in flipped.output
             until(
-                lambda wanted=wanted: all(load.serves(wanted) for load in loads), 60, f"all gateways to serve {wanted}"
+                lambda expected=model_expected: all(load.serves(expected) for load in loads),
+                60,
+                f"all gateways to serve {model_expected}",
             )
     finally:
         for load in loads:
             load.end()
     for load in loads:
-        for status, model, fingerprint, found in load.seen:
-            assert status == 200, found
+        for status, model, fingerprint, samples in load.seen:
+            assert status == 200, samples
             assert fingerprint == prints[model]
-            assert is_of(vectors[model], found)
+            assert is_of(vectors[model], samples)
         served = [model for _, model, _, _ in load.seen]
         turns = [model for model, before in zip(served, ["", *served], strict=False) if model != before]
         assert turns == [MODEL if number % 2 == 0 else OTHER for number in range(FLIPS + 1)]
-    told = httpx.get(f"{config_of(cluster)}{CONFIGS}/search/history", headers=HEADERS, timeout=60).json()["revisions"]
-    assert [each["operation"] for each in told] == [*("patch" for _ in range(FLIPS)), "create"]
+    history = httpx.get(f"{config_of(cluster)}{CONFIGS}/search/history", headers=HEADERS, timeout=60).json()[
+        "revisions"
+    ]
+    assert [revision["operation"] for revision in history] == [*("patch" for _ in range(FLIPS)), "create"]
     back = sie(cluster, "rollback", "search", str(FLIPS))  # as before the last flip
     assert f"revision {FLIPS + 2}" in back.output
     until(lambda: encode(cluster, "search").headers["x-sie-model"] == OTHER, 60, "the rollback")
@@ -204,11 +208,11 @@ def test_two_models_are_compared_over_the_gateway(cluster: Cluster, tmp_path: Pa
             f"{subject} {verb}" for subject in ("a cat", "the sea", "my code") for verb in ("runs", "sleeps", "ends")
         )
     )
-    told = sie(
+    process = sie(
         cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--url", cluster.url, "--json"
     )
-    found = json.loads(told.stdout)
-    assert found["cosine"]["count"] == 9
-    assert 0.5 < found["cosine"]["mean"] < 0.9999
-    assert found["recall"]["8"] == pytest.approx(1.0)
+    report = json.loads(process.stdout)
+    assert report["cosine"]["count"] == 9
+    assert 0.5 < report["cosine"]["mean"] < 0.9999
+    assert report["recall"]["8"] == pytest.approx(1.0)
     assert plot.read_text().startswith("<svg")

@@ -88,11 +88,11 @@ def rss_bytes(cluster: Cluster, role: str) -> int:
 
 def arrived(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    found = b""
+    content = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
-            found += piece
-    return found
+            content += piece
+    return content
 
 
 def head(path: str, *lines: str, method: str = "POST") -> bytes:
@@ -151,9 +151,9 @@ def test_trailers_are_no_headers(cluster: Cluster) -> None:
 def test_an_answer_before_the_body_ends_the_connection(cluster: Cluster) -> None:
     with socket.create_connection(("127.0.0.1", cluster.port), timeout=60) as connection:
         connection.sendall(head("/v1/encode/none/none", "content-length: 1000000"))
-        found = arrived(connection)
-        assert found.startswith(b"HTTP/1.1 404 ")
-        assert b"connection: close" in found
+        reply = arrived(connection)
+        assert reply.startswith(b"HTTP/1.1 404 ")
+        assert b"connection: close" in reply
 
 
 # browsers
@@ -216,7 +216,7 @@ def test_no_foreign_page_looks_through_a_websocket(cluster: Cluster, headers: di
     ):
         host = headers.get("host", f"127.0.0.1:{port}")
         lines = [f"{name}: {value}" for name, value in headers.items() if name != "host"]
-        asked = [
+        request_lines = [
             f"GET {path} HTTP/1.1",
             f"host: {host}",
             *lines,
@@ -228,7 +228,7 @@ def test_no_foreign_page_looks_through_a_websocket(cluster: Cluster, headers: di
             "",
         ]
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall("\r\n".join(asked).encode())
+            connection.sendall("\r\n".join(request_lines).encode())
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 403 "), (port, path)
 
 
@@ -290,9 +290,9 @@ def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
             with socket.create_connection(("127.0.0.1", cluster.port), timeout=60) as connection:
                 connection.sendall(head(ENCODE, f"content-length: {len(body)}") + body)
                 connection.shutdown(socket.SHUT_WR)
-                found = arrived(connection)
-                assert found.startswith(b"HTTP/1.1 200 "), found[:200]
-                assert b'"dense"' in found
+                reply = arrived(connection)
+                assert reply.startswith(b"HTTP/1.1 200 "), reply[:200]
+                assert b'"dense"' in reply
 
 
 # bodies
@@ -317,8 +317,8 @@ def test_values_that_only_msgpack_has_before_a_real_model(cluster: Cluster) -> N
                 {"items": ["a"], "labels": odd},
                 odd,
             )
-            for each in bodies:
-                case = fuzz.packed(ENCODE, each)
+            for body in bodies:
+                case = fuzz.packed(ENCODE, body)
                 answer = client.post(case.path, content=case.body, headers=case.headers)
                 statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
                 assert answer.status_code < 500, (case, answer.text[:300])

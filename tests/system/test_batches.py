@@ -87,14 +87,14 @@ def submitted(client: openai.OpenAI, lines: Sequence[bytes], endpoint: str = EMB
 
 def ended(cluster: Cluster, client: openai.OpenAI, batch: Batch, timeout_s: float = 120) -> list[Batch]:
     """What was seen of a batch until its end: counts that only grow, and states in their order."""
-    seen = [batch]
+    statuses = [batch]
 
     def look() -> bool:
-        seen.append(client.batches.retrieve(batch.id))
-        return seen[-1].status in ENDED
+        statuses.append(client.batches.retrieve(batch.id))
+        return statuses[-1].status in ENDED
 
-    until(look, timeout_s, "the batch ends", lambda: (seen[-1], cluster.log()))
-    return seen
+    until(look, timeout_s, "the batch ends", lambda: (statuses[-1], cluster.log()))
+    return statuses
 
 
 def counts(batch: Batch) -> tuple[int, int, int]:
@@ -102,8 +102,10 @@ def counts(batch: Batch) -> tuple[int, int, int]:
     return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
 
 
-def states(seen: Sequence[Batch]) -> list[str]:
-    return [batch.status for place, batch in enumerate(seen) if not place or seen[place - 1].status != batch.status]
+def states(batches: Sequence[Batch]) -> list[str]:
+    return [
+        batch.status for place, batch in enumerate(batches) if not place or batches[place - 1].status != batch.status
+    ]
 
 
 def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -125,21 +127,21 @@ def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> http
 def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
     """Upload, submit, poll, download. Each answer is where its request was, as a direct call has it."""
     expiry = {"anchor": "created_at", "seconds": 86_400}
-    made = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
-    assert (made.object, made.status, made.endpoint, made.completion_window) == (
+    created = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
+    assert (created.object, created.status, created.endpoint, created.completion_window) == (
         "batch",
         "validating",
         EMBEDDINGS,
         "24h",
     )
-    assert (counts(made), made.metadata, made.in_progress_at) == ((0, 0, 0), {"run": "nightly"}, None)
-    assert made.expires_at == made.created_at + 86_400
-    seen = ended(cluster, client, made, timeout_s)
-    last = seen[-1]
+    assert (counts(created), created.metadata, created.in_progress_at) == ((0, 0, 0), {"run": "nightly"}, None)
+    assert created.expires_at == created.created_at + 86_400
+    statuses = ended(cluster, client, created, timeout_s)
+    last = statuses[-1]
     order = ["validating", "in_progress", "finalizing", "completed"]
-    assert [each for each in order if each in states(seen)] == states(seen), "none comes again"
+    assert [entry for entry in order if entry in states(statuses)] == states(statuses), "none comes again"
     assert (last.status, counts(last)) == ("completed", (count, count, 0))
-    every = [counts(batch) for batch in seen]
+    every = [counts(batch) for batch in statuses]
     assert every == sorted(every)
     assert all(completed + failed <= (total or 0) for total, completed, failed in every)
     times = [last.created_at, last.in_progress_at, last.finalizing_at, last.completed_at]
@@ -218,9 +220,9 @@ def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answe
         ("type", {"model": DENSE, "input": {"a": 1}}),
     ):
         direct = asked_directly(cluster, EMBEDDINGS, body)
-        told, shown = refused[id_]["body"], direct.json()
+        report, shown = refused[id_]["body"], direct.json()
         assert refused[id_]["status_code"] == direct.status_code >= 400
-        assert [told["error"][key] for key in ("message", "type", "param", "code")] == [
+        assert [report["error"][key] for key in ("message", "type", "param", "code")] == [
             shown["error"][key] for key in ("message", "type", "param", "code")
         ]
     assert (refused["long"]["status_code"], refused["long"]["body"]["error"]["code"]) == (400, "invalid_input")
@@ -275,8 +277,8 @@ def assert_alike(left: Any, right: Any, name: str = "") -> None:
             assert_alike(left[key], right[key], f"{name}.{key}")
     elif isinstance(left, list):
         assert len(left) == len(right), name
-        for place, (one, other) in enumerate(zip(left, right, strict=True)):
-            assert_alike(one, other, f"{name}[{place}]")
+        for place, (first, second) in enumerate(zip(left, right, strict=True)):
+            assert_alike(first, second, f"{name}[{place}]")
     elif isinstance(left, float):
         assert abs(left - right) <= 1e-5, name
     elif not name.endswith("].embedding"):  # base64 of floats
@@ -291,9 +293,9 @@ def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: open
         ([b"", b" ", b""], "empty_file", "no lines"),
         ([b"{}"] * (MAX_LINES + 1), "too_many_items", str(MAX_LINES)),
     ):
-        seen = ended(cluster, client, submitted(client, lines))
-        last = seen[-1]
-        assert states(seen) == ["validating", "failed"]
+        statuses = ended(cluster, client, submitted(client, lines))
+        last = statuses[-1]
+        assert states(statuses) == ["validating", "failed"]
         assert last.errors is not None
         assert last.errors.data is not None
         (error,) = last.errors.data
@@ -317,31 +319,31 @@ def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai
         with pytest.raises(openai.BadRequestError) as refused:
             submitted(client, lines, completion_window=window)
         assert refused.value.param == "completion_window"
-    with client_of(cluster, OTHER) as other:
-        file = other.files.create(file=("a", lines[0]), purpose="batch")
-        gone = client.files.create(file=("a", lines[0]), purpose="batch")
-        client.files.delete(gone.id)
-        for file_id in (file.id, gone.id, "file-x", "../x"):
+    with client_of(cluster, OTHER) as second_client:
+        file = second_client.files.create(file=("a", lines[0]), purpose="batch")
+        deleted = client.files.create(file=("a", lines[0]), purpose="batch")
+        client.files.delete(deleted.id)
+        for file_id in (file.id, deleted.id, "file-x", "../x"):
             with pytest.raises(openai.NotFoundError):
                 client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
     assert len(list(client.batches.list())) == before
 
 
 def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> None:
-    made = submitted(client, embeddings(3))
-    with client_of(cluster, OTHER, 1) as other, client_of(cluster, ADMIN, 1) as admin:
-        for ask in (other.batches.retrieve, other.batches.cancel):
+    batch = submitted(client, embeddings(3))
+    with client_of(cluster, OTHER, 1) as second_client, client_of(cluster, ADMIN, 1) as admin:
+        for ask in (second_client.batches.retrieve, second_client.batches.cancel):
             with pytest.raises(openai.NotFoundError):
-                ask(made.id)
-        assert list(other.batches.list()) == []
-        until(lambda: made.id in {each.id for each in admin.batches.list()}, 60, "the other gateway knows it")
-        last = ended(cluster, client, made)[-1]
-        assert admin.batches.retrieve(made.id) == last
+                ask(batch.id)
+        assert list(second_client.batches.list()) == []
+        until(lambda: batch.id in {entry.id for entry in admin.batches.list()}, 60, "the other gateway knows it")
+        last = ended(cluster, client, batch)[-1]
+        assert admin.batches.retrieve(batch.id) == last
         assert len(read(admin, last.output_file_id)) == 3
         with pytest.raises(openai.NotFoundError):
-            other.files.content(str(last.output_file_id))
+            second_client.files.content(str(last.output_file_id))
     headers = {"authorization": f"Bearer {ONE}"}
-    jobs = f"{cluster.url}/v1/jobs/{made.id}"
+    jobs = f"{cluster.url}/v1/jobs/{batch.id}"
     assert httpx.get(jobs, headers=headers, timeout=60).status_code == 404, "it is no job of the other kind"
     assert {
         httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
@@ -349,19 +351,19 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
 
 
 def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
-    with client_of(cluster, OTHER) as other:
-        made = [submitted(other, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
-        newest_first = [batch.id for batch in reversed(made)]
-        page = other.batches.list(limit=2)
-        assert ([each.id for each in page.data], page.has_more) == (newest_first[:2], True)
-        page = other.batches.list(limit=2, after=newest_first[3])
-        assert ([each.id for each in page.data], page.has_more) == (newest_first[4:], False)
-        assert [each.id for each in other.batches.list(limit=2)] == newest_first, "all pages"
-        assert [(each.metadata or {})["number"] for each in other.batches.list()] == list("43210")
+    with client_of(cluster, OTHER) as second_client:
+        batches = [submitted(second_client, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
+        newest_first = [batch.id for batch in reversed(batches)]
+        page = second_client.batches.list(limit=2)
+        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[:2], True)
+        page = second_client.batches.list(limit=2, after=newest_first[3])
+        assert ([entry.id for entry in page.data], page.has_more) == (newest_first[4:], False)
+        assert [entry.id for entry in second_client.batches.list(limit=2)] == newest_first, "all pages"
+        assert [(entry.metadata or {})["number"] for entry in second_client.batches.list()] == list("43210")
         with pytest.raises(openai.NotFoundError):
-            other.batches.list(after="batch_x")
-        for batch in made:
-            assert ended(cluster, other, batch)[-1].status == "completed"
+            second_client.batches.list(after="batch_x")
+        for batch in batches:
+            assert ended(cluster, second_client, batch)[-1].status == "completed"
 
 
 # ends that are no completion
@@ -370,10 +372,10 @@ def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.Op
 def held(frail: Cluster, client: openai.OpenAI, **more: Any) -> tuple[Batch, int]:
     """A batch of which some requests are answered and no more will be: and the process that is held."""
     (adapter, *_) = frail.pids("adapter")
-    made = submitted(client, embeddings(HELD_LINES), **more)
-    until(lambda: counts(client.batches.retrieve(made.id))[1], 60, "some are answered", frail.log)
+    batch = submitted(client, embeddings(HELD_LINES), **more)
+    until(lambda: counts(client.batches.retrieve(batch.id))[1], 60, "some are answered", frail.log)
     os.kill(adapter, signal.SIGSTOP)
-    return made, adapter
+    return batch, adapter
 
 
 def check_parts(client: openai.OpenAI, last: Batch, failures: str = "") -> None:
@@ -391,37 +393,37 @@ def check_parts(client: openai.OpenAI, last: Batch, failures: str = "") -> None:
 
 @pytest.mark.timeout(300)
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    made, adapter = held(frail, frail_client)
+    created, adapter = held(frail, frail_client)
     try:
-        told = frail_client.batches.cancel(made.id)
-        assert (told.status, told.cancelling_at is not None) == ("cancelling", True)
-        seen = ended(frail, frail_client, told)
+        cancelled = frail_client.batches.cancel(created.id)
+        assert (cancelled.status, cancelled.cancelling_at is not None) == ("cancelling", True)
+        statuses = ended(frail, frail_client, cancelled)
     finally:
         os.kill(adapter, signal.SIGCONT)
-    last = seen[-1]
-    assert states(seen) == ["cancelling", "cancelled"]
-    assert [counts(batch)[1] for batch in seen] == sorted(counts(batch)[1] for batch in seen)
+    last = statuses[-1]
+    assert states(statuses) == ["cancelling", "cancelled"]
+    assert [counts(batch)[1] for batch in statuses] == sorted(counts(batch)[1] for batch in statuses)
     assert last.cancelled_at is not None
     assert (last.completed_at, last.expired_at) == (None, None)
     check_parts(frail_client, last)
     with pytest.raises(openai.ConflictError):
-        frail_client.batches.cancel(made.id)
+        frail_client.batches.cancel(created.id)
 
 
 @pytest.mark.timeout(300)
 def test_a_batch_that_expires_keeps_what_was_answered_and_names_the_rest(
     frail: Cluster, frail_client: openai.OpenAI
 ) -> None:
-    made, adapter = held(frail, frail_client, completion_window="9s")
+    batch, adapter = held(frail, frail_client, completion_window="9s")
     try:
-        seen = ended(frail, frail_client, made)
+        statuses = ended(frail, frail_client, batch)
     finally:
         os.kill(adapter, signal.SIGCONT)
-    last = seen[-1]
+    last = statuses[-1]
     assert last.status == "expired"
-    assert last.expires_at == made.created_at + 9
+    assert last.expires_at == batch.created_at + 9
     assert last.expired_at is not None
-    assert last.expired_at >= made.created_at + 9
+    assert last.expired_at >= batch.created_at + 9
     check_parts(frail_client, last, "batch_expired")
 
 
@@ -448,14 +450,14 @@ def sie_keys(frail: Cluster, *args: str) -> str:
 
 def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
     """Id and token of a key that the gateways know."""
-    made = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
-    headers = {"authorization": f"Bearer {made['token']}"}
+    created = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
+    headers = {"authorization": f"Bearer {created['token']}"}
 
     def known() -> bool:
         return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
 
     until(known, 60, "the gateways know the key", frail.log)
-    return made["id"], made["token"]
+    return created["id"], created["token"]
 
 
 def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
@@ -472,16 +474,16 @@ def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_clie
 def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
     id_, token = key(frail, "ends", "infer")
     with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
-        made = submitted(owner, embeddings(HELD_LINES))
-        until(lambda: counts(admin.batches.retrieve(made.id))[1], 60, "some are answered", frail.log)
+        batch = submitted(owner, embeddings(HELD_LINES))
+        until(lambda: counts(admin.batches.retrieve(batch.id))[1], 60, "some are answered", frail.log)
         sie_keys(frail, "revoke", id_)
-        last = ended(frail, admin, made)[-1]
+        last = ended(frail, admin, batch)[-1]
         with pytest.raises(openai.AuthenticationError):
-            owner.batches.retrieve(made.id)
+            owner.batches.retrieve(batch.id)
         assert last.status == "failed"
         assert last.errors is not None
         assert last.errors.data is not None
-        assert [each.code for each in last.errors.data] == ["PERMISSION_DENIED"]
+        assert [entry.code for entry in last.errors.data] == ["PERMISSION_DENIED"]
         assert "key" in str(last.errors.data[0].message)
         check_parts(admin, last)
 
@@ -499,9 +501,9 @@ def leader_of(frail: Cluster) -> int:
         most = max(used, key=used.__getitem__)
         return most if used[most] > 0.2 and used[most] > 2 * sum(used.values()) / 3 else None
 
-    found = until(busiest, 60, "a gateway that leads", frail.log)
-    assert isinstance(found, int)
-    return found
+    leader = until(busiest, 60, "a gateway that leads", frail.log)
+    assert isinstance(leader, int)
+    return leader
 
 
 @pytest.mark.timeout(600)
@@ -514,14 +516,14 @@ def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
     lines = embeddings(HELD_LINES)
     lines[100] = b"{no json"
     lines[200] = lines[199]
-    made = submitted(frail_client, lines)
+    created = submitted(frail_client, lines)
     completed = 0
 
     def looked() -> Batch | None:
         for number in range(2):
             try:
                 with client_of(frail, ONE, number) as client:
-                    return client.batches.retrieve(made.id)
+                    return client.batches.retrieve(created.id)
             except (openai.APIConnectionError, openai.InternalServerError):
                 continue
         return None
@@ -544,11 +546,11 @@ def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
         batch = looked()
         return batch if batch is not None and batch.status in ENDED else None
 
-    found = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
-    assert isinstance(found, Batch)
-    assert (found.status, counts(found)) == ("completed", (HELD_LINES, HELD_LINES - 2, 2))
+    finished = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
+    assert isinstance(finished, Batch)
+    assert (finished.status, counts(finished)) == ("completed", (HELD_LINES, HELD_LINES - 2, 2))
     until(lambda: ready(frail), 60, "both gateways serve", frail.log)
-    answered, failed = read(frail_client, found.output_file_id), read(frail_client, found.error_file_id)
+    answered, failed = read(frail_client, finished.output_file_id), read(frail_client, finished.error_file_id)
     expected = [f"r{number}" for number in range(HELD_LINES) if number not in (100, 200)]
     assert ids(answered) == expected
     assert ids(failed) == [None, "r199"]

@@ -196,16 +196,16 @@ def curl(url: str, model: str, text: str, key: str, retries: int, **more: Any) -
         argv = ["curl", "-sS", "--fail-with-body", "--retry", str(retries), "-w", "%{http_code}", "-o", file.name]
         argv += [f"{url}/v1/embeddings", "-H", f"Authorization: Bearer {key}", "-d", body]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-        told = json.loads(Path(file.name).read_text())
+        report = json.loads(Path(file.name).read_text())
     if done.returncode:
-        raise Refused(int(done.stdout[-3:]), told)
-    return list(told["data"][0]["embedding"])
+        raise Refused(int(done.stdout[-3:]), report)
+    return list(report["data"][0]["embedding"])
 
 
 def cohere_rerank_v2(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
     with cohere_v2(url, key, retries) as client:
         answer = client.rerank(model=model, query=QUERY, documents=DOCUMENTS)
-    return [(each.index, each.relevance_score) for each in answer.results]
+    return [(result.index, result.relevance_score) for result in answer.results]
 
 
 def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
@@ -218,13 +218,13 @@ def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) ->
         answer = client.rerank(
             model=model, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True
         )
-    assert [each.document.text for each in answer.results if each.document] == [
-        DOCUMENTS[each.index] for each in answer.results
+    assert [result.document.text for result in answer.results if result.document] == [
+        DOCUMENTS[result.index] for result in answer.results
     ]
     assert answer.meta is not None
     assert answer.meta.billed_units is not None
     assert answer.meta.billed_units.search_units == 1
-    return [(each.index, each.relevance_score) for each in answer.results]
+    return [(result.index, result.relevance_score) for result in answer.results]
 
 
 def cohere_embed_v1(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
@@ -263,7 +263,7 @@ def voyage_rerank(url: str, model: str, text: str, key: str, retries: int) -> li
     with voyage(url, key, retries) as client:
         answer = client.rerank(QUERY, DOCUMENTS, model=model)
     assert answer.total_tokens > 2
-    return [(each.index, each.relevance_score) for each in answer.results]
+    return [(result.index, result.relevance_score) for result in answer.results]
 
 
 @contextlib.contextmanager
@@ -295,7 +295,7 @@ def jina_rerank(url: str, model: str, text: str, key: str, retries: int) -> list
     ranker = JinaRanker(model, Secret.from_token(key), base_url=f"{url}/v1/rerank")
     documents = [Document(id=str(index), content=text) for index, text in enumerate(DOCUMENTS)]
     with told_by_jina():
-        return [(int(each.id), each.score) for each in ranker.run(QUERY, documents)["documents"]]
+        return [(int(document.id), document.score) for document in ranker.run(QUERY, documents)["documents"]]
 
 
 @contextlib.contextmanager
@@ -322,8 +322,8 @@ def infinity_rerank(url: str, model: str, text: str, key: str, retries: int) -> 
 
     with infinity(url, key) as client:
         answer = rerank.sync(client=client, body=RerankInput(QUERY, DOCUMENTS, return_documents=True, model=model))
-    assert [each.document for each in answer.results] == [DOCUMENTS[each.index] for each in answer.results]
-    return [(each.index, each.relevance_score) for each in answer.results]
+    assert [result.document for result in answer.results] == [DOCUMENTS[result.index] for result in answer.results]
+    return [(result.index, result.relevance_score) for result in answer.results]
 
 
 def ollama_client(url: str, key: str) -> Any:
@@ -361,10 +361,10 @@ def apart(name: str, program: str, script: str) -> Callable[..., Any]:
         argv = [program, path, name, url, key, model, str(retries), *inputs]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=110, env=environ)
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout.splitlines()[-1])
-        if "status" in told:
-            raise Refused(told["status"], told["error"])
-        return [tuple(each) for each in told["found"]] if ranks else told["found"][0]
+        report = json.loads(done.stdout.splitlines()[-1])
+        if "status" in report:
+            raise Refused(report["status"], report["error"])
+        return [tuple(vector) for vector in report["found"]] if ranks else report["found"][0]
 
     return run
 
@@ -431,7 +431,7 @@ CLIENTS = [
     ),
 ]
 every_client = pytest.mark.parametrize(
-    "public", long_but(CLIENTS, [each for each in CLIENTS if not each.long]), ids=lambda each: each.name
+    "public", long_but(CLIENTS, [entry for entry in CLIENTS if not entry.long]), ids=lambda entry: entry.name
 )
 
 
@@ -455,11 +455,11 @@ def refusal(
 @every_client
 def test_each_client_gets_what_the_native_route_gives(public: Client, cluster: Cluster, client: httpx.Client) -> None:
     """Acceptance 1 and 2: the same text alone has the same bits by every route."""
-    found = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
+    answer = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
     if public.gives == "vector":
-        assert np.array_equal(np.array(found, np.float32), native(client, TEXT))
+        assert np.array_equal(np.array(answer, np.float32), native(client, TEXT))
     else:
-        assert found == native_scores(client)
+        assert answer == native_scores(client)
 
 
 @every_client
@@ -476,7 +476,7 @@ def test_each_client_tells_of_a_bad_key(public: Client, cluster: Cluster) -> Non
     assert "token is not known" in words
 
 
-@pytest.mark.parametrize("public", [pytest.param(each, id=each.name) for each in CLIENTS if each.options])
+@pytest.mark.parametrize("public", [pytest.param(entry, id=entry.name) for entry in CLIENTS if entry.options])
 def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(
     public: Client, cluster: Cluster, client: httpx.Client
 ) -> None:
@@ -512,8 +512,8 @@ TRIES = 20  # a second or so each, more than a busy machine needs to notice a re
 # each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
 @pytest.mark.parametrize(
     "public",
-    long_but(CLIENTS, [each for each in CLIENTS if each.name in USUAL]),
-    ids=lambda each: each.name,
+    long_but(CLIENTS, [entry for entry in CLIENTS if entry.name in USUAL]),
+    ids=lambda entry: entry.name,
 )
 def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     public: Client, cluster: Cluster, client: httpx.Client
@@ -521,7 +521,7 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its
     answer.
     """
-    found: list[Any] = []
+    vectors: list[Any] = []
     with occupied(cluster):
         status, words = refusal(public, cluster)
         assert status == 503
@@ -530,13 +530,13 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
             return
         before = cluster.gateway_metric(REJECTED, reason="concurrency")
         arguments = cluster.url, model_of(public), TEXT, KEY, TRIES
-        user = threading.Thread(target=lambda: found.append(public.call(*arguments)))
+        user = threading.Thread(target=lambda: vectors.append(public.call(*arguments)))
         user.start()
         until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
     user.join(60)
-    assert found
+    assert vectors
     if public.gives == "vector":
-        assert np.array_equal(np.array(found[0], np.float32), native(client, TEXT))
+        assert np.array_equal(np.array(vectors[0], np.float32), native(client, TEXT))
 
 
 # what only some clients can ask
@@ -584,12 +584,12 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
         for entry, text in zip(answer.data, texts, strict=True):
             assert np.allclose(entry.embedding, native(client, text), atol=1e-6)
         ids = client.post("/tokenize", json={"model": MINI, "inputs": TEXT}).json()[0]
-        given = [token["id"] for token in ids]
+        ids_of_text = [token["id"] for token in ids]
         own = {"token_encoding": "model"}
-        by_ids = api.embeddings.create(model=MINI, input=given, extra_body=own)
+        by_ids = api.embeddings.create(model=MINI, input=ids_of_text, extra_body=own)
         assert np.array_equal(np.array(by_ids.data[0].embedding, np.float32), native(client, TEXT))
-        assert by_ids.usage.prompt_tokens == len(given)
-        assert len(api.embeddings.create(model=MINI, input=[given, given[1:-1]], extra_body=own).data) == 2
+        assert by_ids.usage.prompt_tokens == len(ids_of_text)
+        assert len(api.embeddings.create(model=MINI, input=[ids_of_text, ids_of_text[1:-1]], extra_body=own).data) == 2
         cut = api.embeddings.create(model="test/m3", input=TEXT, dimensions=16)
         assert np.array_equal(
             np.array(cut.data[0].embedding, np.float32), native(client, TEXT, "test/m3", dimensions=16)
@@ -617,7 +617,7 @@ def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: 
     assert np.allclose(embedder.embed_query("kernel"), native(client, "kernel"), atol=1e-6)
     assert np.allclose(
         asyncio.run(embedder.aembed_documents([TEXT, QUERY])),
-        [native(client, each) for each in (TEXT, QUERY)],
+        [native(client, entry) for entry in (TEXT, QUERY)],
         atol=1e-6,
     )
 
@@ -629,7 +629,7 @@ def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.C
     types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
     with cohere_v2(cluster.url, KEY, 0) as api:
         answer = api.embed(model=MINI, texts=[TEXT, "kernel"], input_type="clustering", embedding_types=types)
-    found = answer.embeddings
+    vectors = answer.embeddings
     assert (answer.texts, answer.meta.billed_units.input_tokens) == ([TEXT, "kernel"], 13)
     raw = client.post(
         "/v2/embed", json={"model": MINI, "texts": [TEXT], "input_type": "search_document", "embedding_types": types}
@@ -647,14 +647,14 @@ def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.C
         }
     assert [value + 128 for value in raw["embeddings"]["binary"][0]] == raw["embeddings"]["ubinary"][0]
     assert (
-        len(found.int8[1])
-        == 8 * len(found.binary[1])
-        == 8 * len(found.ubinary[1])
-        == len(found.uint8[1])
-        == len(found.float_[1])
+        len(vectors.int8[1])
+        == 8 * len(vectors.binary[1])
+        == 8 * len(vectors.ubinary[1])
+        == len(vectors.uint8[1])
+        == len(vectors.float_[1])
         == 384
     )
-    assert len(base64.b64decode(found.base64[0])) == 4 * 384
+    assert len(base64.b64decode(vectors.base64[0])) == 4 * 384
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -665,22 +665,22 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
     """
     scores = native_scores(client, model)
     body = {"model": model, "query": QUERY, "documents": DOCUMENTS}
-    found = client.post(path, json=body).json()
-    assert [each["index"] for each in found["results"]] == [index for index, _ in scores]
-    assert all(0 <= each["relevance_score"] <= 1 for each in found["results"])
-    assert ("document" in found["results"][0]) == (path != "/v2/rerank")
-    assert [[each["index"], each["relevance_score"]] for each in found.get("data", [])] == (
-        [] if path == "/v2/rerank" else [[each["index"], each["relevance_score"]] for each in found["results"]]
+    result = client.post(path, json=body).json()
+    assert [entry["index"] for entry in result["results"]] == [index for index, _ in scores]
+    assert all(0 <= entry["relevance_score"] <= 1 for entry in result["results"])
+    assert ("document" in result["results"][0]) == (path != "/v2/rerank")
+    assert [[entry["index"], entry["relevance_score"]] for entry in result.get("data", [])] == (
+        [] if path == "/v2/rerank" else [[entry["index"], entry["relevance_score"]] for entry in result["results"]]
     )
     raw = client.post(path, json={**body, "raw_scores": True, "top_n": 2, "return_documents": True}).json()
     has_logits = model in (CROSS, "test/reranker")  # whose scores are probabilities
     of_scale = (lambda score: math.log(score / (1 - score))) if has_logits else float
     expected = [(index, pytest.approx(of_scale(score), abs=1e-4)) for index, score in scores[:2]]
-    assert [(each["index"], each["relevance_score"]) for each in raw["results"]] == expected
+    assert [(entry["index"], entry["relevance_score"]) for entry in raw["results"]] == expected
     document = DOCUMENTS[scores[0][0]]
     assert raw["results"][0]["document"] == (document if path == "/rerank" else {"text": document})
-    assert (found["object"], found["model"], found["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
-    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"] > 0
+    assert (result["object"], result["model"], result["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
+    assert result["meta"]["tokens"]["input_tokens"] == result["usage"]["total_tokens"] > 0
 
 
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
@@ -702,19 +702,19 @@ def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Clie
 def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.Client) -> None:
     """Contract 15: rank_fields of Cohere v1."""
     documents = [{"title": "river", "body": "kernel", "year": 1999}, {"body": "music", "title": "winter"}]
-    asked = {
+    rerank = {
         "model": CROSS,
         "query": QUERY,
         "documents": documents,
         "rank_fields": ["title", "year", "body"],
         "max_chunks_per_doc": 4,
     }
-    found = client.post("/v1/rerank", json=asked).json()
+    reply = client.post("/v1/rerank", json=rerank).json()
     plain = client.post(
         "/v1/rerank", json={"model": CROSS, "query": QUERY, "documents": ["river\n1999\nkernel", "winter\nmusic"]}
     ).json()
-    assert found["results"] == plain["results"]
-    assert found["warnings"][0].startswith("max_chunks_per_doc: ignored")
+    assert reply["results"] == plain["results"]
+    assert reply["warnings"][0].startswith("max_chunks_per_doc: ignored")
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -738,15 +738,15 @@ def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str)
     not be named.
     """
     texts = [TEXT, "kernel"]
-    found = client.post(path, json={"model": "test/classes", "input": texts}).json()
+    reply = client.post(path, json={"model": "test/classes", "input": texts}).json()
     alone = [client.post("/tei/test/classes/predict", json={"inputs": text}).json() for text in texts]
-    for classes, expected in zip(found["data"], alone, strict=True):
-        assert [each["label"] for each in classes] == [each["label"] for each in expected]
-        assert [each["score"] for each in classes] == pytest.approx([each["score"] for each in expected], abs=1e-6)
-    assert (found["object"], found["model"], found["id"].partition("-")[0]) == ("classify", "test/classes", "classify")
-    assert found["usage"]["total_tokens"] > 2 * len(texts)
+    for classes, expected in zip(reply["data"], alone, strict=True):
+        assert [entry["label"] for entry in classes] == [entry["label"] for entry in expected]
+        assert [entry["score"] for entry in classes] == pytest.approx([entry["score"] for entry in expected], abs=1e-6)
+    assert (reply["object"], reply["model"], reply["id"].partition("-")[0]) == ("classify", "test/classes", "classify")
+    assert reply["usage"]["total_tokens"] > 2 * len(texts)
     raw = client.post(path, json={"input": texts[0], "raw_scores": True}).json()["data"][0]
-    assert np.log(found["data"][0][0]["score"] / found["data"][0][1]["score"]) == pytest.approx(
+    assert np.log(reply["data"][0][0]["score"] / reply["data"][0][1]["score"]) == pytest.approx(
         raw[0]["score"] - raw[1]["score"], abs=1e-4
     )
 
@@ -757,9 +757,9 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
     from infinity_client.models import ClassifyInput
 
     with infinity(cluster.url, KEY) as client:
-        found = {each.id: each for each in models.sync(client=client).data}
+        models_by_id = {model.id: model for model in models.sync(client=client).data}
         classes = classify.sync(client=client, body=ClassifyInput([TEXT], "test/classes")).data[0]
-    can = {name: found[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
+    can = {name: models_by_id[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
     assert can == {
         MINI: ["embed"],
         CROSS: ["rerank"],
@@ -767,11 +767,13 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
         "test/late": ["rerank"],
         "test/classes": ["classify"],
     }
-    assert {(each.backend, str(each.owned_by), *each.stats.additional_properties) for each in found.values()} == {
+    assert {
+        (model.backend, str(model.owned_by), *model.stats.additional_properties) for model in models_by_id.values()
+    } == {
         ("torch", "infinity", "queue_absolute"),
         ("openvino", "infinity", "queue_absolute"),  # those that are loaded, on a CPU
     }
-    assert sum(each.score for each in classes) == pytest.approx(1, abs=1e-4)
+    assert sum(entry.score for entry in classes) == pytest.approx(1, abs=1e-4)
 
 
 def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: httpx.Client) -> None:
@@ -812,8 +814,8 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
 
 def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
     """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
-    others = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
-    for path, code in (("/v1/embeddings", "unauthenticated"), *others):
+    paths = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
+    for path, code in (("/v1/embeddings", "unauthenticated"), *paths):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (
             401,

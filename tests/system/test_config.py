@@ -69,8 +69,8 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     changed = encode(cluster, model)
     assert changed.status_code == 200
     assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
-    told = f"{model} is at revision 2, as in {file.name}; every gateway and worker has it"
-    until(lambda: cluster.said(told), 60, "the acknowledgement of all")
+    message = f"{model} is at revision 2, as in {file.name}; every gateway and worker has it"
+    until(lambda: cluster.said(message), 60, "the acknowledgement of all")
     file.unlink()
     until(lambda: encode(cluster, model).status_code == 404, 60, "the removed model")
     assert {role: cluster.pids(role) for role in before} == before
@@ -99,18 +99,18 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, i
     )
     cluster = Cluster(folder / "data", "--models-dir", str(folder / "models"), "--no-spare")
     file = cluster.data_dir / access.FILE
-    seen: list[tuple[Access, int]] = []
+    revisions: list[tuple[Access, int]] = []
 
     def look() -> None:
         until(file.exists, 60, "the file of the passwords")
-        seen.append((cluster.access(), file.stat().st_mode & 0o777))
+        revisions.append((cluster.access(), file.stat().st_mode & 0o777))
 
     looking = threading.Thread(target=look)
     looking.start()
     with pytest.raises(AssertionError, match=r"bad.yaml: \$.outputs"):
         cluster.start()
     looking.join()
-    return cluster, *seen[0]
+    return cluster, *revisions[0]
 
 
 def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cluster, Access, int]) -> None:
@@ -121,10 +121,10 @@ def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cl
 
 
 def test_the_passwords_of_a_start_end_with_it(failed: tuple[Cluster, Access, int], cluster: Cluster) -> None:
-    another, theirs, mode = failed
+    failure, theirs, mode = failed
     ours = cluster.access()
     assert mode == 0o600
-    assert not (another.data_dir / access.FILE).exists()
+    assert not (failure.data_dir / access.FILE).exists()
     for name in ("operator_password", "broker_monitor_url"):
         assert getattr(theirs, name) != getattr(ours, name)
     assert theirs.admin_token != ours.admin_token == shared.ADMIN

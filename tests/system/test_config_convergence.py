@@ -36,18 +36,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000",
         "SIE_HEALTH_PUBLISH_INTERVAL_MS": "200",
     }
-    found = Stack(tmp_path_factory.mktemp("stack"), Plan((), 2, (Device(), Device()), environ=environ, preload=False))
+    result = Stack(tmp_path_factory.mktemp("stack"), Plan((), 2, (Device(), Device()), environ=environ, preload=False))
     users = (
         '{user: all, password: p}, {user: deaf, password: p, permissions: {subscribe: {deny: "sie.config.models.>"}}}'
     )
-    with (found.folder / "broker-0" / "server.conf").open("a") as file:
+    with (result.folder / "broker-0" / "server.conf").open("a") as file:
         file.write(f"authorization {{ users: [{users}] }}\n")
-    deaf = {found.gateways[DEAF].name, found.workers[DEAF].sidecar.name}
-    for part in found.parts:
+    deaf = {result.gateways[DEAF].name, result.workers[DEAF].sidecar.name}
+    for part in result.parts:
         if "SIE_NATS_URL" in part.environ:
-            part.environ["SIE_NATS_URL"] = url_of(found, "deaf" if part.name in deaf else "all")
-    with found:
-        yield found
+            part.environ["SIE_NATS_URL"] = url_of(result, "deaf" if part.name in deaf else "all")
+    with result:
+        yield result
 
 
 def url_of(stack: Stack, user: str) -> str:
@@ -71,17 +71,19 @@ def revision_at(url: str, path: str = MINI) -> int:
 def status(stack: Stack, url: str = "") -> dict[str, Any]:
     answer = httpx.get((url or stack.config_url) + MINI + "/status", headers=HEADERS if not url else {}, timeout=10)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] | None:
     """What the config service tells, if by it so many gateways and workers serve this revision."""
-    told = status(stack)
+    report = status(stack)
     serve = [
-        each for each in told["gateways"] + told["workers"] if (each["revision"], each["acked"]) == (revision, True)
+        process
+        for process in report["gateways"] + report["workers"]
+        if (process["revision"], process["acked"]) == (revision, True)
     ]
-    return told if len(serve) >= readers else None
+    return report if len(serve) >= readers else None
 
 
 def deltas(stack: Stack, number: int, **labels: str) -> tuple[float, float]:
@@ -96,29 +98,29 @@ def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
     stack.gateways[DEAF].pause()
     try:
         second = write(stack, max_tokens=64)
-        told = until(lambda: converged(stack, second, 3), POLLED_S, "the delta, and the poll of the deaf worker")
-        assert isinstance(told, dict)
-        lag = [(each["revision"], each["acked"]) for each in told["gateways"]]
+        report = until(lambda: converged(stack, second, 3), POLLED_S, "the delta, and the poll of the deaf worker")
+        assert isinstance(report, dict)
+        lag = [(gateway["revision"], gateway["acked"]) for gateway in report["gateways"]]
         assert sorted(lag) == [(1, False), (second, True)]
-        assert told["revision"] == second
+        assert report["revision"] == second
     finally:
         stack.gateways[DEAF].resume()
-    told = until(lambda: converged(stack, second), POLLED_S, "the poll of the deaf ones")
-    assert isinstance(told, dict)
-    assert told["all_bundles_acked"] is True
-    (bundle,) = told["bundles"]
+    report = until(lambda: converged(stack, second), POLLED_S, "the poll of the deaf ones")
+    assert isinstance(report, dict)
+    assert report["all_bundles_acked"] is True
+    (bundle,) = report["bundles"]
     assert (bundle["acked_workers"], bundle["pending_workers"], bundle["total_eligible_workers"]) == (
         ["w0", "w1"],
         [],
         2,
     )
-    assert {each["epoch"] for each in told["gateways"] + told["workers"]} == {told["config_epoch"]}
+    assert {process["epoch"] for process in report["gateways"] + report["workers"]} == {report["config_epoch"]}
     assert [revision_at(url) for url in stack.urls] == [second, second]
     assert deltas(stack, DEAF) == (0, 0)
     assert min(deltas(stack, HEARING, result="applied")) >= 1
     for url in stack.urls:
         own = status(stack, url)
-        assert (own["revision"], own["config_epoch"], len(own["gateways"])) == (second, told["config_epoch"], 2)
+        assert (own["revision"], own["config_epoch"], len(own["gateways"])) == (second, report["config_epoch"], 2)
         until(
             lambda url=url: status(stack, url)["all_bundles_acked"], POLLED_S, "the workers' heartbeats at the gateway"
         )

@@ -52,11 +52,14 @@ class Clients:
             return
         body, fingerprint = answer.json(), answer.headers["x-sie-fingerprint"]
         assert body["fingerprint"] == fingerprint != ""
-        known = self.vectors.setdefault(fingerprint, {})
+        expected_names = self.vectors.setdefault(fingerprint, {})
         for text, item in zip(texts, body["items"], strict=True):
             vector = np.array(item["dense"]["values"])
             np.testing.assert_allclose(
-                vector, known.setdefault(text, vector), atol=1e-3, err_msg=f"{fingerprint} of {len(self.vectors)}"
+                vector,
+                expected_names.setdefault(text, vector),
+                atol=1e-3,
+                err_msg=f"{fingerprint} of {len(self.vectors)}",
             )
         self.newest[url] = fingerprint
 
@@ -66,7 +69,7 @@ class Clients:
             texts = TEXTS * 8 if turn % 5 == 0 else [TEXTS[turn % len(TEXTS)]]
             await self.ask(self.urls[turn % len(self.urls)], texts)
 
-    async def until(self, condition: Any, what: str) -> float:
+    async def until(self, condition: Any, event: str) -> float:
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(60):
@@ -74,7 +77,7 @@ class Clients:
                     assert not self.refusals, self.refusals[0]
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            raise AssertionError(f"{what} did not come: {self.newest}") from None
+            raise AssertionError(f"{event} did not come: {self.newest}") from None
         return time.perf_counter() - began_s
 
 
@@ -122,8 +125,8 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
         (first,) = clients.vectors
 
         def status(url: str) -> dict[str, Any]:
-            told: dict[str, Any] = httpx.get(f"{url}{MODELS}/{MODEL}/status", headers=ADMIN, timeout=60).json()
-            return told
+            report: dict[str, Any] = httpx.get(f"{url}{MODELS}/{MODEL}/status", headers=ADMIN, timeout=60).json()
+            return report
 
         await asyncio.to_thread(until, lambda: status(stack.urls[0])["all_bundles_acked"], 60, "both workers know it")
         (bundle,) = (await asyncio.to_thread(status, stack.config_url))["bundles"]
@@ -146,7 +149,7 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
             for task in load:
                 task.cancel()
         assert not clients.refusals, clients.refusals[0]
-        mean, cls = clients.vectors[first], next(each for name, each in clients.vectors.items() if name != first)
+        mean, cls = clients.vectors[first], next(vectors for name, vectors in clients.vectors.items() if name != first)
         assert len(clients.vectors) == 2
         assert max(np.abs(mean[text] - cls[text]).max() for text in mean.keys() & cls.keys()) > 0.01
         for url in stack.urls:

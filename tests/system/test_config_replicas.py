@@ -92,20 +92,20 @@ class Service:
         return httpx.request(method, self.urls[number] + path, json=body, headers=HEADERS, timeout=30)
 
     def revisions(self, model: str, number: int = 0) -> list[int]:
-        told = self.call("GET", f"{MODELS}/{model}/history", number=number).json()["revisions"]
-        return [each["revision"] for each in told]
+        report = self.call("GET", f"{MODELS}/{model}/history", number=number).json()["revisions"]
+        return [revision["revision"] for revision in report]
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[tuple[CatalogueFeed, list[dict[str, int]]]]:
         """A reader as a gateway has one, and the revisions of each of its snapshots."""
-        stop, seen, broker = Stop(), [], await connect(self.broker.url, name="reader")
+        stop, changes, broker = Stop(), [], await connect(self.broker.url, name="reader")
         source = HttpConfigSource(self.urls[0], Secret(ADMIN))
         feed = CatalogueFeed(broker, source, trusted=("sie-config",), poll_s=0.5, full_export_s=0.0)
-        feed.on_change(lambda: seen.append(dict(feed.catalogue.revisions)))
+        feed.on_change(lambda: changes.append(dict(feed.catalogue.revisions)))
         task = asyncio.create_task(feed.run(stop))
         try:
             await eventually(lambda: feed.first.is_set(), "the first snapshot", WITHIN_S)
-            yield feed, seen
+            yield feed, changes
         finally:
             stop.request()
             await asyncio.wait_for(task, 60)
@@ -159,7 +159,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
                 two.parts[1].kill()
                 killed.set()
 
-    async with two.followed() as (feed, seen), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
+    async with two.followed() as (feed, changes), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
         async with asyncio.timeout(60):
             await asyncio.gather(*(write(client, number) for number in range(WRITERS)))
         assert killed.is_set()
@@ -168,7 +168,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
         assert feed.deltas["put", "applied"] > WRITERS
         assert set(feed.catalogue.entries) == set(stored.live) == {MODEL}
         highest: dict[str, int] = {}
-        for revisions in seen:
+        for revisions in changes:
             assert all(revisions[model] >= highest.get(model, 0) for model in revisions)
             highest |= revisions
     for number in range(0, WRITERS, 7):
@@ -186,7 +186,7 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
     one.parts[0].start()
     one.parts[0].wait_ready()
     assert (one.revisions(MODEL), one.call("GET", "/v1/configs/epoch").json()["epoch"]) == (history, epoch)
-    async with one.followed() as (feed, seen):
+    async with one.followed() as (feed, changes):
         broker = await connect(one.broker.url, name="damage")
         bucket = await broker.key_value(topology.CATALOGUE_BUCKET)
         good = await bucket.get(model_key(MODEL))
@@ -210,7 +210,7 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
         await eventually(
             lambda: feed.catalogue.revisions == {MODEL: second + 1}, "the next write at the reader", WITHIN_S
         )
-        assert [revisions[MODEL] for revisions in seen] == sorted(revisions[MODEL] for revisions in seen)
+        assert [revisions[MODEL] for revisions in changes] == sorted(revisions[MODEL] for revisions in changes)
         await broker.close()
 
 
@@ -221,15 +221,17 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
     was restored with it.
     """
     path = f"{MODELS}/{MODEL}"
-    (folder,) = [found for found in one.broker.folder.rglob("streams") if found.is_dir()]
-    kept = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
+    (folder,) = [
+        folder_of_stream for folder_of_stream in one.broker.folder.rglob("streams") if folder_of_stream.is_dir()
+    ]
+    revision = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     one.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")
     one.broker.start()
     await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
-    async with one.followed() as (feed, seen):
-        assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == kept + 1
-        await eventually(lambda: feed.catalogue.revisions == {MODEL: kept + 1}, "the write at the reader", WITHIN_S)
+    async with one.followed() as (feed, changes):
+        assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == revision + 1
+        await eventually(lambda: feed.catalogue.revisions == {MODEL: revision + 1}, "the write at the reader", WITHIN_S)
         one.broker.stop()
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "copy", folder)
@@ -239,7 +241,7 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
             until,
             lambda: (
                 (answer := one.call("GET", f"{path}/history")).status_code == 200
-                and answer.json()["revisions"][0]["revision"] == kept
+                and answer.json()["revisions"][0]["revision"] == revision
             ),
             WITHIN_S,
             "the older revision",
@@ -247,26 +249,26 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         # `is_behind` is also true while the service does not answer: who saw the older epoch reads all again
         await eventually(lambda: feed._is_rewound, "the reader's complaint", WITHIN_S)
         assert feed.is_behind
-        assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: kept + 1}, 32)
+        assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: revision + 1}, 32)
         # and its epoch is that of the lost one; for a moment the service looks what its bucket lacks
         await asyncio.to_thread(
             until, lambda: one.call("PATCH", path, {"max_tokens": 48}).status_code == 200, WITHIN_S, "the service"
         )
-        assert one.revisions(MODEL)[0] == kept + 1
+        assert one.revisions(MODEL)[0] == revision + 1
         await eventually(
             lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S
         )
-        assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == kept + 2
+        assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == revision + 2
         await eventually(
-            lambda: feed.catalogue.revisions == {MODEL: kept + 2}, "the next write at the reader", WITHIN_S
+            lambda: feed.catalogue.revisions == {MODEL: revision + 2}, "the next write at the reader", WITHIN_S
         )
         assert feed.catalogue.entries[MODEL].max_tokens == 16
-        assert [revisions[MODEL] for revisions in seen] == sorted(revisions[MODEL] for revisions in seen)
+        assert [revisions[MODEL] for revisions in changes] == sorted(revisions[MODEL] for revisions in changes)
 
 
 async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(one: Service, tmp_path: Path) -> None:
     path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
-    (folder,) = [found for found in one.broker.folder.rglob(stream) if found.is_dir()]
+    (folder,) = [folder_of_stream for folder_of_stream in one.broker.folder.rglob(stream) if folder_of_stream.is_dir()]
     first = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     one.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")

@@ -65,7 +65,7 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     (worker,) = page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     assert worker[2:6] == ["_default", "cpu", "default", "cpu"]
     assert "GiB" in worker[6]
-    assert not any("/v1/requests" in asked for asked in page.asked)  # what is folded asks for nothing
+    assert not any("/v1/requests" in url for url in page.asked)  # what is folded asks for nothing
     for part in ("models", "requests"):
         click(page, UNFOLDED.format(part))
     rows = page.wait(ROWS.format("models"), bool)
@@ -111,8 +111,8 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     failed = httpx.post(f"{cluster.url}/v1/encode/no/such", json={"items": ["one"]}, timeout=60)
     page.wait("Boolean(document.querySelector('#failed'))", bool)
     click(page, "#failed")
-    found = f"rows.filter(row => row[0] === '{failed.headers['x-sie-request-id']}').length"
-    shown = f"{found} && rows.every(row => row[3] > '4')"
+    result = f"rows.filter(row => row[0] === '{failed.headers['x-sie-request-id']}').length"
+    shown = f"{result} && rows.every(row => row[3] > '4')"
     page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
     click(page, "#requests a")
     why = page.wait("document.querySelector('.request .bad')?.innerText", bool)
@@ -132,7 +132,7 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     assert page.evaluate(ROWS.format("workers"))[0][0].startswith("<script>")
     assert page.evaluate("window.harmed ?? null") is None
 
-    assert all(asked.startswith(own) for asked in page.asked), page.asked
+    assert all(url.startswith(own) for url in page.asked), page.asked
     assert page.complaints == []
 
 
@@ -147,7 +147,7 @@ def requested(model: str, **inference_ms: float) -> dict[str, Any]:
         }
         for number, (worker, ms) in enumerate(inference_ms.items())
     ]
-    told = {
+    record = {
         "at": time.time(),
         "endpoint": "encode",
         "status": 200,
@@ -155,7 +155,7 @@ def requested(model: str, **inference_ms: float) -> dict[str, Any]:
         "total_ms": 1000.0,
         "items": len(chunks),
     }
-    return {**told, "id": secrets.token_hex(16), "model": model, "trace_id": "", "chunks": chunks}
+    return {**record, "id": secrets.token_hex(16), "model": model, "trace_id": "", "chunks": chunks}
 
 
 REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given) =>
@@ -164,8 +164,12 @@ REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given
 
 def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -> None:
     """As a cluster of several workers has them: a model that is slow on its one worker says nothing of that worker."""
-    told = [requested("a/small", w0=10, w1=10, w2=40), requested("a/small", w0=10, w2=40), requested("a/large", w0=900)]
-    code = REQUESTS.replace("FORGED", json.dumps({"requests": told}))
+    records = [
+        requested("a/small", w0=10, w1=10, w2=40),
+        requested("a/small", w0=10, w2=40),
+        requested("a/large", w0=900),
+    ]
+    code = REQUESTS.replace("FORGED", json.dumps({"requests": records}))
     page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
     page.open(f"http://{HOST}:{cluster.port}/#cluster/requests")
     rows = page.wait(ROWS.format("by-worker"), bool)
@@ -199,7 +203,7 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
                 )
         assert page.evaluate("sessionStorage.getItem('sie.key')") == "a-right-key"
         assert page.evaluate("localStorage.length + document.cookie.length") == 0
-        assert not any("right-key" in asked for asked in page.asked)
+        assert not any("right-key" in url for url in page.asked)
         click(page, "#sign-out")
         page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
         assert page.evaluate("sessionStorage.getItem('sie.key')") is None
@@ -296,7 +300,7 @@ def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> Non
     until(lambda: httpx.get(entry, timeout=10).json() == before.json(), 20, "what was before")
     assert page.evaluate("window.harmed ?? null") is None
     # the browser itself notes a refusal as a failed request
-    assert all("400" in each or "422" in each for each in page.complaints), page.complaints
+    assert all("400" in complaint or "422" in complaint for complaint in page.complaints), page.complaints
 
 
 def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page) -> None:
@@ -310,15 +314,15 @@ def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page
     page.wait("Boolean(document.querySelector('.residency .load'))", bool)
     is_loaded = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"]  # by another test
     assert page.evaluate("document.querySelector('.residency .unload').disabled") is not is_loaded
-    said = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
+    status = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
     click(page, ".residency .load")
-    page.wait(said, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
+    page.wait(status, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"] is True
     click(page, ".residency .unload")
-    page.wait(said, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
+    page.wait(status, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
     click(page, ".residency .load")  # of a model that is not loaded: the gateway answers before it is
-    page.wait(said, lambda text: text.startswith("loaded by"), timeout_s=60)
+    page.wait(status, lambda text: text.startswith("loaded by"), timeout_s=60)
     assert page.complaints == []
 
 

@@ -53,8 +53,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models.add("prompted", {**mini, "prompts": {"document": "passage: {text}"}})
     detector_checkpoints.grounding_dino(models.weights / "dino")
     parameters = {"box_threshold": 0.02, "text_threshold": 0.0}
-    found = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
-    models.add("dino", {**found, "run": {"parameters": parameters}})
+    entry_detector = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
+    models.add("dino", {**entry_detector, "run": {"parameters": parameters}})
     reader_checkpoints.donut(models.weights / "donut")
     read = {"family": "document-reader", "inputs": ["image"], "outputs": {"entities": 0, "data": 0}, "max_tokens": 100}
     models.add("donut", {**read, "run": {"parameters": {"task": "<s_cord-v2>"}}})
@@ -85,12 +85,12 @@ def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
         yield page
         assert page.evaluate("window.harmed ?? null") is None
         assert unexpected(page) == []
-        assert [asked for asked in page.asked if not asked.startswith((own, "data:"))] == []
+        assert [url for url in page.asked if not url.startswith((own, "data:"))] == []
 
 
 def unexpected(page: Page) -> list[str]:
     """Complaints, without those of a browser about a model that is loaded: the page sends the request again."""
-    return [each for each in page.complaints if "status of 503" not in each]
+    return [complaint for complaint in page.complaints if "status of 503" not in complaint]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cosines(vectors: list[list[float]]) -> list[float]:
     rows = np.array(vectors) / np.linalg.norm(vectors, axis=1, keepdims=True)
-    found: list[float] = (rows @ rows.T).ravel().tolist()
-    return found
+    products: list[float] = (rows @ rows.T).ravel().tolist()
+    return products
 
 
 HEAT = "[...document.querySelectorAll('.heat td')].map(cell => Number(cell.innerText))"
@@ -115,10 +115,10 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, pa
     shown = page.evaluate(HEAT)
     vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
     assert shown == pytest.approx(cosines(vectors), abs=0.0051)
-    told = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
-    told = by_typescript(page, package, "results.map((each) => [...each.dense!])")
-    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
+    report = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
+    report = by_typescript(page, package, "results.map((each) => [...each.dense!])")
+    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
     assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
 
 
@@ -143,7 +143,7 @@ def test_a_model_is_chosen_by_the_keyboard_and_has_an_address(page: Page) -> Non
     page.wait("document.activeElement.role", lambda role: role == "combobox")
     page.call("Input.insertText", text="clip")
     options = "[...document.querySelectorAll('[role=option]')].map(option => option.dataset.model)"
-    page.wait(options, lambda found: found == ["test/clip"])
+    page.wait(options, lambda names: names == ["test/clip"])
     pressed(page, "Enter", 13)
     page.wait(value, lambda model: model == "test/clip")
     page.wait("document.activeElement.id", lambda name: name == "model")
@@ -179,7 +179,7 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 3)
     assert "a.pdf" in page.wait("document.querySelector('.drop [role=alert]')?.innerText", bool)
     previews = "[...document.querySelectorAll('.files img')].map(each => [each.complete, each.naturalWidth])"
-    page.wait(previews, lambda found: found == [[True, 120], [True, 60], [True, 120]])
+    page.wait(previews, lambda result: result == [[True, 120], [True, 60], [True, 120]])
     ask(page)
     sent = by_curl(page)
     vectors = [item["dense"]["values"] for item in sent["items"]]
@@ -189,8 +189,8 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     shown = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
     assert base64.b64encode(PHOTO).decode() not in shown  # it is cut on the page
     assert base64.b64encode(PHOTO).decode() in copied(page, "curl")
-    told = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
+    report = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
     page.evaluate("document.querySelector('[aria-label=\"Remove picked.png\"]').click()")
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
 
@@ -279,14 +279,14 @@ def test_sparse_weights_are_words_and_marks_in_the_text(page: Page, cluster: Clu
     page.wait("document.querySelectorAll('.tokens mark').length", lambda count: count > 2)
     (item,) = by_curl(page)["items"]
     pairs = dict(zip(item["sparse"]["indices"], item["sparse"]["values"], strict=True))
-    best = sorted(pairs, key=lambda each: -pairs[each])[:12]
+    best = sorted(pairs, key=lambda pair: -pairs[pair])[:12]
     route = f"{cluster.url}/tei/test/sparse"
-    body = {"ids": [[each] for each in best], "skip_special_tokens": False}
+    body = {"ids": [[pair] for pair in best], "skip_special_tokens": False}
     words = httpx.post(f"{route}/decode", json=body, timeout=20).json()
     page.wait(CELLS.format(".bars"), lambda rows: rows[0][0] == words[0].strip())
     shown = bars(page)
     assert [name for name, _ in shown] == [word.strip() for word in words]
-    assert [value for _, value in shown] == pytest.approx([pairs[each] for each in best], abs=6e-5)
+    assert [value for _, value in shown] == pytest.approx([pairs[pair] for pair in best], abs=6e-5)
     (tokens,) = httpx.post(f"{route}/tokenize", json={"inputs": [text]}, timeout=20).json()
     marks = page.evaluate(
         "[...document.querySelectorAll('.tokens mark')].map(each => [Number(each.dataset.id), each.title, "
@@ -322,9 +322,9 @@ def test_each_token_of_a_query_meets_each_of_a_document(
     asking, answered = by_curl(page, 0), by_curl(page, 1)
     rows = np.array(asking["items"][0]["multivector"]["values"])
     maps = [rows @ np.array(item["multivector"]["values"]).T for item in answered["items"]]
-    sums = [float(each.max(1).sum()) for each in maps]
+    sums = [float(entry.max(1).sum()) for entry in maps]
     assert sorted(bars(page), key=lambda bar: texts.index(bar[0])) == [
-        (text, pytest.approx(one, abs=6e-5)) for text, one in zip(texts, sums, strict=True)
+        (text, pytest.approx(entry, abs=6e-5)) for text, entry in zip(texts, sums, strict=True)
     ]
     body = {
         "query": {"text": query},
@@ -333,12 +333,12 @@ def test_each_token_of_a_query_meets_each_of_a_document(
     }
     scored = httpx.post(f"{cluster.url}/v1/score/{model}", json=body, timeout=60).json()["scores"]
     share = len(rows) if model == "test/m3" else 1  # BGE-M3 takes the mean
-    assert {each["item_id"]: each["score"] for each in scored} == {
-        f"item-{place}": pytest.approx(one / share, rel=1e-4) for place, one in enumerate(sums)
+    assert {pair["item_id"]: pair["score"] for pair in scored} == {
+        f"item-{place}": pytest.approx(entry / share, rel=1e-4) for place, entry in enumerate(sums)
     }
     typed(page, "select.document", "0")
     head = "[...document.querySelectorAll('.late thead th')].slice(1).map(each => each.title)"
-    page.wait(head, lambda found: found[: len(names)] == names)
+    page.wait(head, lambda names_shown: names_shown[: len(names)] == names)
     assert len(page.evaluate(head)) == answered["items"][0]["multivector"]["num_tokens"]
     cells = "[...document.querySelectorAll('.late tbody tr')].map(row => [...row.querySelectorAll('td')].map("
     shown = np.array(page.evaluate(f"{cells}cell => Number(cell.innerText)))"))
@@ -355,17 +355,17 @@ def test_patches_lie_over_the_page_that_they_are_of(page: Page) -> None:
     typed(page, "#query", "what total")
     ask(page)
     rects = "[...document.querySelectorAll('.patches rect')].map(each => Number(each.textContent))"
-    page.wait(rects, lambda found: len(found) == 16)
+    page.wait(rects, lambda values_shown: len(values_shown) == 16)
     rows = np.array(by_curl(page, 0)["items"][0]["multivector"]["values"])
     image = np.array(by_curl(page, 1)["items"][0]["multivector"]["values"])
     products = rows @ image.T
     assert page.evaluate(rects) == pytest.approx(products[:, :16].max(0).tolist(), abs=6e-5)
     typed(page, "select.token", "2")
-    page.wait(rects, lambda found: found == pytest.approx(products[2, :16].tolist(), abs=6e-5))
+    page.wait(rects, lambda values_shown: values_shown == pytest.approx(products[2, :16].tolist(), abs=6e-5))
     typed(page, "[data-grid=first]", "16")
-    page.wait(rects, lambda found: found == pytest.approx(products[2, 16:].tolist(), abs=6e-5))
+    page.wait(rects, lambda values_shown: values_shown == pytest.approx(products[2, 16:].tolist(), abs=6e-5))
     typed(page, "[data-grid=across]", "5")  # more than there are
-    page.wait(rects, lambda found: found == [])
+    page.wait(rects, lambda values_shown: values_shown == [])
     same = "(() => { const [a, b] = ['.picture img', '.patches, .picture'].map(each => document.querySelector(each)"
     box = page.evaluate(f"{same}.getBoundingClientRect()); return [a.width - b.width, a.height - b.height]; }})()")
     assert np.abs(box).max() <= 3
@@ -381,16 +381,16 @@ def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page, package: Pat
     (item,) = by_curl(page)["items"]
     drawn = "[...document.querySelectorAll('.boxes rect')].map(each => ['x', 'y', 'width', 'height'].map(name => "
     shown = page.wait(f"{drawn}Number(each.getAttribute(name))))", bool)
-    assert shown == [found["bbox"] for found in item["objects"]]
+    assert shown == [entry["bbox"] for entry in item["objects"]]
     assert page.evaluate("document.querySelector('.boxes').getAttribute('viewBox')") == "0 0 100 60"
     rows = page.evaluate(CELLS.format(".found tbody"))
-    assert [row[0] for row in rows] == [f"{place + 1} {one['label']}" for place, one in enumerate(item["objects"])]
-    assert [float(row[1]) for row in rows] == pytest.approx([one["score"] for one in item["objects"]], abs=6e-5)
+    assert [row[0] for row in rows] == [f"{place + 1} {entry['label']}" for place, entry in enumerate(item["objects"])]
+    assert [float(row[1]) for row in rows] == pytest.approx([entry["score"] for entry in item["objects"]], abs=6e-5)
     least = round(item["objects"][5]["score"], 2)
     typed(page, ".least", str(least))
-    kept = [one["bbox"] for one in item["objects"] if one["score"] >= least]
-    page.wait(f"{drawn}Number(each.getAttribute(name))))", lambda found: found == kept)
-    boxes = [[one["bbox"] for one in item["objects"]]]
+    stored = [entry["bbox"] for entry in item["objects"] if entry["score"] >= least]
+    page.wait(f"{drawn}Number(each.getAttribute(name))))", lambda boxes_shown: boxes_shown == stored)
+    boxes = [[entry["bbox"] for entry in item["objects"]]]
     assert by_python(page, '[[one["bbox"] for one in each["objects"]] for each in results]') == boxes
     assert by_typescript(page, package, "results.map((each) => each.objects.map((one) => one.bbox))") == boxes
 
@@ -404,16 +404,19 @@ def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path)
     (item,) = by_curl(page)["items"]
     marks = page.evaluate("[...document.querySelectorAll('.spans mark')].map(each => each.firstChild.data)")
     assert marks
-    assert set(marks) <= {text[found["start"] : found["end"]] for found in item["entities"]}
-    for one, found in zip(by_typescript(page, package, "results[0]!.entities"), item["entities"], strict=True):
-        assert one == {**found, "score": pytest.approx(found["score"], abs=1e-6)}
+    assert set(marks) <= {text[entry["start"] : entry["end"]] for entry in item["entities"]}
+    for first, entity in zip(by_typescript(page, package, "results[0]!.entities"), item["entities"], strict=True):
+        assert first == {**entity, "score": pytest.approx(entity["score"], abs=1e-6)}
 
     typed(page, "#threshold", "")
     typed(page, "#labels", "")
     choose(page, "extract", "test/classes")
     ask(page)
     (item,) = by_curl(page)["items"]
-    assert bars(page) == [(one["label"], pytest.approx(one["score"], abs=6e-5)) for one in item["classifications"]]
+    assert bars(page) == [
+        (classification["label"], pytest.approx(classification["score"], abs=6e-5))
+        for classification in item["classifications"]
+    ]
 
     choose(page, "extract", "test/donut")
     attach(page, ("receipt.png", "image/png", PHOTO))
@@ -421,7 +424,7 @@ def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path)
     ask(page)
     (item,) = by_curl(page)["items"]
     rows = page.evaluate(CELLS.format(".entities tbody"))
-    assert [row[:2] for row in rows] == [[one["label"], one["text"].strip()] for one in item["entities"]]
+    assert [row[:2] for row in rows] == [[entry["label"], entry["text"].strip()] for entry in item["entities"]]
     tree = page.evaluate("document.querySelector('.tree').textContent")
     assert f"completion_tokens: {item['data']['completion_tokens']}" in tree
     assert f"finish_reason: {item['data']['finish_reason']}" in tree
@@ -495,7 +498,7 @@ def test_documents_are_sent_with_the_format_that_their_content_does_not_tell(pag
     attach(page, ("a.pdf", "application/pdf", b"%PDF-1.7"), ("b.md", "", b"# Title"))
     ask(page)
     body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    pdf, markdown = (base64.b64encode(each).decode() for each in (b"%PDF-1.7", b"# Title"))
+    pdf, markdown = (base64.b64encode(content).decode() for content in (b"%PDF-1.7", b"# Title"))
     assert body["items"] == [
         {"document": f"data:application/pdf;base64,{pdf}"},
         {"document": {"data": f"data:application/octet-stream;base64,{markdown}", "format": "md"}},
@@ -508,33 +511,33 @@ def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, pack
     click(page, "#beside")
     options = "[...document.querySelectorAll('#beside ~ .popover [role=group]')].map(each => [each.ariaLabel, ...[..."
     options += "each.querySelectorAll('[role=option]')].map(option => option.dataset.model)])"
-    groups = page.wait(options, lambda found: len(found) > 1)
+    groups = page.wait(options, lambda options_shown: len(options_shown) > 1)
     assert groups[0] == ["Profiles of test/mini", "test/mini:bf16"]
     click(page, "#beside")
     pick(page, "beside", "test/mini:bf16")
     typed(page, "#texts", "a cat\nstocks")
     ask(page, 3)
-    one, other = (np.array([each["dense"]["values"] for each in by_curl(page, at)["items"]]) for at in (0, 1))
-    told = page.evaluate("[...document.querySelectorAll('.same li')].map(each => parseFloat(each.innerText))")
-    expected = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
-    assert told == pytest.approx(expected.tolist(), abs=1e-6)
+    first, second = (np.array([vector["dense"]["values"] for vector in by_curl(page, at)["items"]]) for at in (0, 1))
+    values_shown = page.evaluate("[...document.querySelectorAll('.same li')].map(each => parseFloat(each.innerText))")
+    expected = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+    assert values_shown == pytest.approx(expected.tolist(), abs=1e-6)
 
     choose(page, "score", "test/cross", "test/reranker")
     texts = ["Paris is in France.", "Berlin is in Germany.", "Bread is made of flour.", "The river runs north."]
     typed(page, "#texts", "\n".join(texts))
     ask(page, 3)
-    ranks = [{one["item_id"]: one["rank"] + 1 for one in by_curl(page, at)["scores"]} for at in (0, 1)]
+    ranks = [{score["item_id"]: score["rank"] + 1 for score in by_curl(page, at)["scores"]} for at in (0, 1)]
     for row in page.evaluate(CELLS.format(".ranks tbody")):
         item = f"item-{texts.index(row[0])}"
         before, after = ranks[0][item], ranks[1][item]
         assert row[1:3] == [str(before), str(after)]
         assert (row[3] == "same") is (before == after)
         assert ("▲" in row[3]) is (after < before)
-    by_id = {one["item_id"]: one["score"] for one in by_curl(page)["scores"]}
-    told = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
-    assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
-    told = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
-    assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    by_id = {score["item_id"]: score["score"] for score in by_curl(page)["scores"]}
+    values_shown = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
+    assert values_shown == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    values_shown = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
+    assert values_shown == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
     shown = bars(page, "article:nth-of-type(2)")
     assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
 
@@ -562,13 +565,13 @@ def test_a_reranker_of_images_takes_one_on_either_side(page: Page) -> None:
     typed(page, "#texts", "a chair")
     ask(page)
     body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    other, photo = (f"data:image/png;base64,{base64.b64encode(each).decode()}" for each in (OTHER, PHOTO))
-    assert body["query"] == {"text": "is it the same?", "images": [other]}
+    second_url, photo = (f"data:image/png;base64,{base64.b64encode(entry).decode()}" for entry in (OTHER, PHOTO))
+    assert body["query"] == {"text": "is it the same?", "images": [second_url]}
     assert body["items"] == [{"text": "a chair"}, {"text": "a square", "images": [photo]}]
     scores = by_curl(page)["scores"]
-    assert [value for _, value in bars(page)] == pytest.approx([one["score"] for one in scores], abs=6e-5)
-    told = by_python(page, '[one["score"] for one in results["scores"]]')
-    assert told == pytest.approx([one["score"] for one in scores], rel=1e-5)
+    assert [value for _, value in bars(page)] == pytest.approx([score["score"] for score in scores], abs=6e-5)
+    report = by_python(page, '[one["score"] for one in results["scores"]]')
+    assert report == pytest.approx([score["score"] for score in scores], rel=1e-5)
 
 
 def test_the_patches_of_a_model_that_keeps_the_shape_have_that_shape(page: Page) -> None:
@@ -589,10 +592,10 @@ def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster, pac
     typed(page, "#texts", "a cat")
     ask(page)
     (item,) = by_curl(page)["items"]
-    told = by_python(page, 'results[0]["dense"].tolist()')
-    assert told == pytest.approx(item["dense"]["values"], abs=1e-6)
-    told = by_typescript(page, package, "[...results[0]!.dense!]")
-    assert told == pytest.approx(item["dense"]["values"], abs=1e-6)
+    vector = by_python(page, 'results[0]["dense"].tolist()')
+    assert vector == pytest.approx(item["dense"]["values"], abs=1e-6)
+    vector = by_typescript(page, package, "[...results[0]!.dense!]")
+    assert vector == pytest.approx(item["dense"]["values"], abs=1e-6)
     for kind, name in (("curl", "$SIE_API_KEY"), ("Python", "SIE_API_KEY"), ("TypeScript", "process.env.SIE_API_KEY")):
         code = copied(page, kind)
         assert name in code

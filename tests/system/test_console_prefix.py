@@ -42,8 +42,10 @@ def page(
         page.open(f"{own}{request.param}")
         page.evaluate(COPIED)
         yield page
-        assert [each for each in page.complaints if "status of 503" not in each] == []  # while a model is loaded
-        beside = [asked for asked in page.asked if asked != own and not asked.startswith((f"{own}/", "data:"))]
+        assert [
+            complaint for complaint in page.complaints if "status of 503" not in complaint
+        ] == []  # while a model is loaded
+        beside = [url for url in page.asked if url != own and not url.startswith((f"{own}/", "data:"))]
         assert beside == []
 
 
@@ -53,8 +55,8 @@ def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> 
     typed(page, "#texts", "a cat\na kitten")
     ask(page)
     vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
-    told = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert [pytest.approx(each, abs=1e-6) for each in vectors] == told
+    report = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert [pytest.approx(vector, abs=1e-6) for vector in vectors] == report
 
     page.evaluate("location.hash = '#models'")
     rows = page.wait(CELLS.format("#catalogue"), bool)

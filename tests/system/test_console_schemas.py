@@ -55,7 +55,11 @@ def page(devtools: str, proxy: PrefixProxy) -> Iterator[Page]:
         page.wait("document.querySelector('#model')?.value", bool, timeout_s=30)
         page.evaluate(COPIED)
         yield page
-        assert [each for each in page.complaints if "status of 503" not in each and "status of 400" not in each] == []
+        assert [
+            complaint
+            for complaint in page.complaints
+            if "status of 503" not in complaint and "status of 400" not in complaint
+        ] == []
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def fault(page: Page, field: str) -> str:
 def test_values_of_a_schema_are_shown_with_score_and_place(page: Page, package: Path) -> None:
     asked_for(page, SPANS, "schema")
     sample = json.loads(page.evaluate("document.querySelector('#schema').value"))
-    assert {"array", "string", "integer", "boolean"} <= {each.get("type") for each in sample["properties"].values()}
+    assert {"array", "string", "integer", "boolean"} <= {entry.get("type") for entry in sample["properties"].values()}
     typed(page, "#threshold", "0")
     ask(page)
     (item,) = by_curl(page)["items"]
@@ -89,13 +93,13 @@ def test_values_of_a_schema_are_shown_with_score_and_place(page: Page, package: 
     shares = {row["label"]: row["score"] for row in item["classifications"]}
     expected = []
     for name, value in item["data"].items():
-        for path, one in (
-            [(f"{name}[{at}]", one) for at, one in enumerate(value)]
+        for path, value_inside in (
+            [(f"{name}[{at}]", element) for at, element in enumerate(value)]
             if value and isinstance(value, list)
             else [(name, value)]
         ):
             row = places.get(path)
-            word = one if isinstance(one, str) else json.dumps(one)
+            word = value_inside if isinstance(value_inside, str) else json.dumps(value_inside)
             score = row["score"] if row else shares[f"{path}.{word}"]
             expected.append([path, word, f"{score:.4f}", f"{row['start']} to {row['end']}" if row else ""])
     assert page.wait(VALUES, bool) == expected

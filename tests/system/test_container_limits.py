@@ -54,43 +54,43 @@ def expected() -> Expected:
 def node() -> Iterator[Node]:
     """One of each, on disks of their own, with a bound on processes. In float32: a batch in bfloat16 takes half."""
     check_images()
-    found = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
+    objects_rendered = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
     disks = {
         (name, volume["name"]): DISK_BYTES
-        for name, workload in workloads(found).items()
+        for name, workload in workloads(objects_rendered).items()
         for volume in workload["spec"]["template"]["spec"]["volumes"]
         if "tmp" in volume["name"]
     }
     with Node.started(secrets=SECRETS, disks=disks, processes=PROCESSES) as node:
-        node.apply(found)
+        node.apply(objects_rendered)
         yield node
 
 
 async def test_it_serves_within_a_bound_on_processes(node: Node, expected: Expected) -> None:
     async with crowd(node, expected) as clients:
         await answers(clients, 2 * CLIENTS)
-    for each in node.containers:
-        assert int((each.cgroup("pids") / "pids.max").read_text()) == PROCESSES
-        assert int((each.cgroup("pids") / "pids.current").read_text()) < PROCESSES
+    for container in node.containers:
+        assert int((container.cgroup("pids") / "pids.max").read_text()) == PROCESSES
+        assert int((container.cgroup("pids") / "pids.current").read_text()) < PROCESSES
 
 
 async def test_a_full_volume_neither_ends_a_container_nor_keeps_it_from_starting_again(
     node: Node, expected: Expected
 ) -> None:
     """What each has as /tmp, filled to the last byte; then each is killed."""
-    full = [each for each in node.containers if each.pod.workload != "sie-nats"]
+    full = [container for container in node.containers if container.pod.workload != "sie-nats"]
     files = []
-    for each in full:
-        (mount,) = (mount["name"] for mount in each.told["volumeMounts"] if mount["mountPath"] == "/tmp")
-        files.append(each.pod.volume(mount) / "filler")
+    for pod in full:
+        (mount,) = (mount["name"] for mount in pod.told["volumeMounts"] if mount["mountPath"] == "/tmp")
+        files.append(pod.pod.volume(mount) / "filler")
         fill(files[-1])
     try:
         async with crowd(node, expected) as clients:
             await answers(clients, CLIENTS)
-            for each in full:
-                before = each.starts
-                each.kill()
-                await asyncio.to_thread(until, lambda c=each, n=before: c.starts > n, WITHIN_S, f"{each.name} again")
+            for pod in full:
+                before = pod.starts
+                pod.kill()
+                await asyncio.to_thread(until, lambda c=pod, n=before: c.starts > n, WITHIN_S, f"{pod.name} again")
                 await all_ready(node)
                 await answers(clients, CLIENTS)
     finally:
@@ -126,7 +126,7 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
                 break
         await answers(clients, CLIENTS)
     assert is_killed, "the limit was never met"
-    assert {each.status for each in adapter.exits[ended:]} <= {137}
+    assert {entry.status for entry in adapter.exits[ended:]} <= {137}
     assert not any("poison" in line for line in pod.container("worker-sidecar").log())
 
 
@@ -141,23 +141,23 @@ async def test_minutes_of_adversarial_batches_at_a_small_limit(expected: Expecte
         await asyncio.to_thread(node.apply, rendered(FILE, workers={"common": adapter_has}))
         (pod,) = node.of(WORKER)
         adapter = pod.container("adapter")
-        before, killed, asked = adapter.starts, 0, 0
+        before, killed, count = adapter.starts, 0, 0
         url = f"{node.url(GATEWAY, 8080)}/v1/encode/{MODEL}"
         async with crowd(node, expected) as clients, httpx.AsyncClient(headers=CLIENT, timeout=200) as client:
             await answers(clients, CLIENTS)
             end_s = time.monotonic() + ADVERSARIAL_S
-            while time.monotonic() < end_s or asked < 2 * RESTARTED_AFTER:
+            while time.monotonic() < end_s or count < 2 * RESTARTED_AFTER:
                 items = [WORDS * generator.randint(1, 90) for _ in range(generator.randint(1, 100))]
                 answer = await client.post(url, json={"items": items}, headers={"x-sie-timeout-ms": "150000"})
                 assert answer.status_code == 200, answer.text
                 assert not [item for item in answer.json()["items"] if "error" in item]
-                asked += 1
-                if asked == RESTARTED_AFTER:
+                count += 1
+                if count == RESTARTED_AFTER:
                     killed, again = Memory(adapter.cgroup("memory")).kills(), adapter.starts + 1
                     adapter.kill()
                     await asyncio.to_thread(until, lambda n=again: adapter.starts >= n, WITHIN_S, "it starts again")
                     await all_ready(node)
         killed += Memory(adapter.cgroup("memory")).kills()
-        print(f"{asked} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
+        print(f"{count} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
     assert killed <= MAX_KILLS
     assert adapter.starts - before == 1

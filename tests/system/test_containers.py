@@ -79,15 +79,15 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 @pytest.fixture(scope="module")
 def node(file: str, own: LocalModels) -> Iterator[Node]:
     """All pods of a values file, the worker twice."""
-    files = {each.name: each.read_text().replace(str(own.weights), SHARE) for each in own.folder.iterdir()}
+    files = {entry.name: entry.read_text().replace(str(own.weights), SHARE) for entry in own.folder.iterdir()}
     with Node.started(
         secrets=SECRETS,
         replicas={WORKER: 2},
         files={"own-models": files},
         shares={"own-weights": own.weights},
-    ) as found:
-        found.apply(rendered(file, **OWN))
-        yield found
+    ) as result:
+        result.apply(rendered(file, **OWN))
+        yield result
 
 
 def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalModels) -> None:
@@ -95,11 +95,11 @@ def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalM
     do; the catalogue takes a write of the administrator alone. No component asked for a connection that the policies
     refuse. Nothing was written but to volumes, within their limits.
     """
-    assert {each.starts for each in node.containers} == {1}, node.story()
+    assert {container.starts for container in node.containers} == {1}, node.story()
     url = node.url(GATEWAY, 8080)
     with httpx.Client(base_url=url, headers=CLIENT, timeout=120, trust_env=False) as client:
         assert client.get("/readyz").status_code == 200
-        assert MODEL in {each["name"] for each in client.get("/v1/models").json()["models"]}
+        assert MODEL in {model["name"] for model in client.get("/v1/models").json()["models"]}
         answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]})
         assert answer.status_code == 200, answer.text
         values = answer.json()["items"][0]["dense"]["values"]
@@ -150,10 +150,10 @@ def check_score(client: httpx.Client, own: LocalModels) -> None:
     query, texts = "kernel winter", ["harbour kernel", "planet winter harbour", "kernel"]
     answer = client.post("/v1/score/test/cross", json={"query": query, "items": texts})
     assert answer.status_code == 200, answer.text
-    found = {each["item_id"]: each["score"] for each in answer.json()["scores"]}
+    scores = {score["item_id"]: score["score"] for score in answer.json()["scores"]}
     model = CrossEncoder(str(own.weights / "cross"), device="cpu")
     expected = model.predict([(query, text) for text in texts], show_progress_bar=False)
-    assert [found[f"item-{index}"] for index in range(3)] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert [scores[f"item-{index}"] for index in range(3)] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def check_extract(client: httpx.Client, own: LocalModels) -> None:
@@ -165,10 +165,12 @@ def check_extract(client: httpx.Client, own: LocalModels) -> None:
     )
     assert answer.status_code == 200, answer.text
     expected = GLiNER.from_pretrained(str(own.weights / "gliner")).inference([text], labels, threshold=0.3)[0]
-    found = answer.json()["items"][0]["entities"]
+    entities = answer.json()["items"][0]["entities"]
     assert expected
-    assert [(each["text"], each["label"]) for each in found] == [(each["text"], each["label"]) for each in expected]
-    assert [each["score"] for each in found] == pytest.approx([each["score"] for each in expected], abs=1e-4)
+    assert [(entity["text"], entity["label"]) for entity in entities] == [
+        (entity["text"], entity["label"]) for entity in expected
+    ]
+    assert [entity["score"] for entity in entities] == pytest.approx([entity["score"] for entity in expected], abs=1e-4)
 
 
 def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
@@ -176,30 +178,30 @@ def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
     from and to a pod that is none of it.
     """
     refused = sum(node.network.refused().values())
-    one = {pod.workload: pod for pod in node.pods}
+    pods = {pod.workload: pod for pod in node.pods}
     declared = {
         name: {port["containerPort"] for container in pod.containers for port in container.told.get("ports", ())}
-        for name, pod in one.items()
+        for name, pod in pods.items()
     }
-    ports = sorted({port for each in declared.values() for port in each} | {6222, UNUSED})
-    found, wanted = {}, {}
-    for source, pod in one.items():
-        for target in one:
-            other = next((each for each in node.of(target) if each is not pod), None)
-            for port in ports if other is not None else ():
-                found[source, target, port] = network.tried(pod.network, other.address, port)
+    ports = sorted({port for spec in declared.values() for port in spec} | {6222, UNUSED})
+    versions, pods_expected = {}, {}
+    for source, pod in pods.items():
+        for target in pods:
+            second_pod = next((entry for entry in node.of(target) if entry is not pod), None)
+            for port in ports if second_pod is not None else ():
+                versions[source, target, port] = network.tried(pod.network, second_pod.address, port)
                 listens = port in declared[target]
                 let = allowed(node.found, source, target, port)
-                wanted[source, target, port] = "refused" if not let else "open" if listens else "closed"
-    assert found == wanted
+                pods_expected[source, target, port] = "refused" if not let else "open" if listens else "closed"
+    assert versions == pods_expected
     name, member = node.outsider("elsewhere", {})
-    for target, pod in one.items():
+    for target, pod in pods.items():
         for port in ports:
             # clients reach the API, monitors in any namespace the metrics
             reached = port in {GATEWAY: {8080, 9090}, CONFIG: {8081}, WORKER: {9095}}.get(target, set())
             assert network.tried(name, pod.address, port) == ("open" if reached else "refused"), (target, port)
             assert network.tried(pod.network, member.address, port) == "refused", (target, port)
-    for pod in one.values():
+    for pod in pods.values():
         # buckets and the hub, which workers, gateways and the config service alone may reach; nothing listens there
         outside = network.tried(pod.network, member.address, 443)
         assert outside == ("refused" if pod.workload == BROKER else "closed"), pod.workload
@@ -226,9 +228,9 @@ async def test_a_container_that_stands_still_costs_no_request(node: Node, expect
     """One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. The rendered liveness probes bear each
     of them, so none is started again for it.
     """
-    for each in node.containers:
-        assert survivable_s(each) > max(PAUSES_S), each.name
-    before = {each.name: each.starts for each in node.containers}
+    for entry in node.containers:
+        assert survivable_s(entry) > max(PAUSES_S), entry.name
+    before = {element.name: element.starts for element in node.containers}
     async with crowd(node, expected) as clients:
         for container in one_of_each(node):
             for pause_s in PAUSES_S:
@@ -238,7 +240,7 @@ async def test_a_container_that_stands_still_costs_no_request(node: Node, expect
                 container.resume()
         await all_ready(node)
         await answers(clients, CLIENTS)
-    assert {each.name: each.starts for each in node.containers} == before, node.story()
+    assert {element.name: element.starts for element in node.containers} == before, node.story()
 
 
 def survivable_s(container: Container) -> float:
@@ -250,7 +252,7 @@ def survivable_s(container: Container) -> float:
 
 
 def one_of_each(node: Node) -> list[Container]:
-    return list({(each.pod.workload, each.told["name"]): each for each in node.containers}.values())
+    return list({(container.pod.workload, container.told["name"]): container for container in node.containers}.values())
 
 
 async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: Node, expected: Expected) -> None:
@@ -260,14 +262,14 @@ async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: 
     now = node.found
     later = rendered(file, **OWN, image={"tag": NEXT_TAG})
     async with crowd(node, expected) as clients:
-        for found in (later, now):
+        for state in (later, now):
             await answers(clients, CLIENTS)
-            await asyncio.to_thread(node.apply, found)
+            await asyncio.to_thread(node.apply, state)
             await answers(clients, CLIENTS)
     ended = [container for pod in node.ended for container in pod.containers]
     assert ended
-    for each in ended:
-        assert (each.exits[-1].status, each.exits[-1].reason) == (0, "terminated"), (each.name, each.exits)
+    for entry in ended:
+        assert (entry.exits[-1].status, entry.exits[-1].reason) == (0, "terminated"), (entry.name, entry.exits)
 
 
 def test_all_containers_end_by_themselves_when_told(node: Node) -> None:
@@ -281,6 +283,8 @@ def test_all_containers_end_by_themselves_when_told(node: Node) -> None:
 
 def check_ends(pods: list[Pod]) -> None:
     for pod in pods:
-        for each in pod.containers:
-            assert (each.exits[-1].status, each.exits[-1].reason) == (0, "terminated"), f"{each.name}: {each.exits}"
-            assert not any("preStop" in why for why in each.failures), each.failures
+        for container in pod.containers:
+            assert (container.exits[-1].status, container.exits[-1].reason) == (0, "terminated"), (
+                f"{container.name}: {container.exits}"
+            )
+            assert not any("preStop" in why for why in container.failures), container.failures

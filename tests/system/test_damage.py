@@ -122,35 +122,35 @@ def lacks_jobs(stack: Stack, saved: Saved) -> list[str]:
 def mended(stack: Stack, saved: Saved, tmp_path: Path) -> list[str]:
     """Run the commands that doctor prints for damage. Returns what it says."""
     environ = {"SIE_NATS_URL": stack.broker_urls, "SIE_GATEWAY_URL": stack.urls[0], "SIE_AUTH_TOKEN": ADMIN}
-    found = Examined(tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ})
-    assert found.states["damage"] in ("fine", "wrong"), found.output
-    for finding in found.findings["damage"]:
+    examined = Examined(tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ})
+    assert examined.states["damage"] in ("fine", "wrong"), examined.output
+    for finding in examined.findings["damage"]:
         for command in commands(finding["fix"]):
             ran(command.replace("FILE", str(saved.backup)), SIE_NATS_URL=stack.broker_urls)
-    return [finding["wrong"] for finding in found.findings["damage"]]
+    return [finding["wrong"] for finding in examined.findings["damage"]]
 
 
 def start(stack: Stack, folder: Path, stream: str) -> list[str]:
     """Start all; where the broker hangs in the files of the stream, it is stopped and the command that is documented
     for that is run. Returns what was said.
     """
-    broker, *others = stack.parts
+    broker, *rest = stack.parts
     broker.start()
     try:
         broker.wait_ready(10.0)
-        said = []
+        outputs = []
     except AssertionError:
         assert unread_stream(broker.log) == stream, broker.log
         broker.kill()
         data_dir = folder / "data-dir"
         data_dir.mkdir()
         (data_dir / "nats").symlink_to(folder / "broker-0")
-        said = [ran(f"sie repair {stream} --data-dir {data_dir}")]
+        outputs = [ran(f"sie repair {stream} --data-dir {data_dir}")]
         broker.start()
         broker.wait_ready()
-    for part in others:
+    for part in rest:
         part.start()
-    return said
+    return outputs
 
 
 @pytest.mark.timeout(300)
@@ -168,23 +168,23 @@ def test_a_damaged_stream_is_named_and_mended(saved: Saved, tmp_path: Path, stre
     DAMAGES[damage](folder_of(folder / "broker-0", stream))
     stack = Stack(folder, plan(saved.folder))
     try:
-        said = start(stack, folder, stream)
+        output = start(stack, folder, stream)
         with contextlib.suppress(AssertionError):  # what a process mends itself needs no command
             until(lambda: not lacks(stack, saved), SELF_S, "all to be mended without a command")
         end_s = time.monotonic() + BOUND_S
         while True:
             fresh = mended(stack, saved, tmp_path)
-            said += fresh
+            output += fresh
             missing = lacks(stack, saved)
             if not missing and not fresh and stack.workers[0].sidecar.is_ready():
                 break
-            assert time.monotonic() < end_s, f"{missing} {said} {stack.log(25)}"
-        assert all(stream in text for text in said), said
-        gone = lacks_jobs(stack, saved)
-        assert not gone or stream == "KV_sie_jobs", gone
+            assert time.monotonic() < end_s, f"{missing} {output} {stack.log(25)}"
+        assert all(stream in text for text in output), output
+        jobs_lost = lacks_jobs(stack, saved)
+        assert not jobs_lost or stream == "KV_sie_jobs", jobs_lost
         ran(f"sie restore {saved.backup}", SIE_NATS_URL=stack.broker_urls)
         until(lambda: not lacks_jobs(stack, saved), BOUND_S, "the job and the file to be there", stack.log)
-        print(f"{stream} {damage}: {'; '.join(said) or 'served'}{f', lost {gone}' if gone else ''}")
+        print(f"{stream} {damage}: {'; '.join(output) or 'served'}{f', lost {jobs_lost}' if jobs_lost else ''}")
     finally:
         stack.stop()
 
@@ -201,7 +201,7 @@ def test_a_backup_fills_an_empty_cluster_and_replaces_nothing_that_is_newer(save
         headers = {"authorization": f"Bearer {ADMIN}"}
         entry_url = f"{stack.config_url}/v1/configs/models/{API_MODEL}"
         history = httpx.get(f"{entry_url}/history", headers=headers, timeout=30)
-        assert [each["revision"] for each in history.json()["revisions"]] == [1], history.text
+        assert [revision["revision"] for revision in history.json()["revisions"]] == [1], history.text
         changed = httpx.patch(entry_url, json={"max_tokens": 256}, headers=headers, timeout=30)
         assert changed.status_code == 200, changed.text
         ran("sie keys revoke a", SIE_NATS_URL=stack.broker_urls)
@@ -219,10 +219,10 @@ def test_a_backup_is_not_replaced_and_a_damaged_one_is_refused(saved: Saved, tmp
     content = bytearray(saved.backup.read_bytes())
     content[-1] ^= 1
     copy.write_bytes(content)
-    for command, said in (
+    for command, words in (
         (f"sie backup {saved.backup}", "exists"),
         (f"sie restore {copy}", "is damaged"),
         (f"sie restore {__file__}", "no backup"),
     ):
-        with pytest.raises(AssertionError, match=said):
+        with pytest.raises(AssertionError, match=words):
             ran(command, SIE_NATS_URL="nats://127.0.0.1:9")

@@ -69,7 +69,7 @@ async def test_a_killed_adapter_loses_nothing(cluster: Cluster) -> None:
     finally:
         await load.stop(tasks)
     assert not load.wrong()
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
 
 
 def test_a_model_moves_to_another_device(cluster: Cluster) -> None:
@@ -116,4 +116,4 @@ async def test_a_killed_adapter_slows_its_share_alone_and_loses_nothing(stack: S
     finally:
         await load.stop(tasks)
     assert not load.wrong()
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}

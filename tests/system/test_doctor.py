@@ -66,8 +66,8 @@ sie_contracts.__version__ = "{version}"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as made:
-        yield made
+    with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as created:
+        yield created
 
 
 @contextlib.contextmanager
@@ -98,30 +98,34 @@ def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[s
 
 
 def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
-    found = Examined(tmp_path, environ_of(stack))
-    assert (found.status, found.word) == (0, "fine"), found.output
-    assert found.states.pop("models") == "absent"
-    assert set(found.states.values()) == {"fine"}, found.output
-    assert "1 gateway and 1 worker serve by epoch" in found.says["config"]
-    assert "1 healthy worker" in found.says["gateway"]
-    assert found.says["clock"].startswith("4 clocks within 0.")  # of this machine, gateway, config service and worker
+    examined = Examined(tmp_path, environ_of(stack))
+    assert (examined.status, examined.word) == (0, "fine"), examined.output
+    assert examined.states.pop("models") == "absent"
+    assert set(examined.states.values()) == {"fine"}, examined.output
+    assert "1 gateway and 1 worker serve by epoch" in examined.says["config"]
+    assert "1 healthy worker" in examined.says["gateway"]
+    assert examined.says["clock"].startswith(
+        "4 clocks within 0."
+    )  # of this machine, gateway, config service and worker
 
 
 def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
-    found = Examined(tmp_path, {**environ_of(stack), "SIE_AUTH_TOKEN": "sesame-1", "SIE_CONFIG_READ_TOKEN": "sesame-2"})
-    found.named("gateway", "does not let this token read (status 401)", "set SIE_API_KEY")
-    found.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
-    assert "sesame" not in found.output
+    examined = Examined(
+        tmp_path, {**environ_of(stack), "SIE_AUTH_TOKEN": "sesame-1", "SIE_CONFIG_READ_TOKEN": "sesame-2"}
+    )
+    examined.named("gateway", "does not let this token read (status 401)", "set SIE_API_KEY")
+    examined.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
+    assert "sesame" not in examined.output
 
 
 def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, tmp_path: Path) -> None:
     adapter, path = stack.workers[0].adapter, environ_of(stack)["SIE_IPC_SOCKET_PATH"]
     adapter.pause()
     try:
-        found = Examined(tmp_path, environ_of(stack))
+        examined = Examined(tmp_path, environ_of(stack))
     finally:
         adapter.resume()
-    found.named(
+    examined.named(
         "sockets", f"{path}: the adapter takes connections, but no answer comes", "kill it; start the adapter again"
     )
     adapter.kill()
@@ -132,10 +136,10 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
             "the sidecar notices",
         )
         until(lambda: health(stack)["unhealthy_workers"], 60, "the gateway notices")
-        found = Examined(tmp_path, environ_of(stack))
-        found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
-        found.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
-        found.named("ports", "not ready: no adapter is connected", "sockets")
+        examined = Examined(tmp_path, environ_of(stack))
+        examined.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
+        examined.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
+        examined.named("ports", "not ready: no adapter is connected", "sockets")
     finally:
         adapter.start()
         stack.workers[0].sidecar.wait_ready()
@@ -158,33 +162,33 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
             headers={"authorization": f"Bearer {ADMIN}"},
         )
         assert written.is_success, written.text
-        found = Examined(tmp_path, environ_of(stack))
-    found.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
-    found.named(
+        examined = Examined(tmp_path, environ_of(stack))
+    examined.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
+    examined.named(
         "clock",
         f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
         "for a pod: its node) with `timedatectl set-ntp true`",
     )
-    found.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
-    found.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
-    assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], found.output
+    examined.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
+    examined.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
+    assert [len(examined.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], examined.output
 
 
 @pytest.mark.long
 def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
     with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
-        found = Examined(tmp_path, environ_of(stack))
-    found.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
+        examined = Examined(tmp_path, environ_of(stack))
+    examined.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
 
 
 def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
     stack.config.kill()
     try:
-        found = Examined(tmp_path, environ_of(stack))
+        examined = Examined(tmp_path, environ_of(stack))
     finally:
         stack.config.start()
         stack.config.wait_ready()
-    found.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
+    examined.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
 
 
 # ---- a broker
@@ -192,46 +196,46 @@ def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) ->
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats") as made:
-        yield made
+    with NatsServer(tmp_path / "nats") as created:
+        yield created
 
 
 def test_a_broker_that_is_down_is_named(tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:{free_port()}"
-    found = Examined(tmp_path, {}, "--nats-url", url)
-    found.named("broker", f"no broker answers at {url}", "SIE_NATS_URL")
-    assert found.states["streams"] == found.states["clock"] == "blind"
+    examined = Examined(tmp_path, {}, "--nats-url", url)
+    examined.named("broker", f"no broker answers at {url}", "SIE_NATS_URL")
+    assert examined.states["streams"] == examined.states["clock"] == "blind"
 
 
 def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path) -> None:
     users = 'authorization { users: [{user: "gateway", password: "right"}] }'
     with NatsServer(tmp_path / "nats", extra=users) as server:
         place = server.url.removeprefix("nats://")
-        found = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
-        found.named(
+        examined = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
+        examined.named(
             "broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER@HOST:PORT)"
         )
-        assert "sesame" not in found.output
+        assert "sesame" not in examined.output
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
 
 
 def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
     with NatsServer(tmp_path / "nats", extra="jetstream: disabled") as server:
-        found = Examined(tmp_path, {}, "--nats-url", server.url)
-    found.named("broker", "has no JetStream", "-js")
+        examined = Examined(tmp_path, {}, "--nats-url", server.url)
+    examined.named("broker", "has no JetStream", "-js")
 
 
 def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     server: NatsServer, tmp_path: Path
 ) -> None:
-    wanted = work_spec(settings_of(), "_default")
+    spec = work_spec(settings_of(), "_default")
 
     async def plant() -> None:
         broker = NatsBroker("test")
         await broker.open(server.url, 5.0)
         try:
-            other = dataclasses.replace(wanted, max_age_s=wanted.max_age_s - 60)
-            await broker.api(f"STREAM.CREATE.{wanted.name}", stream_config(other), StreamInfo)
+            second_spec = dataclasses.replace(spec, max_age_s=spec.max_age_s - 60)
+            await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(second_spec), StreamInfo)
             await broker.publish(
                 topology.work_subject(Lane("_default", "cpu", "default"), "interactive", "toy/a"), b"x", "1"
             )
@@ -239,19 +243,19 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
             await broker.close()
 
     asyncio.run(plant())
-    found = Examined(tmp_path, {}, "--nats-url", server.url)
+    examined = Examined(tmp_path, {}, "--nats-url", server.url)
     migrate = f"sie topology migrate --yes --url {server.url}"
-    found.named("streams", f"stream {wanted.name} is not as wanted: max_age is", migrate)
-    found.named("streams", "consumer ", migrate)
-    assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), (
-        found.output
-    )
-    found.named(
+    examined.named("streams", f"stream {spec.name} is not as wanted: max_age is", migrate)
+    examined.named("streams", "consumer ", migrate)
+    assert any(
+        "is missing: its subject holds messages" in stream["wrong"] for stream in examined.findings["streams"]
+    ), examined.output
+    examined.named(
         "streams",
         f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
         migrate,
     )
-    pasted = {each["fix"].split("`")[1] for each in found.findings["streams"]}  # as a reader would
+    pasted = {stream["fix"].split("`")[1] for stream in examined.findings["streams"]}  # as a reader would
     assert pasted == {migrate}
     environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", *pasted], env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -263,7 +267,7 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
 
 
 def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
-    given = {
+    environ = {
         "SIE_MAX_BATCH_COST": "plenty",
         "SIE_PRELOAD_MODEL": "x",
         "SIE_WHATEVER": "1",
@@ -271,41 +275,43 @@ def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
         "SIE_AUTH_TOKENS": ",",
         "SIE_MAX_BATCH_WAIT_MS": "3",
     }
-    found = Examined(tmp_path, given)
-    found.named(
+    examined = Examined(tmp_path, environ)
+    examined.named(
         "settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1"
     )
-    found.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
-    found.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    found.named(
+    examined.named(
+        "settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?"
+    )
+    examined.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    examined.named(
         "settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two"
     )
-    found.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
-    found.named(
+    examined.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
+    examined.named(
         "settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS"
     )
-    assert len(found.findings["settings"]) == 6
+    assert len(examined.findings["settings"]) == 6
 
 
 def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
-    found = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
-    found.named("sockets", f"{path}: there is no such socket", "start the adapter again")
+    examined = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    examined.named("sockets", f"{path}: there is no such socket", "start the adapter again")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         path.chmod(0o666)
-        found = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
-    found.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
+        examined = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    examined.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
 
 
 def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
     """The disk is as it is; what moves is the threshold."""
-    found = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
-    found.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
+    examined = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
+    examined.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
     room = os.statvfs(tmp_path)
     (tmp_path / "data" / "nats").mkdir(parents=True)
-    found = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
-    found.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
+    examined = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
+    examined.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
 
 
 @pytest.mark.debian
@@ -320,43 +326,43 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
             "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85",
             "SIE_PAYLOAD_STORE_URL": str(folder),
         }
-        found = Examined(tmp_path, store)
+        examined = Examined(tmp_path, store)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-    found.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
-    found.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
+    examined.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
+    examined.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
 
 
 def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
-        serving = threading.Thread(target=other.serve_forever)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as second:
+        serving = threading.Thread(target=second.serve_forever)
         serving.start()
         try:
-            port = other.server_address[1]
-            given = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
-            found = Examined(tmp_path, {**given, "SIE_GATEWAY_METRICS_PORT": "0"})
+            port = second.server_address[1]
+            environ = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
+            examined = Examined(tmp_path, {**environ, "SIE_GATEWAY_METRICS_PORT": "0"})
         finally:
-            other.shutdown()
+            second.shutdown()
             serving.join()
-    found.named(
+    examined.named(
         "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is held by a program", "--worker-metrics-port"
     )
-    found.named("gateway", "is no gateway of SIE", "--url")
+    examined.named("gateway", "is no gateway of SIE", "--url")
 
 
 @pytest.mark.long
 def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
     """No machine has a hundredth one; which of the reasons is told depends on the machine."""
-    found = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
-    found.named("gpu", "", "SIE_DEVICE")
+    examined = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
+    examined.named("gpu", "", "SIE_DEVICE")
 
 
 def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None:
     ports = dict.fromkeys(("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT"), "0")
-    found = Examined(tmp_path, ports)
-    assert (found.status, found.word) == (2, "blind"), found.output
-    assert {check for check, state in found.states.items() if state == "blind"} == set(CLUSTER), found.output
-    assert found.states["settings"] == found.states["disk"] == "fine"
+    examined = Examined(tmp_path, ports)
+    assert (examined.status, examined.word) == (2, "blind"), examined.output
+    assert {check for check, state in examined.states.items() if state == "blind"} == set(CLUSTER), examined.output
+    assert examined.states["settings"] == examined.states["disk"] == "fine"
     with mock.patch.object(probe, "default_sockets", list):
         environ = {"SIE_LOCAL_CACHE": str(tmp_path), **ports}
         text = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env=environ).output

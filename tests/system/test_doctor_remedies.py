@@ -94,8 +94,8 @@ NO_COMMAND_TO_RUN = (
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("remedies") / "stack", PLAN) as made:
-        yield made
+    with Stack(tmp_path_factory.mktemp("remedies") / "stack", PLAN) as created:
+        yield created
 
 
 @contextlib.contextmanager
@@ -120,16 +120,16 @@ def start(part: Part, command: str) -> None:
     part.start()
 
 
-def until_gone(found: Any, check: str) -> None:
+def until_gone(examine: Any, check: str) -> None:
     """Doctor has nothing to say of it any more."""
-    until(lambda: found().findings[check] == [], BOUND_S, f"no finding of {check}")
+    until(lambda: examine().findings[check] == [], BOUND_S, f"no finding of {check}")
 
 
 def test_each_text_that_names_a_command_is_followed_here() -> None:
-    told = doctor_templates()
-    assert len(told) > len(FOLLOWED)
-    assert [text for text in told if not any(each in text for each in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
-    assert [each for each in FOLLOWED if not any(each in text for text in told)] == []
+    templates = doctor_templates()
+    assert len(templates) > len(FOLLOWED)
+    assert [text for text in templates if not any(remedy in text for remedy in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
+    assert [remedy for remedy in FOLLOWED if not any(remedy in text for text in templates)] == []
 
 
 @pytest.mark.long
@@ -188,8 +188,8 @@ def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_pat
         (command,) = commands(Examined(tmp_path, environ).told("gateway", "is not healthy", LOOK))
         assert command == "sie doctor"
         fix = Examined(tmp_path, socket).told("sockets", str(path), "start the adapter again")
-        (told,) = [word for word in fix.replace(",", " ").split() if word.startswith("SIE_IPC_SOCKET_PATH=")]
-        worker.adapter.environ = {**worker.adapter.environ, **dict([told.split("=", 1)])}
+        (setting,) = [word for word in fix.replace(",", " ").split() if word.startswith("SIE_IPC_SOCKET_PATH=")]
+        worker.adapter.environ = {**worker.adapter.environ, **dict([setting.split("=", 1)])}
         start(worker.adapter, "sie adapter")
         worker.adapter.wait_ready()
     until_gone(lambda: Examined(tmp_path, environ), "gateway")
@@ -202,20 +202,20 @@ def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_pat
 @pytest.mark.long
 def test_a_token_that_may_not_read_is_replaced_by_a_key_that_is_made_as_told(stack: Stack, tmp_path: Path) -> None:
     environ = environ_of(stack)
-    found = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
-    (command,) = commands(found.told("gateway", "does not let this token read", KEY))
+    examined = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
+    (command,) = commands(examined.told("gateway", "does not let this token read", KEY))
     token = ran(command.replace("NAME", "remedy")).strip()
     until_gone(lambda: Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": token}), "gateway")
 
 
 def test_settings_that_are_wrong_are_mended_as_told(tmp_path: Path) -> None:
-    found = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
-    meant = found.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
-    unset = found.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    number = found.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
-    name = meant.removeprefix("did you mean ").partition("?")[0]
+    examined = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
+    setting = examined.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
+    unset = examined.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    number = examined.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
+    name = setting.removeprefix("did you mean ").partition("?")[0]
     assert name == "SIE_PRELOAD_MODELS"
-    assert name in ran(*commands(meant))
+    assert name in ran(*commands(setting))
     assert "SIE_WHATEVER" not in ran(*commands(unset))
     assert number.startswith("set SIE_MAX_BATCH_COST")
     assert Examined(tmp_path, {name: "x", "SIE_MAX_BATCH_COST": "1"}).findings["settings"] == []
@@ -237,13 +237,13 @@ class Program(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def holding(port: int) -> Iterator[None]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Program) as other:
-        serving = threading.Thread(target=other.serve_forever)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Program) as server:
+        serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
             yield
         finally:
-            other.shutdown()
+            server.shutdown()
             serving.join()
 
 
@@ -285,17 +285,17 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
     port.
     """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
-    found = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
-    (first,) = commands(found.told("broker", "no broker answers", BROKER))
-    assert SERVE.strip("`(") in found.says["gateway"]
-    assert first == f"sie serve --data-dir {data_dir}" == commands(found.says["gateway"])[0]
+    examined = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
+    (first,) = commands(examined.told("broker", "no broker answers", BROKER))
+    assert SERVE.strip("`(") in examined.says["gateway"]
+    assert first == f"sie serve --data-dir {data_dir}" == commands(examined.says["gateway"])[0]
     cluster = served(data_dir, first)
     try:
-        found = Examined(tmp_path, {})
-        assert {found.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
-            found.output
+        examined = Examined(tmp_path, {})
+        assert {examined.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
+            examined.output
         )
-        assert found.findings["models"] == []
+        assert examined.findings["models"] == []
 
         asyncio.run(_alter(cluster.broker_url()))
         ran(*commands(Examined(tmp_path, {}).told("streams", "max_age is", STREAMS)))
@@ -309,14 +309,14 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
         gateway, worker = (int(url.rpartition(":")[2]) for url in cluster.access().metrics_urls)
         killed(cluster)
         with holding(gateway):
-            found = Examined(tmp_path, {})
-            (again,) = commands(found.told("ports", f"nothing listens on port {worker}", AGAIN))
-            (others,) = commands(found.told("ports", f"port {gateway}, which", OTHER_PORTS))
-            assert again == others == first
+            examined = Examined(tmp_path, {})
+            (again,) = commands(examined.told("ports", f"nothing listens on port {worker}", AGAIN))
+            (commands_shown,) = commands(examined.told("ports", f"port {gateway}, which", OTHER_PORTS))
+            assert again == commands_shown == first
             cluster = served(data_dir, again)
-            found = Examined(tmp_path, {})
-            assert {found.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, (
-                found.output
+            examined = Examined(tmp_path, {})
+            assert {examined.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, (
+                examined.output
             )
         assert access.read(data_dir) is not None
     finally:

@@ -57,8 +57,8 @@ def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Cl
 def asked(client: httpx.Client, items: list[Any], **params: Any) -> list[dict[str, Any]]:
     answer = client.post(f"/v1/extract/{MODEL}", json={"items": items, "params": params})
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["items"]
-    return found
+    results: list[dict[str, Any]] = answer.json()["items"]
+    return results
 
 
 def given(file: bytes) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: Loca
     """One request: a page, a text, a file that is no image, two images."""
     page = given(png(PAGE))
     items = [page, {"text": "x"}, given(b"no image"), {"images": page["images"] * 2}]
-    written, said, broken, two = asked(client, items, max_new_tokens=20)
+    written, error, broken, two = asked(client, items, max_new_tokens=20)
     expected = donut_oracle(open_models.weights / "donut")(PAGE, asks("<s_cord-v2>", most=20)).ids
     assert written["data"]["completion_tokens"] == len(expected)
     assert written["data"]["finish_reason"] == ("stop" if len(expected) < 20 else "length")
     assert written["objects"] == written["relations"] == written["classifications"] == []
-    assert [each["error"]["reason"] for each in (said, broken, two)] == [
+    assert [result["error"]["reason"] for result in (error, broken, two)] == [
         "unsupported_modality",
         "invalid_media",
         "invalid_media",
@@ -97,6 +97,6 @@ def test_the_example_of_the_page_prints_what_was_written(
     PAGE.save("receipt.png")
     (example,) = blocks(DOCS / "documents.md", "python")
     printed = run(example.code, open_cluster)
-    (found,) = asked(client, [given((tmp_path / "receipt.png").read_bytes())])
-    entities = [f"{one['label']} {one['text']}" for one in found["entities"]]
-    assert printed == "\n".join([*entities, found["data"]["finish_reason"]]).split("\n")
+    (result,) = asked(client, [given((tmp_path / "receipt.png").read_bytes())])
+    entities = [f"{entity['label']} {entity['text']}" for entity in result["entities"]]
+    assert printed == "\n".join([*entities, result["data"]["finish_reason"]]).split("\n")

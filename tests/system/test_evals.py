@@ -39,13 +39,13 @@ def evaluated(*arguments: str, status: int = 0) -> Result:
 
 
 def figures(*arguments: str, status: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(evaluated(*arguments, "--json", status=status).stdout)
-    return found
+    report: dict[str, Any] = json.loads(evaluated(*arguments, "--json", status=status).stdout)
+    return report
 
 
-def scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def scores(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     """By source."""
-    return {row["source"]: row["scores"] for row in found["rows"]}
+    return {row["source"]: row["scores"] for row in report["rows"]}
 
 
 @pytest.fixture(scope="module")
@@ -69,51 +69,51 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster: Cluster) -> None:
     for task, metric, bound in (("stsb", "spearman", 1e-4), ("stsb-retrieval", "ndcg@10", 0.0)):
-        found = figures(MODEL, "-t", task, "-s", "sie,st,targets", "--url", open_cluster.url)
-        assert found["missed"] == []
-        by_source = scores(found)
+        report = figures(MODEL, "-t", task, "-s", "sie,st,targets", "--url", open_cluster.url)
+        assert report["missed"] == []
+        by_source = scores(report)
         assert by_source["sie"][metric] == pytest.approx(by_source["st"][metric], abs=bound)
         assert task != "stsb" or by_source["sie"][metric] == pytest.approx(0.820, abs=0.001)
 
 
 @pytest.mark.parametrize(
-    ("model", "others"),
+    ("model", "sources_more"),
     [(MODEL, ("st", "sie:{url}", "openai:{url}/v1", "infinity:{url}/v1")), ("test/dense", ("tei:{url}",))],
 )
 def test_every_source_of_one_model_gives_one_quality(
-    open_cluster: Cluster, small: Path, tmp_path: Path, model: str, others: tuple[str, ...]
+    open_cluster: Cluster, small: Path, tmp_path: Path, model: str, sources_more: tuple[str, ...]
 ) -> None:
     url, page = open_cluster.url, tmp_path / "report.md"
-    asked = ["sie", *(other.format(url=url) for other in others)]
-    found = figures(model, "-t", str(small), "-s", ",".join(asked), "--url", url, "--markdown", str(page))
-    by_source = scores(found)
-    assert list(by_source) == asked
+    sources = ["sie", *(second.format(url=url) for second in sources_more)]
+    report = figures(model, "-t", str(small), "-s", ",".join(sources), "--url", url, "--markdown", str(page))
+    by_source = scores(report)
+    assert list(by_source) == sources
     assert model != MODEL or by_source["sie"]["ndcg@10"] > 0.9
     for source, own in by_source.items():
         assert own == pytest.approx(by_source["sie"], abs=1e-6), source
-    for each in found["differences"]:
-        assert each["low"] <= each["value"] <= each["high"]
-        assert each["high"] - each["low"] < 1e-6
-    assert f"| {asked[-1]} |" in page.read_text()
+    for difference in report["differences"]:
+        assert difference["low"] <= difference["value"] <= difference["high"]
+        assert difference["high"] - difference["low"] < 1e-6
+    assert f"| {sources[-1]} |" in page.read_text()
 
 
 def test_a_model_that_is_worse_misses_the_targets_that_were_saved(
     open_cluster: Cluster, small: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "targets.yaml"
-    known = ("--url", open_cluster.url, "-t", str(small), "-s", "sie,targets", "--targets", str(file))
+    arguments = ("--url", open_cluster.url, "-t", str(small), "-s", "sie,targets", "--targets", str(file))
     file.write_text("{}")
-    assert f"has no targets of {MODEL} for small" in evaluated(MODEL, *known, status=1).stderr
+    assert f"has no targets of {MODEL} for small" in evaluated(MODEL, *arguments, status=1).stderr
     evaluated(MODEL, "--url", open_cluster.url, "-t", str(small), "--save-targets", str(file))
-    evaluated(MODEL, *known)
+    evaluated(MODEL, *arguments)
     file.write_text(file.read_text().replace(MODEL, "test/dense"))  # whose weights are random
-    assert "target missed: sie, ndcg@10: " in evaluated("test/dense", *known, status=1).stdout
+    assert "target missed: sie, ndcg@10: " in evaluated("test/dense", *arguments, status=1).stdout
 
 
 def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path) -> None:
-    asked = f"sie,infinity:{open_cluster.url}/v1"
-    found = figures("test/cross", "-t", str(small), "-s", asked, "--url", open_cluster.url)
-    first, second = scores(found).values()
+    sources = f"sie,infinity:{open_cluster.url}/v1"
+    report = figures("test/cross", "-t", str(small), "-s", sources, "--url", open_cluster.url)
+    first, second = scores(report).values()
     assert first == pytest.approx(second, abs=1e-6)
 
 
@@ -122,16 +122,16 @@ def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
 ) -> None:
     """Of a model with random weights: it replaces more, never less."""
     monkeypatch.setattr(labelled_tasks, "VALUES_PER_FORMAT", 1)
-    found = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
-    by_source = scores(found)
+    report = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
+    by_source = scores(report)
     leaks = {name: own["leak"] for name, own in by_source.items() if name.startswith("sie, ")}
     assert len(leaks) == 65
     for name, leak in leaks.items():
         assert leak <= by_source[name.replace("sie, ", "patterns, ")]["leak"], name
     assert by_source["sie"]["recall"] > by_source["patterns"]["recall"]
     monkeypatch.setattr(labelled_tasks, "STORIES", 5)
-    told = evaluated("test/gliner", "-t", "relations", "--url", open_cluster.url)
-    assert "sie, owns (" in told.stdout
+    process = evaluated("test/gliner", "-t", "relations", "--url", open_cluster.url)
+    assert "sie, owns (" in process.stdout
 
 
 def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> None:
@@ -145,43 +145,47 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     (folder / "queries.jsonl").write_text('{"_id": "q", "text": "a picture"}')
     (folder / "qrels" / "test.tsv").write_text("q\t3\t1\n")
     where = ("--url", open_cluster.url)
-    found = figures("test/clip", "-t", str(folder), "--outputs", "float16", *where)
-    assert scores(found)["sie"]["recall@10"] == 1.0
-    assert scores(found)["sie, float16"] == scores(found)["sie"]
+    report = figures("test/clip", "-t", str(folder), "--outputs", "float16", *where)
+    assert scores(report)["sie"]["recall@10"] == 1.0
+    assert scores(report)["sie, float16"] == scores(report)["sie"]
     assert "takes text" in evaluated("test/dense", "-t", str(folder), *where, status=1).stderr
     perf = figures("test/clip", "-t", str(folder), "--type", "perf", "--clients", "2", "--seconds", "1", *where)
     assert perf["rows"][0]["errors"] == {}
-    other = f"infinity:{open_cluster.url}/v1"
-    told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
-    assert "accepts only texts, and the task has images" in told
+    source = f"infinity:{open_cluster.url}/v1"
+    stderr = evaluated("test/clip", "-t", str(folder), "-s", source, *where, status=1).stderr
+    assert "accepts only texts, and the task has images" in stderr
     fast = ("--type", "perf", "--seconds", "1", *where)
-    told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
-    assert told.startswith("Error: infinity:")
+    stderr = evaluated("test/clip", "-t", str(folder), "-s", source, *fast, status=1).stderr
+    assert stderr.startswith("Error: infinity:")
     assert "st accepts only texts" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
     """Of a model that has them all; random weights say nothing of their quality."""
-    others = ["float16", "int8", "binary", "binary+rescore", "dims=16", "sparse", "multivector", "muvera"]
+    outputs = ["float16", "int8", "binary", "binary+rescore", "dims=16", "sparse", "multivector", "muvera"]
     page = tmp_path / "report.html"
     where = ("--url", open_cluster.url, "--html", str(page))
-    found = figures("test/m3", "-t", str(small), "--outputs", ",".join(others), "--rerank", "test/cross", *where)
-    assert [row["source"] for row in found["rows"]] == ["sie", *(f"sie, {each}" for each in others), "sie, test/cross"]
-    sizes = {row["source"]: row["bytes_per_item"] for row in found["rows"]}
+    report = figures("test/m3", "-t", str(small), "--outputs", ",".join(outputs), "--rerank", "test/cross", *where)
+    assert [row["source"] for row in report["rows"]] == [
+        "sie",
+        *(f"sie, {output}" for output in outputs),
+        "sie, test/cross",
+    ]
+    sizes = {row["source"]: row["bytes_per_item"] for row in report["rows"]}
     width = sizes["sie"] / 4
     assert (sizes["sie, float16"], sizes["sie, int8"], sizes["sie, binary"]) == (2 * width, width, width / 8)
     assert (sizes["sie, binary+rescore"], sizes["sie, dims=16"]) == (width / 8, 64)
     assert sizes["sie, multivector"] > sizes["sie"]
     assert sizes["sie, muvera"] == 4 * 10_240
-    by_source = scores(found)
+    by_source = scores(report)
     assert by_source["sie, float16"] == pytest.approx(by_source["sie"], abs=0.05)
     assert "<svg" in page.read_text()
 
 
 @pytest.mark.long
 def test_a_bit_for_each_value_and_rescoring_lose_less_than_the_guide_says(open_cluster: Cluster) -> None:
-    found = figures(MODEL, "-t", "stsb-retrieval", "--outputs", "int8,binary+rescore", "--url", open_cluster.url)
-    by_source = scores(found)
+    report = figures(MODEL, "-t", "stsb-retrieval", "--outputs", "int8,binary+rescore", "--url", open_cluster.url)
+    by_source = scores(report)
     whole = by_source["sie"]["ndcg@10"]
     assert whole - by_source["sie, int8"]["ndcg@10"] < 0.005
     assert whole - by_source["sie, binary+rescore"]["ndcg@10"] < 0.01
@@ -226,10 +230,10 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr
     assert scored == "Error: --outputs: the model returns scores, and only vectors have other outputs\n"
-    other = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
-    assert "params.output_types: test/dense has no such output, it has dense" in other
-    for told in (nobody, server, kind, other):
-        assert "Traceback" not in told
+    stderr = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
+    assert "params.output_types: test/dense has no such output, it has dense" in stderr
+    for message in (nobody, server, kind, stderr):
+        assert "Traceback" not in message
 
 
 class ForkedServe(Forked):
@@ -237,8 +241,8 @@ class ForkedServe(Forked):
 
     def __init__(self, argv: list[str], stdout: IO[str], stderr: IO[str]) -> None:
         assert argv[1:4] == ["-m", "sie_cli", "serve"]
-        with open(os.devnull, "rb") as nothing:
-            self._start("engine", [SIE, *argv[3:]], os.environ, (nothing.fileno(), stdout.fileno(), stderr.fileno()))
+        with open(os.devnull, "rb") as null:
+            self._start("engine", [SIE, *argv[3:]], os.environ, (null.fileno(), stdout.fileno(), stderr.fileno()))
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -253,4 +257,6 @@ def test_without_a_cluster_one_is_started_and_ended(small: Path, monkeypatch: py
         assert "no cluster is named and none runs: starting one" in ran.stderr
         assert "ndcg@10" in ran.stdout
         data = f"{folder}/sie-eval-"
-        assert not [each for each in psutil.process_iter(["cmdline"]) if data in " ".join(each.info["cmdline"] or [])]
+        assert not [
+            process for process in psutil.process_iter(["cmdline"]) if data in " ".join(process.info["cmdline"] or [])
+        ]

@@ -48,12 +48,12 @@ def retrieval(**more: bytes) -> dict[str, bytes]:
     pairs = tasks.stsb()
     numbers = range(ROWS)
     files = {
-        "corpus": parquet(id=[f"d{each}" for each in numbers], title=[""] * ROWS, text=pairs.right[:ROWS]),
-        "queries": parquet(id=[f"q{each}" for each in numbers], text=pairs.left[:ROWS]),
+        "corpus": parquet(id=[f"d{number}" for number in numbers], title=[""] * ROWS, text=pairs.right[:ROWS]),
+        "queries": parquet(id=[f"q{number}" for number in numbers], text=pairs.left[:ROWS]),
         "qrels": parquet(
             **{
-                "query-id": [f"q{each}" for each in numbers],
-                "corpus-id": [f"d{each}" for each in numbers],
+                "query-id": [f"q{number}" for number in numbers],
+                "corpus-id": [f"d{number}" for number in numbers],
                 "score": [1] * ROWS,
             }
         ),
@@ -116,19 +116,19 @@ def test_a_similarity_of_the_library_is_that_of_sentence_transformers(
     pairs = tasks.stsb()
     data = parquet(sentence1=pairs.left[:count], sentence2=pairs.right[:count], score=pairs.gold[:count])
     at_hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
-    found = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
-    assert found["sie"]["cosine_spearman"] == pytest.approx(found["st"]["cosine_spearman"], abs=1e-4)
-    assert figure is None or found["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
+    report = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
+    assert report["sie"]["cosine_spearman"] == pytest.approx(report["st"]["cosine_spearman"], abs=1e-4)
+    assert figure is None or report["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
 
 
 def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, at_hub: HubStub) -> None:
     where = ("--url", open_cluster.url)
     at_hub.repositories[NFCORPUS[0]], at_hub.commit = retrieval(), NFCORPUS[1]
-    found = figures(MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
-    assert next(iter(found["sie"])) == "ndcg_at_10"
-    assert found["sie"] == pytest.approx(found["st"], abs=1e-3)
-    numbers = [f"q{each}" for each in range(ROWS)]
-    ranked = [[f"d{(each + step) % ROWS}" for step in range(10)] for each in range(ROWS)]
+    report = figures(MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
+    assert next(iter(report["sie"])) == "ndcg_at_10"
+    assert report["sie"] == pytest.approx(report["st"], abs=1e-3)
+    numbers = [f"q{number}" for number in range(ROWS)]
+    ranked = [[f"d{(number + step) % ROWS}" for step in range(10)] for number in range(ROWS)]
     top = parquet(**{"query-id": numbers, "corpus-ids": ranked})
     at_hub.repositories[RERANKING[0]], at_hub.commit = retrieval(top_ranked=top), RERANKING[1]
     vectors = figures(MODEL, "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
@@ -147,17 +147,17 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     for name, texts in (("corpus", pairs.right), ("queries", pairs.left)):
         lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts[:ROWS])]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{each}\t{each}\t1" for each in range(ROWS)))
+    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{number}\t{number}\t1" for number in range(ROWS)))
     run = tomllib.loads((ROOT / "mise.toml").read_text("utf-8"))["tasks"]["eval"]["run"]
     assert run.endswith("&& .venv/bin/sie eval")  # mise adds its arguments to the end
-    asked = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
+    arguments = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
     where = ("--url", open_cluster.url, "--seconds", "2", "--warm-up", "0.5")
     nowhere = "http://127.0.0.1:1"
     file = tmp_path / "targets.yaml"
     saved = ("-s", "sie", *where, "--save-targets", str(file))
-    first = evaluated(tmp_path, nowhere, *asked, *saved, cwd=tmp_path)
-    told = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
-    assert first.stderr.splitlines()[0] == told
+    first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
+    report = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
+    assert first.stderr.splitlines()[0] == report
     for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
         assert word in first.stdout
     assert "NFCorpus@cpu clients=16" in file.read_text()
@@ -165,7 +165,7 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     at_hub.repositories.clear()
     results = ("--results", str(tmp_path / "results"))
     # whether this machine is as fast again is no matter here
-    second = CliRunner().invoke(main, ["eval", *asked, "-s", "sie,targets", *where, *results])
+    second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
     assert second.exit_code in (0, 1), second.output
     assert second.exit_code == ("target missed" in second.stdout)
     assert "targets are what was measured at" in second.stdout

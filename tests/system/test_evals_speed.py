@@ -46,8 +46,8 @@ def argv(stack: Stack, folder: Path, texts: str, *more: str) -> list[str]:
 def measured(argv: list[str], status: int = 0) -> dict[str, Any]:
     ran = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     assert ran.returncode == status, ran.stdout + ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+    report: dict[str, Any] = json.loads(ran.stdout)
+    return report
 
 
 def answered(stack: Stack) -> float:
@@ -127,17 +127,17 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         assert process.returncode == 130, out + err
         process = begun(2)
         slow.gateways[0].kill()
-        out, gone = process.communicate(timeout=60)
-        assert process.returncode == 1, out + gone
-        assert "the cluster stopped answering; run the same command again" in gone
-        assert "Traceback" not in err + gone
+        out, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1, out + stderr
+        assert "the cluster stopped answering; run the same command again" in stderr
+        assert "Traceback" not in err + stderr
         slow.gateways[0].start()
         slow.gateways[0].wait_ready()
-        kept = len(list(unfinished.glob("*.msgpack")))
-        assert 2 <= kept < 4
+        count = len(list(unfinished.glob("*.msgpack")))
+        assert 2 <= count < 4
         again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
-    assert f"answers to {kept * 1024} texts are those of an interrupted evaluation" in again.stdout
+    assert f"answers to {count * 1024} texts are those of an interrupted evaluation" in again.stdout
     assert list(unfinished.iterdir()) == []
 
 
@@ -153,8 +153,8 @@ def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
         out, err = process.communicate(timeout=90)
     assert process.returncode == 1, out + err
     assert "Traceback" not in err
-    found = json.loads(out)
-    (row,) = found["rows"]  # the second level was not tried
+    report = json.loads(out)
+    (row,) = report["rows"]  # the second level was not tried
     assert row["errors"]["CONNECTION"] > 0
     assert row["requests"] > 0
-    assert found["missed"] == [f"sie went away at clients=2: {row['errors']['CONNECTION']} requests found nobody"]
+    assert report["missed"] == [f"sie went away at clients=2: {row['errors']['CONNECTION']} requests found nobody"]

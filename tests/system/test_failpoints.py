@@ -115,7 +115,7 @@ def client_leaves(field: Field, name: str, place: Place) -> None:
 
 def cold_model(field: Field, name: str, place: Place) -> None:
     """Work of a model that no worker has loaded, and whose place nobody has written down."""
-    model = COLD[[each for each, other in PLACES.items() if other.scenario == place.scenario].index(name)]
+    model = COLD[[entry for entry, second in PLACES.items() if second.scenario == place.scenario].index(name)]
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     first = field.ask(name, model=model, budget_s=SHORT_S)
@@ -261,13 +261,13 @@ def cancelled(field: Field, name: str, place: Place) -> None:
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
-    asked = []
+    requests = []
     for number in range(4):
-        asked.append(field.ask(f"{name} {number}", budget_s=SHORT_S))
+        requests.append(field.ask(f"{name} {number}", budget_s=SHORT_S))
         until(lambda: field.leased() > number, BACK_S, "the work is in hand")  # noqa: B023  used at once
     field.reached(name, place.action, part)
-    for each in asked:  # at the end of a budget the gateway may know of no worker any more
-        assert each.result().error[0] in ("GATEWAY_TIMEOUT", "PROVISIONING")
+    for request in requests:  # at the end of a budget the gateway may know of no worker any more
+        assert request.result().error[0] in ("GATEWAY_TIMEOUT", "PROVISIONING")
     field.right(name)
     field.settled()
 
@@ -300,14 +300,16 @@ def poison(field: Field, name: str, place: Place) -> None:
     # a death that nobody could write down is not counted
     expected = deaths() + (3 if name == "poison.before_mark" else 2)
     first = field.ask(f"{name}: {DEADLY}", budget_s=30.0)
-    others = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
+    requests_more = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
     # the verdict may come before the process that it is about is gone
     field.supervise(
-        lambda: first.done() and all(each.done() for each in others) and deaths() >= expected, 40.0, "all are answered"
+        lambda: first.done() and all(request.done() for request in requests_more) and deaths() >= expected,
+        40.0,
+        "all are answered",
     )
     assert any(f"status {CRASHED}" in line for line in part.log), field.stack.log()
     assert first.result().error == ("INFERENCE_ERROR", "poison")
-    assert {each.result().status for each in others} == {200}
+    assert {request.result().status for request in requests_more} == {200}
     field.settled()
     assert deaths() == expected
     assert field.letters() == letters + 1
@@ -332,11 +334,11 @@ def new_model(field: Field, name: str, place: Place) -> None:
     """A new model is written or not, and told or not: at the next change everybody knows it."""
     models = [f"toy/{name}-{number}" for number in range(2)]
     folder = field.stack.folder / "models"
-    (known,) = [
+    (entry,) = [
         json.loads(file.read_text()) for file in folder.glob("*.yaml") if json.loads(file.read_text())["id"] == WARM
     ]
     for model, armed in zip(models, (True, False), strict=True):
-        (folder / f"{topology.token(model)}.yaml").write_text(json.dumps({**known, "id": model}))
+        (folder / f"{topology.token(model)}.yaml").write_text(json.dumps({**entry, "id": model}))
         if armed:
             field.reached(name, place.action, field.arm(name, place.action, place.role))
         else:
@@ -365,8 +367,8 @@ def real_adapter(field: Field, name: str, place: Place) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
-    each.__name__: each
-    for each in (
+    scenario.__name__: scenario
+    for scenario in (
         one_request,
         big_result,
         given_up,

@@ -65,7 +65,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
     assert active_adapter(cluster) != victim
     assert parent in cluster.pids("adapter")
     assert not load.wrong()
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
     assert len(cluster.pids("adapter")) == 2
 
 
@@ -80,7 +80,7 @@ async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(
     await asyncio.to_thread(until, lambda: active_adapter(cluster) != victim, 60, "another adapter")
     assert set(cluster.pids("adapter")).isdisjoint((parent, victim))
     assert not load.wrong()
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
 
 
 def test_a_killed_serve_leaves_no_process(cluster: Cluster) -> None:
@@ -121,12 +121,12 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
         await load.successes_after(killed_s + ACK_WAIT_S + 1, CLIENTS, WITHIN_S)
         for worker in stack.workers:
             worker.sidecar.wait_ready()
-    held = [each for each in load.outcomes if each.started_s <= killed_s <= each.ended_s]
+    held = [outcome for outcome in load.outcomes if outcome.started_s <= killed_s <= outcome.ended_s]
     assert held
     assert not load.wrong()
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
-    assert max(each.deliveries for each in held) >= 2
-    assert max(each.deliveries for each in load.outcomes if each.started_s > killed_s + ACK_WAIT_S + 1) == 1
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
+    assert max(task.deliveries for task in held) >= 2
+    assert max(outcome.deliveries for outcome in load.outcomes if outcome.started_s > killed_s + ACK_WAIT_S + 1) == 1
 
 
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
@@ -139,10 +139,10 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
         await load.successes_after(killed_s, 5 * CLIENTS, WITHIN_S)
     gateway.start()
     gateway.wait_ready()
-    broken = [each for each in load.outcomes if each.status != 200]
+    broken = [outcome for outcome in load.outcomes if outcome.status != 200]
     assert broken
-    assert {each.status for each in broken} == {0}
-    assert {each.failure for each in broken} <= {"ReadError", "RemoteProtocolError", "ConnectError", "WriteError"}
+    assert {stream.status for stream in broken} == {0}
+    assert {stream.failure for stream in broken} <= {"ReadError", "RemoteProtocolError", "ConnectError", "WriteError"}
     assert not load.wrong()
 
 
@@ -162,13 +162,13 @@ async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is
     before = late()
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         # the placement may have given the model to one of the two alone
-        (serving,) = (each for number, each in enumerate(stack.workers) if f"w{number}" == load.outcomes[-1].worker)
+        (serving,) = (worker for number, worker in enumerate(stack.workers) if f"w{number}" == load.outcomes[-1].worker)
         serving.sidecar.pause()
         stopped_s = time.monotonic()
         await load.successes_after(stopped_s + ACK_WAIT_S + 1, CLIENTS, 60)
         serving.sidecar.resume()
         await load.successes_after(time.monotonic(), 2 * CLIENTS, WITHIN_S)
         await asyncio.to_thread(until, lambda: late() > before, WITHIN_S, "late results, counted")
-    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
+    assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
     assert not load.wrong()
-    assert max(each.deliveries for each in load.outcomes) >= 2
+    assert max(outcome.deliveries for outcome in load.outcomes) >= 2

@@ -64,19 +64,19 @@ def by(token: str) -> dict[str, str]:
 @pytest.mark.parametrize("size", [1, 140, 20 << 20])
 def test_what_was_uploaded_comes_back_at_every_gateway(cluster: Cluster, client: openai.OpenAI, size: int) -> None:
     data = random.Random(size).randbytes(size)
-    made = client.files.create(file=('requêtes 東京 "1".jsonl', data), purpose="batch")
-    assert (made.object, made.bytes, made.purpose, made.status) == ("file", size, "batch", "processed")
-    assert made.filename in ('requêtes 東京 "1".jsonl', "requêtes 東京 %221%22.jsonl"), "as httpx escapes a quote"
-    assert abs(made.created_at - time.time()) < 30
-    with client_of(cluster, ONE, gateway=1) as other:
-        assert other.files.retrieve(made.id) == made
-        assert other.files.content(made.id).read() == data
-        assert made.id in {each.id for each in until(lambda: list(other.files.list()), 60, "a list")}
-        assert other.files.delete(made.id).deleted
-    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+    file = client.files.create(file=('requêtes 東京 "1".jsonl', data), purpose="batch")
+    assert (file.object, file.bytes, file.purpose, file.status) == ("file", size, "batch", "processed")
+    assert file.filename in ('requêtes 東京 "1".jsonl', "requêtes 東京 %221%22.jsonl"), "as httpx escapes a quote"
+    assert abs(file.created_at - time.time()) < 30
+    with client_of(cluster, ONE, gateway=1) as second_client:
+        assert second_client.files.retrieve(file.id) == file
+        assert second_client.files.content(file.id).read() == data
+        assert file.id in {entry.id for entry in until(lambda: list(second_client.files.list()), 60, "a list")}
+        assert second_client.files.delete(file.id).deleted
+    for method in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):
-            gone(made.id)
-    assert made.id not in objects(cluster)
+            method(file.id)
+    assert file.id not in objects(cluster)
 
 
 def test_an_empty_file_and_an_unknown_purpose_are_refused(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -91,37 +91,41 @@ def test_an_empty_file_and_an_unknown_purpose_are_refused(cluster: Cluster, clie
 
 
 def test_the_client_walks_through_all_pages_of_its_own_files(cluster: Cluster) -> None:
-    with client_of(cluster, OTHER) as other, client_of(cluster, ONE) as one, client_of(cluster, ADMIN) as admin:
-        made = [other.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
-        assert [each.id for each in other.files.list(limit=2)] == made[::-1]
-        assert [each.id for each in other.files.list(limit=2, order="asc", purpose="user_data")] == made
-        assert not {each.id for each in one.files.list()} & set(made)
+    with (
+        client_of(cluster, OTHER) as second_client,
+        client_of(cluster, ONE) as first_client,
+        client_of(cluster, ADMIN) as admin,
+    ):
+        file_ids = [second_client.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
+        assert [entry.id for entry in second_client.files.list(limit=2)] == file_ids[::-1]
+        assert [entry.id for entry in second_client.files.list(limit=2, order="asc", purpose="user_data")] == file_ids
+        assert not {entry.id for entry in first_client.files.list()} & set(file_ids)
         with pytest.raises(openai.NotFoundError):
-            one.files.content(made[0])
-        assert set(made) <= {each.id for each in admin.files.list()}
-        for each in made:
-            assert admin.files.delete(each).deleted
-        assert list(other.files.list()) == []
+            first_client.files.content(file_ids[0])
+        assert set(file_ids) <= {entry.id for entry in admin.files.list()}
+        for file in file_ids:
+            assert admin.files.delete(file).deleted
+        assert list(second_client.files.list()) == []
 
 
 def test_a_file_expires(cluster: Cluster, client: openai.OpenAI) -> None:
     """Not served from that second on, and soon removed."""
-    made = client.files.create(file=("a", b"a"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3})
-    assert made.expires_at == pytest.approx(made.created_at + 3, abs=1)
-    assert client.files.content(made.id).read() == b"a"
-    assert made.id in objects(cluster)
+    file = client.files.create(file=("a", b"a"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3})
+    assert file.expires_at == pytest.approx(file.created_at + 3, abs=1)
+    assert client.files.content(file.id).read() == b"a"
+    assert file.id in objects(cluster)
 
     def gone() -> bool:
         try:
-            client.files.retrieve(made.id)
+            client.files.retrieve(file.id)
         except openai.NotFoundError:
             return True
         return False
 
     until(gone, 60, "the file has expired", cluster.log)
-    assert time.time() >= made.created_at + 3
+    assert time.time() >= file.created_at + 3
     assert list(client.files.list()) == []
-    until(lambda: made.id not in objects(cluster), 60, "its object is removed", cluster.log)
+    until(lambda: file.id not in objects(cluster), 60, "its object is removed", cluster.log)
 
 
 def peak_of(pid: int, done: threading.Event) -> int:
@@ -147,16 +151,16 @@ def test_the_memory_of_a_gateway_does_not_grow_with_a_file(cluster: Cluster) -> 
 
     try:
         with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False, headers=by(ONE)) as client:
-            made = client.post("/v1/files", content=form(count), headers=FORM)
-            assert (made.status_code, made.json().get("bytes")) == (200, MAX_FILE_BYTES), made.text
+            response = client.post("/v1/files", content=form(count), headers=FORM)
+            assert (response.status_code, response.json().get("bytes")) == (200, MAX_FILE_BYTES), response.text
             read = 0
-            with client.stream("GET", f"/v1/files/{made.json()['id']}/content") as content:
+            with client.stream("GET", f"/v1/files/{response.json()['id']}/content") as content:
                 for piece in content.iter_bytes():
                     read += len(piece)
             assert read == MAX_FILE_BYTES
             refused = client.post("/v1/files", content=form(600), headers=FORM)
             assert (refused.status_code, refused.json()["error"]["limit"]) == (413, MAX_FILE_BYTES)
-            assert client.delete(f"/v1/files/{made.json()['id']}").status_code == 200
+            assert client.delete(f"/v1/files/{response.json()['id']}").status_code == 200
     finally:
         done.set()
         watching.join()
@@ -239,17 +243,17 @@ def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_afte
         killed.set()
         sending.join(60)
     assert len(failures) == 1
-    with client_of(cluster, ADMIN, gateway=1) as other:
-        assert list(other.files.list()) == []
+    with client_of(cluster, ADMIN, gateway=1) as second_client:
+        assert list(second_client.files.list()) == []
     assert objects(cluster), "nobody has cleaned up yet"
     assert cleaned(cluster, 0) == 0, "it may still be written"
     assert cleaned(cluster, ABANDONED_S + 1) == 1
     assert objects(cluster) == set()
     until(lambda: is_ready(cluster.url), 60, "the gateway is back", cluster.log)
     with client_of(cluster, ONE) as client:
-        made = client.files.create(file=("a", b"abc"), purpose="batch")
-        assert client.files.content(made.id).read() == b"abc"
-        client.files.delete(made.id)
+        file = client.files.create(file=("a", b"abc"), purpose="batch")
+        assert client.files.content(file.id).read() == b"abc"
+        client.files.delete(file.id)
 
 
 def batch_s(client: openai.OpenAI) -> float:
@@ -291,15 +295,15 @@ def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(clu
         )
         return answer.status_code == 429 and "retry-after" in answer.headers
 
-    with client_of(cluster, OTHER) as other:
-        batch_s(other)  # the model is loaded
-        quiet_s = batch_s(other)
+    with client_of(cluster, OTHER) as second_client:
+        batch_s(second_client)  # the model is loaded
+        quiet_s = batch_s(second_client)
         threads = [threading.Thread(target=send) for _ in range(32)]
         for thread in threads:
             thread.start()
         try:
             until(refused, 60, "the key has all of its places")
-            attacked_s = batch_s(other)
+            attacked_s = batch_s(second_client)
         finally:
             go.set()
             for thread in threads:
@@ -312,8 +316,8 @@ def test_without_a_broker_it_works_too_and_a_restart_leaves_no_object_of_before(
     for _ in range(2):
         with running(tmp_path, "--standalone", "--no-spare") as cluster, client_of(cluster, "any") as client:
             assert list(client.files.list()) == []
-            found = [path for path in (tmp_path / "payloads").rglob("file-*") if path.is_file()]
-            assert found == [], "what no record names any more"
-            made = client.files.create(file=("a", b"abc"), purpose="batch")
-            assert client.files.content(made.id).read() == b"abc"
-            assert [each.id for each in client.files.list()] == [made.id]
+            paths = [path for path in (tmp_path / "payloads").rglob("file-*") if path.is_file()]
+            assert paths == [], "what no record names any more"
+            file = client.files.create(file=("a", b"abc"), purpose="batch")
+            assert client.files.content(file.id).read() == b"abc"
+            assert [entry.id for entry in client.files.list()] == [file.id]

@@ -93,14 +93,14 @@ def test_the_page_leads_to_a_vector_and_to_nothing_that_is_wrong(folder: Path) -
     with Node.started(namespace="sie") as node, Programs(node, folder):
         with pasted([block.code for block in FIRST], folder, output):
             pass
-        told = output.read_text()
-        print(f"{time.monotonic() - began_s:.0f} s\n{told}")
-        (answer,) = [line for line in told.splitlines() if line.startswith("{")]
+        text = output.read_text()
+        print(f"{time.monotonic() - began_s:.0f} s\n{text}")
+        (answer,) = [line for line in text.splitlines() if line.startswith("{")]
         values = json.loads(answer.partition("== ")[0])["items"][0]["dense"]["values"]
         assert np.abs(np.asarray(values, np.float32) - oracle.encode(["Hello"])[0]).max() < 5e-3
-        assert "nothing is wrong" in told
+        assert "nothing is wrong" in text
         with pasted([LAST.code], folder, folder / "end"):
             pass
         assert node.pods == []
         for pod in node.ended:
-            assert {each.exits[-1].status for each in pod.containers} == {0} or pod.workload == BROKER
+            assert {container.exits[-1].status for container in pod.containers} == {0} or pod.workload == BROKER

@@ -42,16 +42,16 @@ def expected(open_models: LocalModels) -> np.ndarray:
     folder = open_models.weights / "clip"
     model, processor = CLIPModel.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder, backend="pil")
     with torch.inference_mode():
-        found = model.get_image_features(**processor(images=PICTURES, return_tensors="pt")).pooler_output
-    vectors: np.ndarray = torch.nn.functional.normalize(found, dim=1).numpy()
+        features = model.get_image_features(**processor(images=PICTURES, return_tensors="pt")).pooler_output
+    vectors: np.ndarray = torch.nn.functional.normalize(features, dim=1).numpy()
     return vectors
 
 
 def encoded(client: httpx.Client, items: list[Any], model: str = CLIP) -> list[dict[str, Any]]:
     answer = client.post(f"/v1/encode/{model}", json={"items": items})
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["items"]
-    return found
+    results: list[dict[str, Any]] = answer.json()["items"]
+    return results
 
 
 def vector(item: dict[str, Any]) -> np.ndarray:
@@ -73,13 +73,13 @@ def test_vectors_equal_the_library_in_json_and_in_msgpack(client: httpx.Client, 
         {"images": in_base64(files[3])},
         {"text": "a harbour"},
     ]
-    found = np.stack([vector(item) for item in encoded(client, items)])
-    assert np.abs(found[:4] - expected).max() <= 2e-6
+    vectors = np.stack([vector(item) for item in encoded(client, items)])
+    assert np.abs(vectors[:4] - expected).max() <= 2e-6
     body = msgspec.msgpack.encode({"items": [{"images": [file]} for file in files]})
     headers = {"content-type": "application/msgpack", "accept": "application/json"}
     answer = client.post(f"/v1/encode/{CLIP}", content=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    assert np.array_equal(np.stack([vector(item) for item in answer.json()["items"]]), found[:4])
+    assert np.array_equal(np.stack([vector(item) for item in answer.json()["items"]]), vectors[:4])
 
 
 def test_several_images_of_an_item_are_one_vector(client: httpx.Client, expected: np.ndarray) -> None:
@@ -92,20 +92,20 @@ def test_a_file_that_is_no_image_costs_its_own_slot(client: httpx.Client, expect
     good = in_base64(png(PICTURES[0]))
     cut = in_base64(png(PICTURES[1])[:400])
     items = [{"images": [good]}, {"images": [cut]}, {"images": [in_base64(b"no image")]}, {"images": [good, cut]}]
-    found = encoded(client, [*items, {"text": "a harbour"}])
-    assert np.abs(vector(found[0]) - expected[0]).max() <= 2e-6
-    vector(found[4])
-    for item, place in ((found[1], 0), (found[2], 0), (found[3], 1)):
+    results = encoded(client, [*items, {"text": "a harbour"}])
+    assert np.abs(vector(results[0]) - expected[0]).max() <= 2e-6
+    vector(results[4])
+    for item, place in ((results[1], 0), (results[2], 0), (results[3], 1)):
         assert item["error"]["code"] == "INVALID_INPUT"
         assert item["error"]["reason"] == "invalid_media"
         assert f"images[{place}]" in item["error"]["message"]
 
 
 def test_a_model_of_texts_says_which_models_take_images(client: httpx.Client) -> None:
-    seen, said = encoded(client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense")
-    vector(said)
-    assert seen["error"]["reason"] == "unsupported_modality"
-    message = seen["error"]["message"]
+    result, error = encoded(client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense")
+    vector(error)
+    assert result["error"]["reason"] == "unsupported_modality"
+    message = result["error"]["message"]
     assert message.startswith("test/dense takes text, not image; models that take it: ")
     assert "Marqo/marqo-ecommerce-embeddings-B" in message
 
@@ -115,11 +115,11 @@ def test_the_sdk_takes_files_bytes_images_and_arrays(
 ) -> None:
     path = tmp_path_factory.mktemp("images") / "one.png"
     path.write_bytes(png(PICTURES[0]))
-    given = [path, png(PICTURES[0]), PICTURES[0], np.asarray(PICTURES[0]), io.BytesIO(png(PICTURES[0]))]
+    sources = [path, png(PICTURES[0]), PICTURES[0], np.asarray(PICTURES[0]), io.BytesIO(png(PICTURES[0]))]
     with SIEClient(open_cluster.url) as client:
-        found = client.encode(CLIP, [{"images": [each]} for each in given])
-    for each in found:
-        assert np.abs(np.asarray(each["dense"]) - expected[0]).max() <= 2e-6
+        results = client.encode(CLIP, [{"images": [source]} for source in sources])
+    for result in results:
+        assert np.abs(np.asarray(result["dense"]) - expected[0]).max() <= 2e-6
 
 
 def test_a_rotated_photograph_is_seen_upright(client: httpx.Client) -> None:
@@ -128,7 +128,7 @@ def test_a_rotated_photograph_is_seen_upright(client: httpx.Client) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     PICTURES[1].rotate(90, expand=True).save(turned, "PNG", exif=exif)
-    upright, found = encoded(
+    upright, result = encoded(
         client, [{"images": [in_base64(png(PICTURES[1]))]}, {"images": [in_base64(turned.getvalue())]}]
     )
-    assert np.abs(vector(found) - vector(upright)).max() <= 2e-6
+    assert np.abs(vector(result) - vector(upright)).max() <= 2e-6

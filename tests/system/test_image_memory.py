@@ -22,13 +22,13 @@ MIB = 1 << 20
 def memory(cluster: Cluster) -> dict[str, int]:
     """Bytes of the largest process of each kind."""
     assert cluster.process is not None
-    found: dict[str, int] = defaultdict(int)
-    for each in psutil.Process(cluster.process.pid).children(recursive=True):
-        argv = each.cmdline()
+    sizes: dict[str, int] = defaultdict(int)
+    for child in psutil.Process(cluster.process.pid).children(recursive=True):
+        argv = child.cmdline()
         kinds = ("gateway", "sidecar", "adapter", "sie_sidecar.prepare.media_worker")
         for kind in (kind for kind in kinds if kind in argv):
-            found[kind] = max(found[kind], each.memory_info().rss)
-    return dict(found)
+            sizes[kind] = max(sizes[kind], child.memory_info().rss)
+    return dict(sizes)
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def memory(cluster: Cluster) -> dict[str, int]:
 def test_memory_is_flat_over_thousands_of_images(tmp_path: Path, every_family: LocalModels) -> None:
     """Each image has other pixels than all before, so what is kept of outputs is replaced, too."""
     arguments = ["--models-dir", str(every_family.folder), "--model-filter", CLIP, "--no-spare"]
-    seen: list[dict[str, int]] = []
+    samples: list[dict[str, int]] = []
     with running(tmp_path, *arguments) as cluster, SIEClient(cluster.url, timeout_s=300) as client:
 
         def ask(first: int) -> int:
@@ -46,9 +46,9 @@ def test_memory_is_flat_over_thousands_of_images(tmp_path: Path, every_family: L
         with ThreadPoolExecutor(CLIENTS) as clients:
             for start in range(0, IMAGES, IMAGES // 20):
                 assert sum(clients.map(ask, range(start, start + IMAGES // 20, BATCH))) == IMAGES // 20
-                seen.append(memory(cluster))
-    print({kind: [each[kind] // MIB for each in seen] for kind in seen[0]})
-    assert len(seen[0]) == 4
-    for kind in seen[0]:
-        first, rest = (max(each[kind] for each in part) for part in (seen[:5], seen[5:]))
-        assert rest < 1.1 * first + 8 * MIB, f"{kind}: {[each[kind] // MIB for each in seen]} MiB"
+                samples.append(memory(cluster))
+    print({kind: [sample[kind] // MIB for sample in samples] for kind in samples[0]})
+    assert len(samples[0]) == 4
+    for kind in samples[0]:
+        first, rest = (max(number[kind] for number in part) for part in (samples[:5], samples[5:]))
+        assert rest < 1.1 * first + 8 * MIB, f"{kind}: {[sample[kind] // MIB for sample in samples]} MiB"

@@ -38,10 +38,10 @@ def test_photographs_are_found_by_words(open_cluster: Cluster, open_models: Loca
     (folder / "broken.jpg").write_bytes(b"no image")
     weights = open_models.weights / "clip"
     model, processor = CLIPModel.from_pretrained(weights), AutoImageProcessor.from_pretrained(weights, backend="pil")
-    asked = AutoTokenizer.from_pretrained(weights)("a photo of a red square", return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(weights)("a photo of a red square", return_tensors="pt")
     with torch.inference_mode():
-        found = model(**asked, **processor(images=list(PICTURES.values()), return_tensors="pt"))
-    scores = (found.image_embeds @ found.text_embeds[0]).numpy()
+        output = model(**tokens, **processor(images=list(PICTURES.values()), return_tensors="pt"))
+    scores = (output.image_embeds @ output.text_embeds[0]).numpy()
     names = list(PICTURES)
     expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
     assert run(PHOTOGRAPHS, open_cluster) == expected
@@ -53,11 +53,12 @@ def test_pages_are_found_by_their_pictures(open_cluster: Cluster, open_models: L
         ColPaliForRetrieval.from_pretrained(weights),
         AutoProcessor.from_pretrained(weights, backend="pil"),
     )
-    asked = [processor.process_queries(["what is the total price?"])]
-    asked += [processor.process_images([picture]) for picture in PICTURES.values()]
+    queries = [processor.process_queries(["what is the total price?"])]
+    queries += [processor.process_images([picture]) for picture in PICTURES.values()]
     with torch.inference_mode():
         query, *pages = (
-            model(**{name: value for name, value in each.items() if name != "labels"}).embeddings[0] for each in asked
+            model(**{name: value for name, value in entry.items() if name != "labels"}).embeddings[0]
+            for entry in queries
         )
     scores = processor.score_retrieval([query], pages)[0].numpy()
     names = list(PICTURES)
@@ -95,7 +96,7 @@ def test_a_text_and_its_images_are_one_vector(
     front, side = _sides(folder)
     offer, chair = multimodal.vector("a red square, 20 cm", [front, side]), multimodal.vector("a chair", [])
     query = multimodal.vector("a red square", [], "Find products that fit the query.")
-    expected = [float(np.round(np.float32(each @ query), 2)) for each in (offer, chair)]
+    expected = [float(np.round(np.float32(name @ query), 2)) for name in (offer, chair)]
     assert run(TOGETHER, open_cluster) == [str(expected)]
 
 
@@ -104,7 +105,7 @@ def test_a_query_with_an_image_ranks_documents_with_images(
 ) -> None:
     front, side = _sides(folder)
     query = ("is this the same?", [front])
-    scores = [multimodal.score(query, each) for each in (("a red square, 20 cm", [side]), ("a chair", []))]
+    scores = [multimodal.score(query, source) for source in (("a red square, 20 cm", [side]), ("a chair", []))]
     expected = [f"{place} {scores[place]:.2f}" for place in np.argsort(scores)[::-1]]
     assert run(RANKED, open_cluster) == expected
 

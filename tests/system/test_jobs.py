@@ -86,8 +86,8 @@ def written(folder: Path, files: dict[str, bytes]) -> str:
 def direct(jobs: JobClient, items: Sequence[Any], model: str = MODEL, **params: Any) -> list[dict[str, Any]]:
     """What a request is answered."""
     body = {"items": list(items), "params": params}
-    found: list[dict[str, Any]] = jobs.ask("POST", f"/v1/encode/{model}", json=body)["items"]
-    return found
+    results: list[dict[str, Any]] = jobs.ask("POST", f"/v1/encode/{model}", json=body)["items"]
+    return results
 
 
 def check_close(rows: Rows, expected: Sequence[dict[str, Any]]) -> None:
@@ -118,11 +118,11 @@ def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobCli
     counts = done["counts"]
     assert (counts["rows"], counts["done"], counts["failed"], counts["shards"]) == (60, 60, 0, 10)
     assert done["output_url"] == place
-    found = jobs.rows(job["id"])
-    assert [row["id"] for row in found] == [row["key"] for row in rows]
-    assert [row["text"] for row in found] == TEXTS
-    assert [int(row["size"]) for row in found] == [row["size"] for row in rows], "CSV has no numbers"
-    check_close(found, direct(jobs, TEXTS))
+    result = jobs.rows(job["id"])
+    assert [row["id"] for row in result] == [row["key"] for row in rows]
+    assert [row["text"] for row in result] == TEXTS
+    assert [int(row["size"]) for row in result] == [row["size"] for row in rows], "CSV has no numbers"
+    check_close(result, direct(jobs, TEXTS))
     on_disk = json.loads((folder / f"out-{output}" / "manifest.json").read_bytes())
     over_http = jobs.manifest(job["id"])
     assert on_disk == {name: value for name, value in over_http.items() if name != "next"} | {"next": None}
@@ -138,11 +138,11 @@ def test_an_uploaded_file_is_answered_and_its_output_is_kept_with_the_job(jobs: 
     job = jobs.submit(MODEL, {"file": file, "text": "{title}: {body}"}, output={"format": "jsonl"}, shard_rows=5)
     done = jobs.done(job["id"])
     assert done["output_url"] == ""
-    found = jobs.rows(job["id"])
-    assert [row["id"] for row in found] == [f"texts.jsonl#{number}" for number in range(12)]
-    check_close(found, direct(jobs, [f"A: {text}" for text in TEXTS[:12]]))
+    result = jobs.rows(job["id"])
+    assert [row["id"] for row in result] == [f"texts.jsonl#{number}" for number in range(12)]
+    check_close(result, direct(jobs, [f"A: {text}" for text in TEXTS[:12]]))
     listed = jobs.ask("GET", "/v1/jobs", params={"limit": 1000})["data"]
-    assert [each for each in listed if each["id"] == job["id"]] == [done]
+    assert [entry for entry in listed if entry["id"] == job["id"]] == [done]
     assert jobs.ask("DELETE", f"/v1/jobs/{job['id']}")["deleted"]
     assert jobs.ask("GET", f"/v1/jobs/{job['id']}", 404)["error"]["code"] == "NOT_FOUND"
     assert jobs.http.get(f"/v1/jobs/{job['id']}/part", params={"name": "part-00000.jsonl"}).status_code == 404
@@ -158,13 +158,13 @@ def test_vectors_of_other_types_have_the_codes_of_a_request(jobs: JobClient, dty
         jobs.done(job["id"])
         expected = direct(jobs, TEXTS[:20], output_dtype=dtype)
         for row, slot in zip(jobs.rows(job["id"]), expected, strict=True):
-            codes, wanted = np.array(row["dense"], np.float64), np.array(slot["dense"]["values"], np.float64)
-            assert codes.shape == wanted.shape
+            codes, vector = np.array(row["dense"], np.float64), np.array(slot["dense"]["values"], np.float64)
+            assert codes.shape == vector.shape
             if dtype == "binary":
-                differing = np.unpackbits(codes.astype(np.uint8) ^ wanted.astype(np.uint8)).sum()
+                differing = np.unpackbits(codes.astype(np.uint8) ^ vector.astype(np.uint8)).sum()
                 assert differing <= 1, "a number next to 0"
             else:
-                assert np.abs(codes - wanted).max() <= (1 if dtype == "int8" else 1e-3)
+                assert np.abs(codes - vector).max() <= (1 if dtype == "int8" else 1e-3)
             assert ("scale" in slot["dense"]) == (output == "parquet" and row.get("dense_scale") is not None) or (
                 output == "npy"
             )
@@ -175,8 +175,8 @@ def test_sparse_vectors_and_those_of_tokens(jobs: JobClient) -> None:
     types = ["dense", "sparse", "multivector"]
     job = jobs.submit("test/m3", {"file": file, "text": "{text}"}, params={"output_types": types})
     jobs.done(job["id"])
-    found = jobs.rows(job["id"])
-    for row, slot in zip(found, direct(jobs, TEXTS[:15], "test/m3", output_types=types), strict=True):
+    rows = jobs.rows(job["id"])
+    for row, slot in zip(rows, direct(jobs, TEXTS[:15], "test/m3", output_types=types), strict=True):
         assert np.abs(np.array(row["dense"]) - np.array(slot["dense"]["values"])).max() < TOLERANCE
         assert row["sparse_indices"] == slot["sparse"]["indices"]
         assert np.allclose(row["sparse_values"], slot["sparse"]["values"], atol=TOLERANCE)
@@ -190,15 +190,15 @@ def test_scores_are_those_of_a_request(jobs: JobClient) -> None:
     source = {"file": file, "query": "{q}", "document": "{d}", "keep": ["q"]}
     job = jobs.submit("test/cross", source, operation="score")
     jobs.done(job["id"])
-    found = jobs.rows(job["id"])
+    result = jobs.rows(job["id"])
     for place, query in enumerate(queries):
         items = [{"id": str(number), "text": row["d"]} for number, row in enumerate(rows) if row["q"] == query]
         answer = jobs.ask("POST", "/v1/score/test/cross", json={"query": query, "items": items})
-        scores = {int(each["item_id"]): each["score"] for each in answer["scores"]}
+        scores = {int(entry["item_id"]): entry["score"] for entry in answer["scores"]}
         assert sorted(scores) == list(range(place, 20, 2))
         for number, score in scores.items():
-            assert found[number]["q"] == query
-            assert abs(found[number]["score"] - score) < 1e-5
+            assert result[number]["q"] == query
+            assert abs(result[number]["score"] - score) < 1e-5
 
 
 def test_extractions_are_those_of_a_request(jobs: JobClient) -> None:
@@ -209,10 +209,12 @@ def test_extractions_are_those_of_a_request(jobs: JobClient) -> None:
     items = [{"text": text} for text in TEXTS[:20]]
     expected = jobs.ask("POST", "/v1/extract/test/zero-shot", json={"items": items, "params": params})["items"]
     for row, slot in zip(jobs.rows(job["id"]), expected, strict=True):
-        found = json.loads(row["classifications"])
-        assert [each["label"] for each in found] == [each["label"] for each in slot["classifications"]] != []
-        for each, wanted in zip(found, slot["classifications"], strict=True):
-            assert abs(each["score"] - wanted["score"]) < 1e-5
+        labels = json.loads(row["classifications"])
+        assert (
+            [element["label"] for element in labels] == [element["label"] for element in slot["classifications"]] != []
+        )
+        for entry, classification in zip(labels, slot["classifications"], strict=True):
+            assert abs(entry["score"] - classification["score"]) < 1e-5
 
 
 def test_the_images_of_a_folder_are_answered_by_their_names(jobs: JobClient, folder: Path) -> None:
@@ -223,11 +225,11 @@ def test_the_images_of_a_folder_are_answered_by_their_names(jobs: JobClient, fol
     job = jobs.submit("test/clip", {"url": url}, shard_rows=4)
     done = jobs.done(job["id"])
     assert (done["counts"]["rows"], done["counts"]["failed"], done["errors"]) == (11, 1, {"INVALID_INPUT": 1})
-    found = jobs.rows(job["id"])
-    assert [row["id"] for row in found] == sorted(files)
-    (bad,) = [row for row in found if row["error"] is not None]
+    rows = jobs.rows(job["id"])
+    assert [row["id"] for row in rows] == sorted(files)
+    (bad,) = [row for row in rows if row["error"] is not None]
     assert (bad["id"], bad["error"]["code"], bad["dense"]) == ("05b.jpg", "INVALID_INPUT", None)
-    good = [row for row in found if row["error"] is None]
+    good = [row for row in rows if row["error"] is None]
     items = [{"images": [base64.b64encode(files[row["id"]]).decode()]} for row in good]
     for row, slot in zip(good, direct(jobs, items, "test/clip"), strict=True):
         assert np.abs(np.array(row["dense"]) - np.array(slot["dense"]["values"])).max() < 10 * TOLERANCE
@@ -250,8 +252,8 @@ def test_rows_that_cannot_be_answered_say_why_and_the_others_are(jobs: JobClient
     done = jobs.done(job["id"])
     assert (done["counts"]["rows"], done["counts"]["done"], done["counts"]["failed"]) == (9, 9, 5)
     assert done["errors"] == {"INVALID_INPUT": 4, "INFERENCE_ERROR": 1}
-    found = jobs.rows(job["id"])
-    errors = [None if row.get("error") is None else row["error"] for row in found]
+    rows = jobs.rows(job["id"])
+    errors = [None if row.get("error") is None else row["error"] for row in rows]
     assert [error and error["code"] for error in errors] == [
         None,
         None,
@@ -266,12 +268,12 @@ def test_rows_that_cannot_be_answered_say_why_and_the_others_are(jobs: JobClient
         "column 'text' is missing",
         "column 'text' is null",
     ]
-    for row in found:
+    for row in rows:
         vector = row.get("dense")
         assert (vector is None) == (row.get("error") is not None)
         assert vector is None or np.isfinite(np.array(vector, np.float64)).all()
     expected = direct(jobs, ["river", "", "mountain", "last"], "test/poisoned")
-    check_close([row for row in found if row.get("error") is None], expected)
+    check_close([row for row in rows if row.get("error") is None], expected)
     sample = jobs.ask("GET", f"/v1/jobs/{job['id']}/rows", params={"failed": "true"})["rows"]
     assert [row["id"] for row in sample] == [f"rows.jsonl#{number}" for number in (2, 4, 5, 6, 7)]
     again = jobs.steer(job["id"], "retry", 201)
@@ -341,16 +343,16 @@ def test_one_broken_file_of_a_hundred_is_named_and_the_others_are_answered(jobs:
     generator = random.Random(1)
     texts = [f"{TEXTS[number % 57]} {number}" for number in range(100)]
     files = {f"{number:03}.parquet": parquet_file([{"text": text}]) for number, text in enumerate(texts)}
-    cut, flipped, other = "007.parquet", "031.parquet", "064.parquet"
+    cut, flipped, name = "007.parquet", "031.parquet", "064.parquet"
     files[cut] = files[cut][:-20]
     page = bytearray(files[flipped])
     page[30] ^= 0xFF
     files[flipped] = bytes(page)
-    files[other] = generator.randbytes(200)
+    files[name] = generator.randbytes(200)
     url = written(folder / "hundred", files)
     done = jobs.done(jobs.submit(MODEL, {"url": url, "text": "{text}"})["id"])
     assert done["counts"]["shards_failed"] == 3
-    assert sorted(line.split(":")[0] for line in done["broken"]) == [cut, flipped, other], done["broken"]
+    assert sorted(line.split(":")[0] for line in done["broken"]) == [cut, flipped, name], done["broken"]
     assert all("no valid Parquet" in line for line in done["broken"]), done["broken"]
     answered = [f"{number:03}.parquet#0" for number in range(100) if number not in (7, 31, 64)]
     assert [row["id"] for row in jobs.rows(done["id"])] == answered
@@ -377,6 +379,6 @@ def test_a_hundred_thousand_texts_have_the_vectors_of_direct_calls(jobs: JobClie
         return float(np.abs(vectors[start : start + 32] - expected).max())
 
     with ThreadPoolExecutor(4) as threads:
-        found = max(threads.map(worst, range(0, count, 32)))
-    print(f"{count} texts in {job['ended_at'] - job['started_at']:.0f} s, worst difference {found:.2e}")
-    assert found < TOLERANCE
+        worst_difference = max(threads.map(worst, range(0, count, 32)))
+    print(f"{count} texts in {job['ended_at'] - job['started_at']:.0f} s, worst difference {worst_difference:.2e}")
+    assert worst_difference < TOLERANCE

@@ -132,7 +132,7 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (
             ["create", "x", "--scopes", "infer,reed"],
@@ -149,10 +149,10 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
         (["revoke", "x", "--token"], "give the ID or the name of a key"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(stack: Stack, args: list[str], told: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(stack: Stack, args: list[str], message: str) -> None:
     result = sie(stack, *args)
     assert result.exit_code != 0
-    assert told in result.output
+    assert message in result.output
 
 
 def test_a_name_in_use_is_not_given_twice(stack: Stack) -> None:
@@ -168,7 +168,11 @@ def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: St
     identifier, token = made(stack, "outlives the broker")
     (broker,) = stack.brokers
     broker.kill()
-    assert [statuses(stack, each) for each in (token, "sie_stranger", "")] == [[200, 200], [401, 401], [401, 401]]
+    assert [statuses(stack, credential) for credential in (token, "sie_stranger", "")] == [
+        [200, 200],
+        [401, 401],
+        [401, 401],
+    ]
     broker.start()
     broker.wait_ready()
     until(lambda: sie(stack, "revoke", identifier).exit_code == 0, 60, "the broker takes the revocation")

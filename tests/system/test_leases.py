@@ -50,8 +50,8 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
         check(await sending, texts)
         took_s = time.monotonic() - killed_s
         assert took_s < ACK_WAIT_S * 0.8, f"{took_s:.1f} s: the leases lapsed"
-        said = "an earlier process of this worker was killed: 8 deliveries returned to the queue"
-        assert any(said in line for line in worker.sidecar.log), stack.log()
+        message = "an earlier process of this worker was killed: 8 deliveries returned to the queue"
+        assert any(message in line for line in worker.sidecar.log), stack.log()
 
 
 @pytest.mark.long

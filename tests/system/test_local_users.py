@@ -49,12 +49,12 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
 
 def known_secrets(cluster: Cluster) -> set[str]:
     """Every password and token of this start."""
-    found = {shared.USER, *shared.CANARIES.values()}
+    result = {shared.USER, *shared.CANARIES.values()}
     for process in processes(cluster):
         environ = environ_of(process.pid)
-        found |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
-    told = cluster.access()
-    return found | {told.operator_password, told.admin_token, told.broker_monitor_url.rpartition("/")[2]}
+        result |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
+    access = cluster.access()
+    return result | {access.operator_password, access.admin_token, access.broker_monitor_url.rpartition("/")[2]}
 
 
 @pytest.fixture(scope="module")
@@ -62,42 +62,42 @@ def attack(cluster: Cluster) -> dict[str, Any]:
     """What another user got."""
     running_now = processes(cluster)
     ports = {
-        each.laddr.port
+        connection.laddr.port
         for process in running_now
-        for each in process.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     }
     paths = [str(path) for path in cluster.data_dir.rglob("*") if not path.is_dir()]
     assert len(ports) >= 6, "API, metrics, broker, its monitor, config service, worker"
     assert any(path.endswith("access.json") for path in paths)
     assert any("/payloads/" in path for path in paths)
-    wanted = {
+    targets = {
         "ports": sorted(ports),
-        "pids": [each.pid for each in running_now],
+        "pids": [process.pid for process in running_now],
         "folders": [str(cluster.data_dir)],
         "paths": paths,
     }
     done = subprocess.run(
-        [sys.executable, str(ATTACKER), json.dumps(wanted)], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, str(ATTACKER), json.dumps(targets)], capture_output=True, text=True, timeout=300, check=True
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["uid"] == local_user.NOBODY
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["uid"] == local_user.NOBODY
+    return report
 
 
 def test_every_password_has_its_process(cluster: Cluster) -> None:
     """Else the tests below would look for nothing: 5 users of the broker, the administrator, the reader, the monitor's
     path.
     """
-    found = known_secrets(cluster)
-    assert len(found) >= 11, sorted(len(each) for each in found)
-    assert all(len(each) >= 14 for each in found)
+    result = known_secrets(cluster)
+    assert len(result) >= 11, sorted(len(secret) for secret in result)
+    assert all(len(secret) >= 14 for secret in result)
 
 
 def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: dict[str, Any]) -> None:
     port = cluster.access().broker_url.rpartition(":")[2]
-    told = attack["ports"][port]
-    assert (told["kind"], set(told["answers"])) == ("nats", {"refused"})
+    outcome = attack["ports"][port]
+    assert (outcome["kind"], set(outcome["answers"])) == ("nats", {"refused"})
 
 
 def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
@@ -105,15 +105,15 @@ def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any
     config = cluster.access().config_url.rpartition(":")[2]
     probes = {*OPEN, "/metrics"}
     allowed_at = {str(cluster.port): {*OPEN, "/"}, config: probes, str(cluster.worker_port): probes}
-    for port, told in attack["ports"].items():
-        if told["kind"] == "nats":
+    for port, outcome in attack["ports"].items():
+        if outcome["kind"] == "nats":
             continue
-        let_in = {path for path, status in told["answers"].items() if 200 <= status < 400}
+        let_in = {path for path, status in outcome["answers"].items() if 200 <= status < 400}
         allowed = allowed_at.get(port, {*probes, SCALING})
         assert let_in <= allowed, (port, let_in - allowed)
-        assert all(status in (200, 401, 403, 404, 405, 426) for status in told["answers"].values()), (
+        assert all(status in (200, 401, 403, 404, 405, 426) for status in outcome["answers"].values()), (
             port,
-            told["answers"],
+            outcome["answers"],
         )
     monitor = cluster.access().broker_monitor_url.rpartition("/")[0].rpartition(":")[2]
     assert set(attack["ports"][monitor]["answers"].values()) == {404}
@@ -133,9 +133,9 @@ def test_what_it_got_holds_no_secret_and_no_input(cluster: Cluster, attack: dict
     """In answers, command lines and files alike; nor does the log, or what is printed."""
     loot, log = attack["loot"], "\n".join(cluster.lines)
     assert "sie_gateway" in loot, "it got the metrics at least"
-    for each in known_secrets(cluster) | {MARK, base64.b64encode(MARK.encode()).decode()}:
-        assert each not in loot
-        assert each not in log
+    for secret in known_secrets(cluster) | {MARK, base64.b64encode(MARK.encode()).decode()}:
+        assert secret not in loot
+        assert secret not in log
 
 
 def test_nothing_was_written(cluster: Cluster, attack: dict[str, Any]) -> None:

@@ -77,8 +77,8 @@ def loaded(client: httpx.Client, model: str) -> dict[str, Any]:
     assert encode(client, model).status_code == 200
 
     def told() -> dict[str, Any] | None:
-        found: dict[str, Any] = client.get(f"/v1/models/{model}").json()
-        return found if found["certificate"] else None
+        info: dict[str, Any] = client.get(f"/v1/models/{model}").json()
+        return info if info["certificate"] else None
 
     return cast(dict[str, Any], until(told, 30, f"the load of {model}"))
 
@@ -105,13 +105,13 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
     """Its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
     before = encode(client)
     by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
-    wanted = expected(lora)
+    vectors_expected = expected(lora)
     by_name = encode(client, lora="loras/random")  # of the folder in SIE_MODELS_DIR
     for answer in (by_request, by_profile, encode(client, lora=str(lora)), by_name, encode(client, profile="tuned")):
-        assert np.abs(vectors(answer) - wanted).max() <= 1e-5
+        assert np.abs(vectors(answer) - vectors_expected).max() <= 1e-5
     base = vectors(before)
     assert np.abs(base - oracle.encode(TEXTS)).max() <= 1e-5
-    assert oracle.cosines(base, wanted).max() < 0.99
+    assert oracle.cosines(base, vectors_expected).max() < 0.99
     assert encode(client).json()["items"] == before.json()["items"]
     assert by_request.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
     assert by_profile.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
@@ -159,10 +159,10 @@ def test_a_model_without_loras_says_so(verb: str, model: str, body: dict[str, An
 
 def test_the_models_api_shows_what_the_certificate_holds(client: httpx.Client) -> None:
     """Of the packaged entry, which has digests and golden vectors."""
-    found = loaded(client, MODEL)["certificate"]
-    assert found["digests"] == ["model.safetensors"]
-    assert found["packed"]["dense"] >= 0.999
-    assert found["golden"] >= 0.999
+    certificate = loaded(client, MODEL)["certificate"]
+    assert certificate["digests"] == ["model.safetensors"]
+    assert certificate["packed"]["dense"] >= 0.999
+    assert certificate["golden"] >= 0.999
     own = loaded(client, TUNED)["certificate"]
     assert (own["digests"], own["golden"]) == ([], None)
     assert own["packed"]["dense"] >= 0.9999

@@ -79,9 +79,9 @@ def command(cluster: Cluster, *arguments: object) -> list[str]:
 
 
 def sie(cluster: Cluster, *arguments: object, status: int = 0) -> Result:
-    found = CliRunner().invoke(main, command(cluster, *arguments)[1:])
-    assert found.exit_code == status, found.output + repr(found.exception) + cluster.log(20)
-    return found
+    result = CliRunner().invoke(main, command(cluster, *arguments)[1:])
+    assert result.exit_code == status, result.output + repr(result.exception) + cluster.log(20)
+    return result
 
 
 def migration(alias: str, model: str, corpus: Path, *more: object) -> list[object]:
@@ -91,10 +91,10 @@ def migration(alias: str, model: str, corpus: Path, *more: object) -> list[objec
 
 def history(cluster: Cluster, alias: str) -> list[dict[str, Any]]:
     url = f"{cluster.health()['config_url']}{CONFIGS}/{alias}/history"
-    found: list[dict[str, Any]] = httpx.get(url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=60).json()[
+    revisions: list[dict[str, Any]] = httpx.get(url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=60).json()[
         "revisions"
     ]
-    return found
+    return revisions
 
 
 def ask(cluster: Cluster, name: str, client: httpx.Client | None = None) -> httpx.Response:
@@ -134,10 +134,10 @@ class Client(threading.Thread):
 def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
     """The toy model has random weights: it finds other neighbours."""
     alias(cluster, "strict", OLD)
-    found = sie(cluster, *migration("strict", OTHER, corpus), status=1)
-    assert "the widths differ" in found.stdout
-    assert "is below --min-agreement 0.5; the alias was not changed" in found.stderr
-    assert [each["revision"] for each in history(cluster, "strict")] == [1]
+    output = sie(cluster, *migration("strict", OTHER, corpus), status=1)
+    assert "the widths differ" in output.stdout
+    assert "is below --min-agreement 0.5; the alias was not changed" in output.stderr
+    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
     for arguments, why in (
         (migration("strict", "test/gone", corpus), "no model named 'test/gone'"),
@@ -149,7 +149,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
     ):
         refused = sie(cluster, *arguments, status=1)
         assert why in refused.stderr, refused.stderr
-    assert [each["revision"] for each in history(cluster, "strict")] == [1]
+    assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
 
 
 def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: 
     (tmp_path / "qrels" / "test.tsv").write_text(
         "query-id\tcorpus-id\tscore\n" + "\n".join(f"q{number}\td{number}\t1" for number in range(10))
     )
-    found = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
-    quality = json.loads(found.stdout)["quality"]
+    output = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
+    quality = json.loads(output.stdout)["quality"]
     assert 0.8 < quality["ndcg"]["old"] <= 1
     assert 0.8 < quality["ndcg"]["new"] <= 1
     assert 0.5 < quality["rank_correlation"] < 1
@@ -188,22 +188,22 @@ def test_an_index_never_gets_vectors_of_two_models(
     alias(cluster, "library", OLD)
     into = ["--sink", "main", "--collection"]
     sie(cluster, "jobs", "submit", OLD, few, "--text", "{body}", "--id", "id", *into, "docs", "--wait")
-    wanted = [*migration("library", OTHER, few), "--min-agreement", 0, "--shadow-s", 0, *into]
+    arguments = [*migration("library", OTHER, few), "--min-agreement", 0, "--shadow-s", 0, *into]
     before = json.loads(sie(cluster, "jobs", "list", "--json").stdout)
-    refused = sie(cluster, *wanted, "docs", status=1)
+    refused = sie(cluster, *arguments, "docs", status=1)
     assert f"the collection docs of main has vectors of {OLD}" in refused.stderr
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == before
 
-    made = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}}, timeout=60)
-    assert made.status_code == 200, made.text
-    paused = sie(cluster, *wanted, "foreign", status=1)
+    created = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}}, timeout=60)
+    assert created.status_code == 200, created.text
+    paused = sie(cluster, *arguments, "foreign", status=1)
     assert "is paused by SINK_REFUSED" in paused.stderr
     assert "sie jobs resume" in paused.stderr
     assert len(history(cluster, "library")) == 1
     newest = json.loads(sie(cluster, "jobs", "list", "--json").stdout)[0]
     sie(cluster, "jobs", "cancel", newest["id"])
 
-    done = sie(cluster, *wanted, "docs-2")
+    done = sie(cluster, *arguments, "docs-2")
     assert f"library names {OTHER} since revision 2" in done.stdout
     counted = httpx.post(f"{collections}/docs-2/points/count", json={"exact": True}, timeout=60).json()
     assert counted["result"]["count"] == 30
@@ -220,27 +220,27 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     """
     alias(cluster, "search", OLD)
     output = tmp_path / "vectors"
-    wanted = migration("search", NEW, corpus, "--output", output)
+    arguments = migration("search", NEW, corpus, "--output", output)
     process = subprocess.Popen(
-        command(cluster, *wanted, "--step", "embed"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(cluster, *arguments, "--step", "embed"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
 
         def working() -> bool:
             assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
             counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs", timeout=60).json()["data"]]
-            return any(each["rows"] == ROWS and 0 < each["done"] < ROWS for each in counts)
+            return any(count["rows"] == ROWS and 0 < count["done"] < ROWS for count in counts)
 
         until(working, 120, "a job that runs", cluster.log)
         (gateway,) = cluster.pids("gateway")
         os.kill(gateway, signal.SIGKILL)
-        told, _ = process.communicate(timeout=240)
+        report, _ = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, told + cluster.log(40)
+    assert process.returncode == 0, report + cluster.log(40)
     assert cluster.pids("gateway") != [gateway]
-    assert f"{ROWS:,} of {ROWS:,} rows" in told
+    assert f"{ROWS:,} of {ROWS:,} rows" in report
     assert (output / "manifest.json").exists()
     assert len(history(cluster, "search")) == 1
     job = json.loads(sie(cluster, "jobs", "list", "--json").stdout)[0]
@@ -251,21 +251,21 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     client.start()
     try:
         stopped = subprocess.Popen(
-            command(cluster, *wanted, "--shadow-s", 600), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command(cluster, *arguments, "--shadow-s", 600), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         until(lambda: len(history(cluster, "search")) == 2 or stopped.poll() is not None, 60, "a shadow", cluster.log)
         stopped.send_signal(signal.SIGINT)
-        told, _ = stopped.communicate(timeout=60)
-        assert stopped.returncode == 130, told
-        assert "stopped in the step shadow: the shadow stays; the same command goes on" in told
-        assert "the same `sie migrate`" not in told, "the job had ended"
-        done = sie(cluster, *wanted, "--json")
+        report, _ = stopped.communicate(timeout=60)
+        assert stopped.returncode == 130, report
+        assert "stopped in the step shadow: the shadow stays; the same command goes on" in report
+        assert "the same `sie migrate`" not in report, "the job had ended"
+        done = sie(cluster, *arguments, "--json")
         facts = json.loads(done.stdout)
         assert facts["embed"]["job"] == job["id"], "the same job"
         assert facts["shadow"]["copies"]["done"] > 0, facts
         assert facts["flip"]["before"] == OLD
         until(lambda: client.seen[-1][1] == NEW, 30, "the client to be answered by the new model")
-        again = sie(cluster, *wanted)
+        again = sie(cluster, *arguments)
         assert f"search names {NEW} already" in again.stdout
         undone = sie(cluster, "migrate", "search", "--step", "back")
         assert f"search names {OLD} again: revision 4 is as revision 1 was" in undone.stdout
@@ -281,7 +281,7 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     ]
     assert turns == [OLD, NEW, OLD]
     told_history = history(cluster, "search")
-    assert [each["operation"] for each in told_history] == ["rollback", "patch", "patch", "create"]
-    assert all(each["author"] for each in told_history)
+    assert [revision["operation"] for revision in told_history] == ["rollback", "patch", "patch", "create"]
+    assert all(revision["author"] for revision in told_history)
     twice = sie(cluster, "migrate", "search", "--step", "back", status=1)
     assert "is already a rollback" in twice.stderr

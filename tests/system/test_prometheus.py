@@ -104,8 +104,8 @@ def test_every_line_of_a_panel_can_be_told_from_the_others(scraping: Prometheus)
 
 def test_every_rule_is_evaluated_and_none_fires(scraping: Prometheus) -> None:
     def evaluated() -> bool:
-        found = scraping.ask("rules")
-        return bool(found) and all(rule["health"] == "ok" for group in found["groups"] for rule in group["rules"])
+        rules = scraping.ask("rules")
+        return bool(rules) and all(rule["health"] == "ok" for group in rules["groups"] for rule in group["rules"])
 
     until(evaluated, WAIT_S, "all rules evaluated")
     (group,) = scraping.ask("rules")["groups"]
@@ -133,5 +133,5 @@ def test_latencies_lead_to_traces(scraping: Prometheus) -> None:
             WAIT_S,
             "an exemplar",
         )
-        found = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
-        assert {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]} == {TRACE}
+        exemplars = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
+        assert {exemplar["labels"]["trace_id"] for series in exemplars for exemplar in series["exemplars"]} == {TRACE}

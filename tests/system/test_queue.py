@@ -27,14 +27,14 @@ def sidecar(stack: Stack) -> Iterator[Part]:
     answer = httpx.post(f"{stack.urls[0]}/v1/encode/{MODEL}", json={"items": ["warm"]}, timeout=60)
     assert answer.status_code == 200, answer.text
     until(lambda: waiting(stack) == 0, 60, "an empty consumer")
-    found = stack.workers[0].sidecar
-    yield found
-    found.resume()
+    result = stack.workers[0].sidecar
+    yield result
+    result.resume()
 
 
 def waiting(stack: Stack) -> int:
     """Work items of all consumers that no worker has acknowledged."""
-    return sum(each["num_pending"] + each["num_ack_pending"] for each in stack.consumers())
+    return sum(consumer["num_pending"] + consumer["num_ack_pending"] for consumer in stack.consumers())
 
 
 def load(stack: Stack) -> Load:
@@ -72,7 +72,7 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack:
         await client.close()
         second = asyncio.create_task(held.one(http, stack.urls[0], 1))  # finds out
         await asyncio.gather(first, second)
-        assert {(each.code, each.retryable) for each in held.outcomes} == {("QUEUE_UNAVAILABLE", True)}
+        assert {(entry.code, entry.retryable) for entry in held.outcomes} == {("QUEUE_UNAVAILABLE", True)}
         sidecar.resume()
         outcome = await after.one(http, stack.urls[0], 2)
         assert (outcome.status, outcome.right) == (200, True)
@@ -100,8 +100,8 @@ async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Par
         await asyncio.gather(*first, *second)
         await asyncio.sleep(5)  # the five seconds of the promise
         await asyncio.gather(*(after.one(client, stack.urls[0], number) for number in range(50)))
-    assert [(each.status, each.right) for each in accepted.outcomes] == [(200, True)] * 100
-    assert all(each.right or (each.retryable and each.code) for each in late.outcomes), late.outcomes
-    assert [(each.status, each.right) for each in after.outcomes] == [(200, True)] * 50
+    assert [(outcome.status, outcome.right) for outcome in accepted.outcomes] == [(200, True)] * 100
+    assert all(outcome.right or (outcome.retryable and outcome.code) for outcome in late.outcomes), late.outcomes
+    assert [(outcome.status, outcome.right) for outcome in after.outcomes] == [(200, True)] * 50
     assert max(accepted.longest_s(), late.longest_s()) < 30 + 10
     assert not accepted.wrong() + late.wrong() + after.wrong()

@@ -31,7 +31,7 @@ CHART = f"sie-cluster-{NOW}.tgz"
 BILL = f"sie-cluster-{NOW}.cdx.json"
 SUMS = "SHA256SUMS"
 # as in the Makefile: what pip would choose by itself brings CUDA
-TORCH = next(each for each in extras.EXTRAS["adapter"] if each.startswith("torch=="))
+TORCH = next(requirement for requirement in extras.EXTRAS["adapter"] if requirement.startswith("torch=="))
 # what a user of the extra runs first; {sie} is its command line, {python} its Python
 FIRST = {
     "cli": ["{sie}", "--help"],
@@ -137,7 +137,7 @@ def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> Non
 @pytest.mark.long
 def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
     """Oracle: the schemas of CycloneDX 1.6, as its own Python library carries them."""
-    found: dict[str, Any] = json.loads((dist / BILL).read_text())
+    bill: dict[str, Any] = json.loads((dist / BILL).read_text())
     folder = importlib.resources.files("cyclonedx") / "schema" / "_res"
     schemas = {
         f"http://cyclonedx.org/schema/{name}.SNAPSHOT.schema.json": json.loads(
@@ -145,7 +145,7 @@ def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
         )
         for name in ("bom-1.6", "spdx", "jsf-0.82")
     }
-    subject = found["metadata"]["component"]
+    subject = bill["metadata"]["component"]
     assert (subject["type"], subject["name"], subject["version"]) == ("application", "sie-cluster", NOW)
     short = {
         f"http://cyclonedx.org/schema/{name}.schema.json": schemas[
@@ -157,10 +157,10 @@ def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
     validator = jsonschema_rs.validator_for(
         schemas["http://cyclonedx.org/schema/bom-1.6.SNAPSHOT.schema.json"], registry=registry
     )
-    assert [str(error) for error in validator.iter_errors(found)] == []
+    assert [str(error) for error in validator.iter_errors(bill)] == []
     pins = audit.pinned(audit.CONSTRAINTS.read_text())
-    versions = {each["name"]: each["version"].partition("+")[0] for each in found["components"]}
-    assert {name: told for name, told in versions.items() if name in pins and told != str(pins[name])} == {}
+    versions = {component["name"]: component["version"].partition("+")[0] for component in bill["components"]}
+    assert {name: spread for name, spread in versions.items() if name in pins and spread != str(pins[name])} == {}
     assert {"torch", "nats-py", "fastapi", "transformers"} <= versions.keys()
     assert "sie-cluster" not in versions
 
@@ -173,14 +173,14 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = str(venv / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    wanted = [[f"{dist / WHEEL}[{extra}]"]]
+    arguments_wanted = [[f"{dist / WHEEL}[{extra}]"]]
     if "torch" in extras.named(extra):
-        wanted.insert(0, [TORCH])
+        arguments_wanted.insert(0, [TORCH])
     environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
     pins = tmp_path / "constraints.txt"
     pins.write_text(extras.constraints(extra))
-    for each in wanted:
-        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *each]
+    for arguments in arguments_wanted:
+        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *arguments]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
@@ -193,13 +193,13 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
         done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, text=True, check=True, timeout=60)
-    installed = {canonicalize_name(each["name"]) for each in json.loads(listed.stdout)}
+    installed = {canonicalize_name(load["name"]) for load in json.loads(listed.stdout)}
     assert extras.named(extra) <= installed
     if extra == "cli":
-        asked = subprocess.run(
+        process = subprocess.run(
             [venv / "bin" / "sie", "gateway"], env=environ, capture_output=True, text=True, timeout=60
         )
-        assert asked.returncode == 2
-        assert asked.stderr.endswith(" is not installed: pip install 'sie-cluster[gateway]'\n")
-        assert asked.stderr.startswith("error: the package ")
-        assert asked.stderr.count("\n") == 1
+        assert process.returncode == 2
+        assert process.stderr.endswith(" is not installed: pip install 'sie-cluster[gateway]'\n")
+        assert process.stderr.startswith("error: the package ")
+        assert process.stderr.count("\n") == 1

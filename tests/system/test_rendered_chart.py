@@ -89,35 +89,37 @@ class Node:
         specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
         self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
         lines = [
-            f"{each.address} {name} {name}.{NAMESPACE}.svc"
+            f"{entry.address} {name} {name}.{NAMESPACE}.svc"
             for name in of_kind("Service", self.found)
-            for each in self.behind(name)
+            for entry in self.behind(name)
         ]
         for name, workload in workloads(self.found).items():
             service = workload["spec"].get("serviceName")
             lines += [
-                f"{each.address} {each.name}.{service}" for each in self.pods if each.workload == name and service
+                f"{entry.address} {entry.name}.{service}" for entry in self.pods if entry.workload == name and service
             ]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (self.folder / "passwd").write_text("root:x:0:0::/root:/bin/sh\nsie:x:10001:10001::/home/sie:/bin/sh\n")
 
     def behind(self, service: str) -> list[Pod]:
         selector = of_kind("Service", self.found)[service]["spec"]["selector"]
-        labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(self.found).items()}
-        return [each for each in self.pods if selector.items() <= labels[each.workload].items()]
+        labels = {
+            name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(self.found).items()
+        }
+        return [entry for entry in self.pods if selector.items() <= labels[entry.workload].items()]
 
     def url(self, service: str, port: int) -> str:
         """Of the first pod behind a service, whose ports are those of its pods."""
         (target,) = (
-            each["targetPort"]
-            for each in of_kind("Service", self.found)[service]["spec"]["ports"]
-            if each["port"] == port
+            entry["targetPort"]
+            for entry in of_kind("Service", self.found)[service]["spec"]["ports"]
+            if entry["port"] == port
         )
         where = self.behind(service)[0]
         declared = {
-            (each["name"], each["containerPort"])
+            (entry["name"], entry["containerPort"])
             for container in where.spec["containers"]
-            for each in container.get("ports", ())
+            for entry in container.get("ports", ())
         }
         assert (target, port) in declared
         return f"http://{where.address}:{port}"
@@ -128,9 +130,12 @@ class Node:
         if path.exists():
             return path
         path.mkdir(parents=True)
-        volume = next((each for each in where.spec["volumes"] if each["name"] == name), {})
+        volume = next((entry for entry in where.spec["volumes"] if entry["name"] == name), {})
         if "configMap" in volume:
-            maps = {**self.own_files, **{key: each["data"] for key, each in of_kind("ConfigMap", self.found).items()}}
+            maps = {
+                **self.own_files,
+                **{key: config["data"] for key, config in of_kind("ConfigMap", self.found).items()},
+            }
             for file, text in maps[volume["configMap"]["name"]].items():
                 (path / file).write_text(self.here(where, text))
         else:
@@ -142,18 +147,18 @@ class Node:
         return text.replace("0.0.0.0", where.address)
 
     def environ(self, where: Pod, container: Object) -> dict[str, str]:
-        told: dict[str, str] = {}
-        for name, given in variables(container).items():
-            if isinstance(given, str):
-                told[name] = re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), given)
-            elif "fieldRef" in given:
-                assert given["fieldRef"]["fieldPath"] == "metadata.name"
-                told[name] = where.name
+        values: dict[str, str] = {}
+        for name, value in variables(container).items():
+            if isinstance(value, str):
+                values[name] = re.sub(r"\$\((\w+)\)", lambda match: values.get(match[1], match[0]), value)
+            elif "fieldRef" in value:
+                assert value["fieldRef"]["fieldPath"] == "metadata.name"
+                values[name] = where.name
             else:
-                told[name] = TOKENS[given["secretKeyRef"]["key"]]
+                values[name] = TOKENS[value["secretKeyRef"]["key"]]
         # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the
         # setting lists some
-        return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **told}
+        return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **values}
 
     def argv(self, where: Pod, container: Object) -> list[str]:
         command = container.get("command")
@@ -199,9 +204,11 @@ class Node:
 
     def used(self, where: Pod) -> dict[str, tuple[int, int]]:
         """Of the volumes with a limit: bytes in them, and the limit."""
-        limits = {each["name"]: each["emptyDir"]["sizeLimit"] for each in where.spec["volumes"] if "emptyDir" in each}
+        limits = {
+            entry["name"]: entry["emptyDir"]["sizeLimit"] for entry in where.spec["volumes"] if "emptyDir" in entry
+        }
         files = {name: (self.folder / where.name / name).rglob("*") for name in limits}
-        sizes = {name: sum(path.lstat().st_blocks * 512 for path in each) for name, each in files.items()}
+        sizes = {name: sum(path.lstat().st_blocks * 512 for path in content) for name, content in files.items()}
         return {name: (sizes[name], int(text[:-2]) * _UNITS[text[-2:]]) for name, text in limits.items()}
 
 
@@ -211,8 +218,8 @@ def confined(where: Pod, container: Object) -> str:
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     user = where.spec["securityContext"]
-    who = f"--reuid {user['runAsUser']} --regid {user['runAsGroup']} --groups {user['fsGroup']}"
-    return f"/usr/bin/setpriv {who} --no-new-privs --inh-caps=-all --bounding-set=-all --pdeathsig KILL"
+    identity = f"--reuid {user['runAsUser']} --regid {user['runAsGroup']} --groups {user['fsGroup']}"
+    return f"/usr/bin/setpriv {identity} --no-new-privs --inh-caps=-all --bounding-set=-all --pdeathsig KILL"
 
 
 class Container(Part):
@@ -253,7 +260,7 @@ class Container(Part):
         probe = self.told[kind]
         if "exec" in probe:
             return self.execute(probe)
-        (port,) = (each["containerPort"] for each in self.told["ports"] if each["name"] == probe["httpGet"]["port"])
+        (port,) = (entry["containerPort"] for entry in self.told["ports"] if entry["name"] == probe["httpGet"]["port"])
         with contextlib.suppress(httpx.HTTPError):
             url = f"http://{self.where.address}:{port}{probe['httpGet']['path']}"
             return httpx.get(url, timeout=5, trust_env=False).status_code == 200
@@ -262,7 +269,11 @@ class Container(Part):
     def sockets(self) -> list[Any]:
         """TCP ones of all its processes."""
         first = psutil.Process(self.pid)
-        return [found for each in [first, *first.children(recursive=True)] for found in each.net_connections("tcp")]
+        return [
+            connection
+            for process in [first, *first.children(recursive=True)]
+            for connection in process.net_connections("tcp")
+        ]
 
 
 @dataclass
@@ -271,46 +282,54 @@ class Running:
     containers: list[Container] = field(default_factory=list)
 
     def log(self, name: str = "") -> list[str]:
-        return [line for each in self.containers if name in each.name.split()[-1] for line in each.log]
+        return [line for container in self.containers if name in container.name.split()[-1] for line in container.log]
 
     def story(self) -> str:
-        return "\n".join(f"== {each.name}\n" + "\n".join(list(each.log)[-30:]) for each in self.containers)
+        return "\n".join(
+            f"== {container.name}\n" + "\n".join(list(container.log)[-30:]) for container in self.containers
+        )
 
     def connections(self) -> set[tuple[str, str, int]]:
         """Workload that connected, workload that took it, port, of all that are open now."""
-        owner = {each.address: each.workload for each in self.node.pods}
+        owner = {entry.address: entry.workload for entry in self.node.pods}
         ends = (
-            (each.where.workload, found.laddr, found.raddr)
-            for each in self.containers
-            for found in each.sockets()
-            if found.raddr
+            (container.where.workload, entry.laddr, entry.raddr)
+            for container in self.containers
+            for entry in container.sockets()
+            if entry.raddr
         )
         return {(workload, owner[to.ip], to.port) for workload, at, to in ends if to.ip in owner and at.ip not in owner}
 
     def check_probes(self) -> None:
-        until(lambda: all(each.probe(kind) for each in self.containers for kind in PROBES), 60, "every probe passes")
+        until(
+            lambda: all(container.probe(kind) for container in self.containers for kind in PROBES),
+            60,
+            "every probe passes",
+        )
 
     def check_connections(self) -> None:
         """Processes listen on the ports that their containers declare, and connect to all that the policies let them,
         to nothing else.
         """
         declared = {
-            (each.where.workload, port["containerPort"])
-            for each in self.containers
-            for port in each.told.get("ports", ())
+            (entry.where.workload, port["containerPort"])
+            for entry in self.containers
+            for port in entry.told.get("ports", ())
         }
-        for each in self.containers:
-            listening = {(found.laddr.ip, found.laddr.port) for found in each.sockets() if found.status == "LISTEN"}
-            assert listening == {(each.where.address, port["containerPort"]) for port in each.told.get("ports", ())}, (
-                each.name
-            )
+        for container in self.containers:
+            listening = {
+                (entry.laddr.ip, entry.laddr.port) for entry in container.sockets() if entry.status == "LISTEN"
+            }
+            assert listening == {
+                (container.where.address, port["containerPort"]) for port in container.told.get("ports", ())
+            }, container.name
         sources = workloads(self.node.found)
         expected = {
             (source, *target) for source in sources for target in declared if allowed(self.node.found, source, *target)
         }
-        seen: set[tuple[str, str, int]] = set()
-        until(lambda: seen.update(self.connections()) or seen >= expected, 30, f"connections: {expected}")
-        assert seen == expected
+        names: set[tuple[str, str, int]] = set()
+        until(lambda: names.update(self.connections()) or names >= expected, 30, f"connections: {expected}")
+        assert names == expected
 
 
 @contextlib.contextmanager
@@ -321,24 +340,26 @@ def started(node: Node) -> Iterator[Running]:
     running = Running(node)
     try:
         for where in node.pods:
-            for told in where.spec.get("initContainers", ()):
-                subprocess.run(node.argv(where, told), env=node.environ(where, told), check=True, timeout=30)
-            for told in where.spec["containers"]:
-                running.containers.append(Container(node, where, told))
+            for spec in where.spec.get("initContainers", ()):
+                subprocess.run(node.argv(where, spec), env=node.environ(where, spec), check=True, timeout=30)
+            for spec in where.spec["containers"]:
+                running.containers.append(Container(node, where, spec))
                 running.containers[-1].start()
-        for each in running.containers:
-            each.wait_ready(START_S)
+        for container in running.containers:
+            container.wait_ready(START_S)
         yield running
     except BaseException:
         print(running.story())
-        for each in running.containers:
-            each.kill()
+        for container in running.containers:
+            container.kill()
         raise
     for role in ("gateway", "sidecar", "adapter", "config", "broker"):
-        for each in running.containers:
-            if each.role == role:
-                each.stop()
-                assert each.status == 0 or role == "broker", f"{each.name}: {each.status}\n{running.story()}"
+        for container in running.containers:
+            if container.role == role:
+                container.stop()
+                assert container.status == 0 or role == "broker", (
+                    f"{container.name}: {container.status}\n{running.story()}"
+                )
 
 
 @pytest.fixture
@@ -363,14 +384,14 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         models.build(name)
     subprocess.run(["chmod", "-R", "a+rX", tmp_path], check=True, timeout=30)
     files = {file.name: file.read_text().replace(str(tmp_path), "/srv") for file in models.folder.iterdir()}
-    found = objects(template("values-kind.yaml", VALUES))
-    node = Node(short, found, {"own-models": files}, disk=tmp_path)
+    objects_rendered = objects(template("values-kind.yaml", VALUES))
+    node = Node(short, objects_rendered, {"own-models": files}, disk=tmp_path)
     with (
         started(node) as running,
         httpx.Client(base_url=node.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False) as client,
     ):
         assert client.get("/readyz").status_code == 200
-        listed = {each["name"] for each in client.get("/v1/models").json()["models"]}
+        listed = {model["name"] for model in client.get("/v1/models").json()["models"]}
         assert {MODEL, "test/cross", "test/gliner"} <= listed
         answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]})
         assert answer.status_code == 200, answer.text
@@ -435,37 +456,41 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
 @pytest.mark.long
 def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
     """And one that is told to end sends its clients to the others."""
-    found = [
-        each
-        for each in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
-        if "worker" not in each["metadata"]["name"]
+    objects_rendered = [
+        entry
+        for entry in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
+        if "worker" not in entry["metadata"]["name"]
     ]
-    with started(Node(short, found, replicas={"sie-nats": 3})) as running:
+    with started(Node(short, objects_rendered, replicas={"sie-nats": 3})) as running:
         running.check_probes()
         running.check_connections()
-        brokers = [each for each in running.containers if each.told["name"] == "nats"]
-        told = [f"http://{each.where.address}:8222" for each in brokers]
+        brokers = [container for container in running.containers if container.told["name"] == "nats"]
+        urls = [f"http://{broker.where.address}:8222" for broker in brokers]
 
         def streams() -> list[Object]:
-            (account,) = httpx.get(f"{told[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
+            (account,) = httpx.get(f"{urls[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
                 "account_details"
             ]
             return list(account.get("stream_detail", ()))
 
         until(
-            lambda: {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {each["name"] for each in streams()},
+            lambda: (
+                {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {stream["name"] for stream in streams()}
+            ),
             30,
             "streams",
         )
-        assert {each["config"]["num_replicas"] for each in streams()} == {3}
-        assert {each["config"]["storage"] for each in streams()} == {"file"}
-        (first,) = (each for each in brokers if each.where.name == "sie-nats-0")
+        assert {stream["config"]["num_replicas"] for stream in streams()} == {3}
+        assert {stream["config"]["storage"] for stream in streams()} == {"file"}
+        (first,) = (broker for broker in brokers if broker.where.name == "sie-nats-0")
         assert first.execute(first.told["lifecycle"]["preStop"])
         os.kill(first.pid, signal.SIGTERM)  # as a kubelet does at once
         until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
         assert any("Closing existing clients" in line for line in first.log)
         until(
-            lambda: all(each.probe("readinessProbe") for each in running.containers if each is not first),
+            lambda: all(
+                container.probe("readinessProbe") for container in running.containers if container is not first
+            ),
             30,
             "the others are ready",
         )
@@ -474,11 +499,11 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
 def publish(url: str, user: str, subject: str) -> None:
     """As whoever has the rendered password of `user`, in the protocol's own words."""
     with socket.create_connection(url.removeprefix("http://").split(":"), timeout=30) as wire:
-        who = json.dumps({"user": user, "pass": TOKENS[f"nats-{user}"], "verbose": False})
-        wire.sendall(f"CONNECT {who}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())
-        told = b""
-        while b"PONG" not in told:
+        login = json.dumps({"user": user, "pass": TOKENS[f"nats-{user}"], "verbose": False})
+        wire.sendall(f"CONNECT {login}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())
+        banner = b""
+        while b"PONG" not in banner:
             piece = wire.recv(4096)
-            assert piece, f"the broker hung up on {user}: {told!r}"
-            told += piece
-    assert b"Permissions Violation" in told
+            assert piece, f"the broker hung up on {user}: {banner!r}"
+            banner += piece
+    assert b"Permissions Violation" in banner

@@ -313,12 +313,12 @@ class Traffic:
         return {"sdk": self._encode, "score": self._score, "extract": self._extract, "large": self._large}
 
     async def _encode(self) -> Any:
-        found = await self._client.encode("test/mini", TEXTS[:8])
-        return np.stack([each["dense"] for each in found])
+        vectors = await self._client.encode("test/mini", TEXTS[:8])
+        return np.stack([vector["dense"] for vector in vectors])
 
     async def _score(self) -> Any:
-        found = await self._client.score("test/cross", QUERY, TEXTS[8:14])
-        return np.array([entry["score"] for entry in sorted(found["scores"], key=lambda entry: str(entry["item_id"]))])
+        scores = await self._client.score("test/cross", QUERY, TEXTS[8:14])
+        return np.array([entry["score"] for entry in sorted(scores["scores"], key=lambda entry: str(entry["item_id"]))])
 
     async def _extract(self) -> Any:
         answer = await self._http.post("/v1/extract/test/tags", json={"items": TEXTS[14:17]})
@@ -336,8 +336,8 @@ class Traffic:
     async def _repeat(self, name: str, pause_s: float) -> None:
         while not self._stopping:
             try:
-                found = await self._asking[name]()
-                np.testing.assert_allclose(found, self._expected[name], atol=1e-4)
+                reply = await self._asking[name]()
+                np.testing.assert_allclose(reply, self._expected[name], atol=1e-4)
             except (SIEError, httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{time.monotonic():.2f} {name}: {type(error).__name__}: {error}")
             self.counts[name] += 1
@@ -422,8 +422,8 @@ class Traffic:
             await eventually(functools.partial(has, url, workers), f"the workers at {name}")
 
 
-async def eventually(condition: Callable[[], object], what: str) -> None:
-    await asyncio.to_thread(until, condition, WITHIN_S, what)
+async def eventually(condition: Callable[[], object], event: str) -> None:
+    await asyncio.to_thread(until, condition, WITHIN_S, event)
 
 
 def is_at(gateway: str, revision: int) -> bool:
@@ -439,16 +439,16 @@ def has(gateway: str, workers: set[str]) -> bool:
 
 def revisions_at(config: str) -> list[int]:
     """Those of what is written, the latest first."""
-    told = httpx.get(
+    history = httpx.get(
         f"{config}{MODELS}/{WRITTEN}/history", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30
     ).json()
-    return [each["revision"] for each in told["revisions"]]
+    return [revision["revision"] for revision in history["revisions"]]
 
 
 def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
     """Messages of the streams of work and of dead letters that hold any."""
-    found = httpx.get(f"{broker.monitor_url}/jsz?streams=true&accounts=true", timeout=10).json()
-    streams = [stream for account in found["account_details"] for stream in account["stream_detail"]]
+    report = httpx.get(f"{broker.monitor_url}/jsz?streams=true&accounts=true", timeout=10).json()
+    streams = [stream for account in report["account_details"] for stream in account["stream_detail"]]
     assert any(stream["name"].startswith("WORK_") for stream in streams), "no stream of work"
     return {
         stream["name"]: stream["state"]["messages"]
@@ -459,10 +459,10 @@ def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    found = local_models.under(tmp_path_factory.mktemp("models"))
+    result = local_models.under(tmp_path_factory.mktemp("models"))
     for name in ("mini", "cross", "tags"):
-        found.build(name)
-    return found
+        result.build(name)
+    return result
 
 
 @pytest.fixture

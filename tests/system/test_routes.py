@@ -109,8 +109,8 @@ def openai_raw(client: httpx.Client) -> Array:
 
 def cohere(client: httpx.Client) -> Array:
     body = {"model": MODEL, "texts": [TEXT], "input_type": "search_document", "embedding_types": ["float", "base64"]}
-    found = post(client, "/v2/embed", body).json()["embeddings"]
-    floats, packed = np.float32(found["float"][0]), np.frombuffer(base64.b64decode(found["base64"][0]), "<f4")
+    embeddings = post(client, "/v2/embed", body).json()["embeddings"]
+    floats, packed = np.float32(embeddings["float"][0]), np.frombuffer(base64.b64decode(embeddings["base64"][0]), "<f4")
     np.testing.assert_array_equal(floats, packed)
     return floats
 
@@ -144,9 +144,9 @@ def test_a_text_alone_has_the_same_bytes_by_every_route(
     client: httpx.Client, route: Callable[[httpx.Client], Array]
 ) -> None:
     expected = native(client)
-    found = route(client)
-    assert found.dtype == np.float32
-    assert found.tobytes() == expected.tobytes()
+    reply = route(client)
+    assert reply.dtype == np.float32
+    assert reply.tobytes() == expected.tobytes()
 
 
 async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Cluster, client: httpx.Client) -> None:
@@ -161,8 +161,8 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
 
     loads = [asyncio.create_task(load()) for _ in range(6)]
     for route in ROUTES:
-        found = await asyncio.to_thread(route, client)
-        np.testing.assert_allclose(found, expected, atol=UNDER_LOAD, err_msg=route.__name__)
+        reply = await asyncio.to_thread(route, client)
+        np.testing.assert_allclose(reply, expected, atol=UNDER_LOAD, err_msg=route.__name__)
     stop.set()
     await asyncio.gather(*loads)
 
@@ -191,19 +191,19 @@ async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
             began_s = time.monotonic()
             assert (await http.post(f"/v1/encode/{MODEL}", json={"items": ["one"]})).status_code == 200
             single.append(time.monotonic() - began_s)
-        found, bulk_s = running_bulk.result()
-    assert [each["index"] for each in found["data"]] == list(range(AT_ONCE))
-    vectors = np.frombuffer(b"".join(base64.b64decode(each["embedding"]) for each in found["data"]), "<f4").reshape(
+        reply, bulk_s = running_bulk.result()
+    assert [entry["index"] for entry in reply["data"]] == list(range(AT_ONCE))
+    vectors = np.frombuffer(b"".join(base64.b64decode(entry["embedding"]) for entry in reply["data"]), "<f4").reshape(
         AT_ONCE, -1
     )
     some = list(range(0, AT_ONCE, 256))
     expected = post(client, "/v1/embeddings", {"model": MODEL, "input": [texts[index] for index in some]}).json()
-    np.testing.assert_allclose(vectors[some], [each["embedding"] for each in expected["data"]], atol=UNDER_LOAD)
+    np.testing.assert_allclose(vectors[some], [entry["embedding"] for entry in expected["data"]], atol=UNDER_LOAD)
     per_text = expected["usage"]["prompt_tokens"] / len(some)
     assert (
         AT_ONCE * (per_text - 1)
-        < found["usage"]["prompt_tokens"]
-        == found["usage"]["total_tokens"]
+        < reply["usage"]["prompt_tokens"]
+        == reply["usage"]["total_tokens"]
         < AT_ONCE * (per_text + 1)
     )
     assert len(single) >= 3, "single texts were answered while the bulk request ran"
@@ -231,7 +231,7 @@ def test_raw_bytes_say_what_they_cannot_carry(client: httpx.Client) -> None:
         headers={"accept": "application/octet-stream"},
     )
     assert (failed.status_code, failed.headers["content-type"]) == (400, "application/json")
-    assert [each["index"] for each in failed.json()["errors"]] == [1]
+    assert [error["index"] for error in failed.json()["errors"]] == [1]
     half = post(
         client,
         f"/v1/encode/{MODEL}",

@@ -99,9 +99,9 @@ def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
     shares = {row["label"]: row["score"] for row in results[0]["classifications"]}
     assert order.mood == max(("calm", "very angry"), key=lambda mood: shares[f"mood.{mood}"])
     assert order.is_late is (shares["is_late.true"] >= 0.5)
-    one = sie.extract(SPANS, TEXT, schema=PydanticOrder, threshold=0.3)["data"]
-    assert isinstance(one, PydanticOrder)
-    assert (one.mood, one.is_late, one.buyer) == (order.mood, order.is_late, order.buyer)
+    first = sie.extract(SPANS, TEXT, schema=PydanticOrder, threshold=0.3)["data"]
+    assert isinstance(first, PydanticOrder)
+    assert (first.mood, first.is_late, first.buyer) == (order.mood, order.is_late, order.buyer)
     for model in (CLASSES, NLI):
         assert isinstance(sie.extract(model, TEXT, schema=Decided)["data"], Decided)
 
@@ -136,14 +136,14 @@ class MsgspecHour(msgspec.Struct, rename="camel"):
 
 def test_restrictions_that_no_model_obeys_are_checked_by_the_class(sie: SIEClient) -> None:
     text = "queue worker 12 river"
-    found = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
-    assert "day" in found["error"]["message"]  # a word of the text is no date
-    made = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
-    assert isinstance(made, Restricted)
-    assert (made.hour, made.day, made.buyer in text, made.colours <= set(Colour)) == (12, None, True, True)
+    results = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
+    assert "day" in results["error"]["message"]  # a word of the text is no date
+    slot = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
+    assert isinstance(slot, Restricted)
+    assert (slot.hour, slot.day, slot.buyer in text, slot.colours <= set(Colour)) == (12, None, True, True)
     assert sie.extract(SPANS, text, schema=Hour, threshold=0.0)["data"] == Hour(12)
-    other = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
-    assert (other.at_hour, other.colour in Colour) == (12, True)
+    hour = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
+    assert (hour.at_hour, hour.colour in Colour) == (12, True)
 
 
 class Impossible(msgspec.Struct):

@@ -184,10 +184,14 @@ def test_rows_of_a_late_interaction_model_have_length_one_and_a_query_is_expande
     (document,) = vectors(client, "late", [PAIRED])
     (query,) = vectors(client, "late", [PAIRED], is_query=True)
     for slot, count in ((document, document["multivector"]["num_tokens"]), (query, 16)):
-        found = slot["multivector"]
-        assert set(found) == {"token_dims", "num_tokens", "dtype", "values"}
-        assert found["values"].shape == (count, TOKEN_WIDTH) == (found["num_tokens"], found["token_dims"])
-        np.testing.assert_allclose(np.linalg.norm(found["values"], axis=1), 1, atol=1e-5)
+        multivector = slot["multivector"]
+        assert set(multivector) == {"token_dims", "num_tokens", "dtype", "values"}
+        assert (
+            multivector["values"].shape
+            == (count, TOKEN_WIDTH)
+            == (multivector["num_tokens"], multivector["token_dims"])
+        )
+        np.testing.assert_allclose(np.linalg.norm(multivector["values"], axis=1), 1, atol=1e-5)
 
 
 def test_dimensions_cut_first_and_normalise_then(client: httpx.Client) -> None:
@@ -296,22 +300,22 @@ async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Clust
     pytest.fail(f"these kinds were never in one batch: {sorted(map(sorted, pairs))}")
 
 
-def check_close(found: Any, expected: Any) -> None:
+def check_close(value: Any, expected: Any) -> None:
     """Equal but for the last bits of floats and the rounding of codes: a batch is computed in another order than a text
     alone.
     """
     if isinstance(expected, dict):
-        assert set(found) == set(expected)
+        assert set(value) == set(expected)
         for key in expected:
-            check_close(found[key], expected[key])
+            check_close(value[key], expected[key])
     elif isinstance(expected, list) and expected and isinstance(expected[0], dict):
-        for left, right in zip(found, expected, strict=True):
+        for left, right in zip(value, expected, strict=True):
             check_close(left, right)
     elif isinstance(expected, list | float):
         is_codes = isinstance(expected, list) and bool(np.array(expected).dtype.kind == "i")
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1 if is_codes else 1e-5)
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1 if is_codes else 1e-5)
     else:
-        assert found == expected
+        assert value == expected
 
 
 # score
@@ -322,8 +326,8 @@ def documents(count: int) -> list[str]:
 
 
 def by_position(reply: Json) -> list[float]:
-    found = {entry["item_id"]: entry["score"] for entry in reply["scores"]}
-    return [found[f"item-{index}"] for index in range(len(found))]
+    scores = {entry["item_id"]: entry["score"] for entry in reply["scores"]}
+    return [scores[f"item-{index}"] for index in range(len(scores))]
 
 
 def cross_encoder_scores(every_family: LocalModels, query: str, texts: list[str]) -> Array:
@@ -378,8 +382,8 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
     for items in ([], None):
         assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
-    nothing, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
-    assert (nothing["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
+    entry, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
+    assert (entry["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
     assert ask(client, "score", "cross", {"query": "a", "items": [""]})["scores"][0]["score"] is not None
     assert client.post("/tei/test/dense/embed", json={"inputs": ""}).json() == [empty["dense"]["values"]]
     refused = client.post("/v1/embeddings", json={"model": "test/dense", "input": ""})
@@ -462,8 +466,8 @@ def test_three_hundred_documents_are_several_messages_and_score_as_alone(client:
 def test_a_decoder_answers_yes_as_its_model_card_computes_it(client: httpx.Client, every_family: LocalModels) -> None:
     texts = documents(4)
     default = local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
-    for given, used in (({}, default), ({"instruction": "Find the river"}, "Find the river")):
-        reply = ask(client, "score", "reranker", {"query": PAIRED, "items": texts, **given})
+    for fields, used in (({}, default), ({"instruction": "Find the river"}, "Find the river")):
+        reply = ask(client, "score", "reranker", {"query": PAIRED, "items": texts, **fields})
         expected = [
             local_models.yes_probability(every_family.weights / "reranker", used, PAIRED, text) for text in texts
         ]
@@ -486,32 +490,33 @@ def m3_scores(client: httpx.Client, texts: list[str]) -> dict[str, list[float]]:
     """Each mode by its formula, from the vectors."""
     query, *slots = vectors(client, "m3", [PAIRED, *texts], output_types=M3_OUTPUTS)
     weights = dict(zip(query["sparse"]["indices"].tolist(), query["sparse"]["values"].tolist(), strict=True))
-    found: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
+    outputs: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
     for slot in slots:
-        found["dense"].append(float(query["dense"]["values"] @ slot["dense"]["values"]))
+        outputs["dense"].append(float(query["dense"]["values"] @ slot["dense"]["values"]))
         shared = zip(slot["sparse"]["indices"].tolist(), slot["sparse"]["values"].tolist(), strict=True)
-        found["sparse"].append(sum(weight * weights.get(index, 0.0) for index, weight in shared))
+        outputs["sparse"].append(sum(weight * weights.get(index, 0.0) for index, weight in shared))
         best = (query["multivector"]["values"] @ slot["multivector"]["values"].T).max(1)
-        found["colbert"].append(float(best.mean()))
-    found["hybrid"] = [
-        0.4 * a + 0.2 * b + 0.4 * c for a, b, c in zip(found["dense"], found["sparse"], found["colbert"], strict=True)
+        outputs["colbert"].append(float(best.mean()))
+    outputs["hybrid"] = [
+        0.4 * a + 0.2 * b + 0.4 * c
+        for a, b, c in zip(outputs["dense"], outputs["sparse"], outputs["colbert"], strict=True)
     ]
-    return found
+    return outputs
 
 
 def test_the_score_modes_of_bge_m3(client: httpx.Client) -> None:
     texts = documents(10)
     expected = m3_scores(client, texts)
-    asked = {"query": PAIRED, "items": texts}
-    assert by_position(ask(client, "score", "m3", asked)) == pytest.approx(expected["dense"], abs=1e-5)
+    rerank = {"query": PAIRED, "items": texts}
+    assert by_position(ask(client, "score", "m3", rerank)) == pytest.approx(expected["dense"], abs=1e-5)
     for mode, scores in expected.items():
-        assert by_position(ask(client, "score", "m3", {**asked, "options": {"score_mode": mode}})) == pytest.approx(
+        assert by_position(ask(client, "score", "m3", {**rerank, "options": {"score_mode": mode}})) == pytest.approx(
             scores, abs=1e-5
         )
     weighted = {"score_mode": "hybrid", "score_weights": {"dense": 1, "sparse": 3}}
     mixed = [(a + 3 * b) / 4 for a, b in zip(expected["dense"], expected["sparse"], strict=True)]
-    assert by_position(ask(client, "score", "m3", {**asked, "options": weighted})) == pytest.approx(mixed, abs=1e-5)
-    assert refusal(client, "score", "m3", {**asked, "options": {"score_mode": "best"}})[2] == "schema"
+    assert by_position(ask(client, "score", "m3", {**rerank, "options": weighted})) == pytest.approx(mixed, abs=1e-5)
+    assert refusal(client, "score", "m3", {**rerank, "options": {"score_mode": "best"}})[2] == "schema"
 
 
 # extract
@@ -573,8 +578,10 @@ def test_zero_shot_classes_equal_the_pipeline_s_best_first(
     classify = zero_shot_pipeline(every_family)
     for text, slot in zip(TEXTS, reply["items"], strict=True):
         expected = classify(text, labels, **{"hypothesis_template": "This text is about {}.", **options})
-        assert [each["label"] for each in slot["classifications"]] == expected["labels"]
-        assert [each["score"] for each in slot["classifications"]] == pytest.approx(expected["scores"], abs=1e-5)
+        assert [classification["label"] for classification in slot["classifications"]] == expected["labels"]
+        assert [classification["score"] for classification in slot["classifications"]] == pytest.approx(
+            expected["scores"], abs=1e-5
+        )
 
 
 def test_tags_become_entities_as_the_pipeline_merges_them(client: httpx.Client, every_family: LocalModels) -> None:
@@ -587,12 +594,14 @@ def test_tags_become_entities_as_the_pipeline_merges_them(client: httpx.Client, 
     )
     for text, slot in zip([*TEXTS, *ODD], reply["items"], strict=True):
         expected = reference(text)
-        spans = [(each["entity_group"], each["start"], each["end"]) for each in expected]
-        assert [(each["label"], each["start"], each["end"]) for each in slot["entities"]] == spans
-        assert [each["score"] for each in slot["entities"]] == pytest.approx(
-            [float(each["score"]) for each in expected], abs=1e-5
+        spans = [(vector["entity_group"], vector["start"], vector["end"]) for vector in expected]
+        assert [(entity["label"], entity["start"], entity["end"]) for entity in slot["entities"]] == spans
+        assert [entity["score"] for entity in slot["entities"]] == pytest.approx(
+            [float(vector["score"]) for vector in expected], abs=1e-5
         )
-        assert [each["text"] for each in slot["entities"]] == [text[each["start"] : each["end"]] for each in expected]
+        assert [entity["text"] for entity in slot["entities"]] == [
+            text[vector["start"] : vector["end"]] for vector in expected
+        ]
     assert any(slot["entities"] for slot in reply["items"])
 
 
@@ -640,16 +649,16 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         ask(client, verb, model, {"query": "a", "items": ["a"], "labels": ["a"]})
     infos = {info["id"].removeprefix("test/"): info for info in client.get("/v1/models").json()["data"]}
     assert {"late:muvera", "mini:bf16"} <= set(infos)
-    told = {
+    report = {
         name: (info["outputs"], info["tasks"], info["score_scale"], info["supports_lora"])
         for name, info in infos.items()
     }
-    assert told["mini"] == (["dense"], ["encode"], None, True)
-    assert told["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine", True)
-    assert told["late"] == (["multivector", "score"], ["encode", "score"], "maxsim", True)
-    assert told["cross"] == (["score"], ["score"], "probability", True)
-    assert told["reranker"] == (["score"], ["score"], "probability", False)
-    assert told["zero-shot"] == (["json"], ["extract"], None, False)
+    assert report["mini"] == (["dense"], ["encode"], None, True)
+    assert report["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine", True)
+    assert report["late"] == (["multivector", "score"], ["encode", "score"], "maxsim", True)
+    assert report["cross"] == (["score"], ["score"], "probability", True)
+    assert report["reranker"] == (["score"], ["score"], "probability", False)
+    assert report["zero-shot"] == (["json"], ["extract"], None, False)
     assert infos["late:muvera"]["variant_of"] == "test/late"
     assert infos["late:muvera"]["dims"] == {"multivector": TOKEN_WIDTH, "dense": 96}
     assert (infos["m3"]["dims"]["dense"], infos["m3"]["matryoshka_dims"]) == (M3_WIDTH, [16])
@@ -662,8 +671,8 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         ("score", {"late", "m3", "cross", "reranker", "pages"}),
         ("extract", {"gliner", "zero-shot", "tags", "classes"}),
     ):
-        found = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
-        names = {info["id"].removeprefix("test/") for info in found}
+        models = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
+        names = {info["id"].removeprefix("test/") for info in models}
         assert names & set(local_models.KINDS) == able
 
 
@@ -697,7 +706,10 @@ def test_the_client_scores_and_extracts(cluster: Cluster) -> None:
         sketch = sie.encode("test/late", [PAIRED], muvera=SKETCH)
     assert (scored["query_id"], {entry["item_id"] for entry in scored["scores"]}) == ("q", {"item-0", "b"})
     assert [entry["rank"] for entry in scored["scores"]] == [0, 1]
-    assert all({each["label"] for each in slot["classifications"]} == {"music", "river"} for slot in several)
+    assert all(
+        {classification["label"] for classification in slot["classifications"]} == {"music", "river"}
+        for slot in several
+    )
     assert single["id"] == "item-0"
     assert sparse["sparse"]["indices"].dtype == np.int32
     assert sparse["multivector"].dtype == np.float16

@@ -69,7 +69,7 @@ def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
 def expected(count: int) -> NDArray[np.float32]:
     """The vectors of CLIENT's texts, in order."""
     encoded = Tokenizer.from_buffer(TOKENIZER).encode_batch_fast([f"text {number}" for number in range(count)])
-    return np.stack([vector_of(each.ids) for each in encoded])
+    return np.stack([vector_of(result.ids) for result in encoded])
 
 
 class Run:
@@ -215,7 +215,7 @@ def test_pools_are_reserved_and_given_back(stack: Stack) -> None:
         with client.reserve("eval", {"cpu": 1}, ttl_seconds=60) as pool:
             assert (pool["name"], pool["spec"]["gpus"]) == ("eval", {"cpu": 1})
             assert client.renew_pool("eval") >= pool["status"]["expires_at"]
-            assert {each["name"] for each in client.list_pools()} == {"default", "eval"}
+            assert {entry["name"] for entry in client.list_pools()} == {"default", "eval"}
             assert client.create_pool("eval", {"cpu": 2})["spec"]["gpus"] == {"cpu": 2}
             with pytest.raises(sie_client.PoolConflictError):
                 client.create_pool("default", {"cpu": 1})

@@ -28,14 +28,14 @@ DISK = Path("/mnt/nvme")  # of PRODUCTION
 def values(url: str, model: str) -> list[float]:
     answer = httpx.post(f"{url}/v1/encode/{model}", json={"items": [{"text": "river"}]}, timeout=180, trust_env=False)
     assert answer.status_code == 200, answer.text
-    found: list[float] = answer.json()["items"][0]["dense"]["values"]
-    return found
+    vector: list[float] = answer.json()["items"][0]["dense"]["values"]
+    return vector
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as found:
-        yield found
+    with Collector() as result:
+        yield result
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_the_production_example_serves(bucket: Place, collector: Collector, disk
             lambda spans: {"gateway", "sidecar", "adapter"} <= {span.component for span in spans},
             "spans of every component",
         )
-        said = [json.loads(line) for line in cluster.lines]
-        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= said[
+        logged = [json.loads(line) for line in cluster.lines]
+        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= logged[
             -1
         ].keys()
     assert list((DISK / "cache").rglob("*.safetensors"))

@@ -46,8 +46,8 @@ def test_two_serves_do_not_share_a_data_directory(cluster: Cluster) -> None:
 
 
 def test_a_taken_port_ends_the_start_and_names_the_setting(cluster: Cluster, tmp_path: Path) -> None:
-    other = Cluster(tmp_path, "--no-spare")
-    argv = [*other.argv[:2], "--port", str(cluster.port), *other.argv[4:]]
+    second_cluster = Cluster(tmp_path, "--no-spare")
+    argv = [*second_cluster.argv[:2], "--port", str(cluster.port), *second_cluster.argv[4:]]
     second = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
     assert f"--port: cannot listen on 127.0.0.1:{cluster.port}" in second.stderr
@@ -70,14 +70,14 @@ async def ended_under_load(process: subprocess.Popen[str], url: str, number: int
     assert ended_s - signalled_s <= STOPPED_S
     assert psutil.wait_procs(children, timeout=GONE_S)[1] == []
     assert not load.wrong()
-    under_way = [each for each in load.outcomes if each.sent_s < signalled_s < each.ended_s]
-    assert [each for each in under_way if each.status == 200], "nothing was in progress at the signal"
+    under_way = [outcome for outcome in load.outcomes if outcome.sent_s < signalled_s < outcome.ended_s]
+    assert [task for task in under_way if task.status == 200], "nothing was in progress at the signal"
     # a request that was under way but not read yet is refused like any later one; none breaks off or fails otherwise
-    assert {each.code or each.failure for each in under_way if each.status != 200} <= {"SHUTTING_DOWN"}
-    assert {each.status for each in under_way} <= {200, 503}
-    later = [each for each in load.outcomes if each.sent_s >= signalled_s and each.status not in (0, 200)]
-    assert {each.code for each in later} <= {"SHUTTING_DOWN"}
-    assert {each.status for each in load.outcomes if each.ended_s <= signalled_s} == {200}
+    assert {task.code or task.failure for task in under_way if task.status != 200} <= {"SHUTTING_DOWN"}
+    assert {task.status for task in under_way} <= {200, 503}
+    later = [outcome for outcome in load.outcomes if outcome.sent_s >= signalled_s and outcome.status not in (0, 200)]
+    assert {task.code for task in later} <= {"SHUTTING_DOWN"}
+    assert {outcome.status for outcome in load.outcomes if outcome.ended_s <= signalled_s} == {200}
 
 
 async def test_sigterm_under_load_drains_and_exits_with_0(cluster: Cluster) -> None:
@@ -238,8 +238,8 @@ def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None
 async def _in_progress(metrics_url: str) -> int:
     async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
         text = (await client.get(f"{metrics_url}/metrics")).text
-    found = re.search(r"^sie_gateway_requests_in_progress(?:{.*})? (\S+)$", text, re.MULTILINE)
-    return int(float(found[1])) if found else 0
+    match = re.search(r"^sie_gateway_requests_in_progress(?:{.*})? (\S+)$", text, re.MULTILINE)
+    return int(float(match[1])) if match else 0
 
 
 @pytest.mark.long

@@ -114,14 +114,14 @@ async def patient(client: httpx.AsyncClient, text: str, after_s: float, begin_s:
     return Patience(refused, time.perf_counter() - begin_s, check(answer, text))
 
 
-async def watch(stack: Stack, seen: list[dict[str, Any]]) -> None:
+async def watch(stack: Stack, samples: list[dict[str, Any]]) -> None:
     """What the broker says of the slow model's consumer, once a second, until cancelled."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         while True:
             answer = (await client.get(f"{stack.monitor_urls[0]}/jsz?consumers=true")).json()
             streams = [stream for account in answer["account_details"] for stream in account["stream_detail"]]
-            consumers = [each for stream in streams for each in stream.get("consumer_detail") or []]
-            seen += [each for each in consumers if each["name"] == CONSUMER]
+            consumers = [consumer for stream in streams for consumer in stream.get("consumer_detail") or []]
+            samples += [consumer for consumer in consumers if consumer["name"] == CONSUMER]
             await asyncio.sleep(1.0)  # the pace of the looks
 
 
@@ -142,8 +142,8 @@ async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tm
         async with httpx.AsyncClient(base_url=stack.urls[0], timeout=600, trust_env=False, limits=limits) as client:
             await steady(client, WARM_S)
             alone = await steady(client, SPAN_S)
-            seen: list[dict[str, Any]] = []
-            watching, begin_s = asyncio.create_task(watch(stack, seen)), time.perf_counter()
+            samples: list[dict[str, Any]] = []
+            watching, begin_s = asyncio.create_task(watch(stack, samples)), time.perf_counter()
             waiting = [
                 asyncio.create_task(patient(client, f"text {number}", after_s, begin_s))
                 for number, after_s in enumerate(ARRIVALS)
@@ -155,18 +155,18 @@ async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tm
         print(f"\nalone: {alone}\nbeside a load of {LOAD_S:.0f} s: {beside}")
         print(
             "clients of the slow model:",
-            ", ".join(f"answered at {each.answered_s:.1f} s, refused {each.refused}x" for each in waited),
+            ", ".join(f"answered at {sample.answered_s:.1f} s, refused {sample.refused}x" for sample in waited),
         )
         assert beside.p99_s <= alone.p99_s + BATCH_MS / 1000 + NOISE_S
         assert len(beside.took_s) == len(alone.took_s)
-        assert all(LOAD_S <= each.answered_s < LOAD_S + RETRY_S + 1.0 for each in waited)
+        assert all(LOAD_S <= sample.answered_s < LOAD_S + RETRY_S + 1.0 for sample in waited)
         assert waited[0].refused > 0
         assert waited[-1].refused == 0
         assert scraped(metrics, "sie_model_loads_total", model=SLOW) == 1
         assert scraped(metrics, "sie_adapter_deaths_total") == 0
-        assert {*alone.deliveries, *beside.deliveries, *(each.deliveries for each in waited)} == {1}
-        assert len(seen) > LOAD_S / 2
-        assert max(each["num_ack_pending"] for each in seen) > 0
-        assert max(each["num_redelivered"] for each in seen) == 0
+        assert {*alone.deliveries, *beside.deliveries, *(sample.deliveries for sample in waited)} == {1}
+        assert len(samples) > LOAD_S / 2
+        assert max(sample["num_ack_pending"] for sample in samples) > 0
+        assert max(sample["num_redelivered"] for sample in samples) == 0
         assert scraped(metrics, "sie_deliveries_total", redelivered="true") == 0
         await asyncio.to_thread(until, lambda: scraped(metrics, "sie_queue_depth") == 0, 5, "nothing held")

@@ -40,12 +40,12 @@ def library(open_models: LocalModels) -> tuple[NDArray[np.float32], NDArray[np.f
 
     folder = open_models.weights / "clap"
     model, extractor = ClapModel.from_pretrained(folder).eval(), AutoFeatureExtractor.from_pretrained(folder)
-    heard = [soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in FILES.values()]
-    said = AutoTokenizer.from_pretrained(folder)("a dog barks", return_tensors="pt").input_ids
+    waves = [soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in FILES.values()]
+    ids = AutoTokenizer.from_pretrained(folder)("a dog barks", return_tensors="pt").input_ids
     with torch.inference_mode():
-        features = extractor(heard, sampling_rate=RATE, return_tensors="pt")
+        features = extractor(waves, sampling_rate=RATE, return_tensors="pt")
         sounds = model.get_audio_features(**features).pooler_output.numpy()
-        text = model.get_text_features(input_ids=said).pooler_output[0].numpy()
+        text = model.get_text_features(input_ids=ids).pooler_output[0].numpy()
     return sounds, text
 
 
@@ -56,15 +56,15 @@ def test_vectors_equal_the_library_and_a_file_that_is_no_sound_costs_its_own_slo
     items += [{"audio": base64.b64encode(b"no sound").decode()}, {"text": "a dog barks"}]
     answer = httpx.post(f"{open_cluster.url}/v1/encode/{CLAP}", json={"items": items}, timeout=60)
     assert answer.status_code == 200, answer.text
-    *heard, wrong, said = answer.json()["items"]
-    found = np.stack([item["dense"]["values"] for item in heard])
-    assert np.abs(found - library[0]).max() <= 2e-6
-    assert np.abs(np.asarray(said["dense"]["values"]) - library[1]).max() <= 2e-6
+    *results, wrong, error = answer.json()["items"]
+    vectors = np.stack([item["dense"]["values"] for item in results])
+    assert np.abs(vectors - library[0]).max() <= 2e-6
+    assert np.abs(np.asarray(error["dense"]["values"]) - library[1]).max() <= 2e-6
     assert wrong["error"]["reason"] == "invalid_media"
     assert wrong["error"]["message"].startswith("audio: undecodable: the first bytes are of no supported sound format")
-    other = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
-    told = "test/clip takes text, image, not audio; models that take it: me/clap, test/clap"
-    assert told in other.json()["error"]["message"]
+    refused = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
+    message = "test/clip takes text, image, not audio; models that take it: me/clap, test/clap"
+    assert message in refused.json()["error"]["message"]
 
 
 def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
@@ -77,8 +77,8 @@ def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
     assert np.abs(np.asarray(answer.json()["data"][0]["embedding"]) - library[0][0]).max() <= 2e-6
     samples = soundfile.read(io.BytesIO(first), dtype="int16")[0]
     with SIEClient(open_cluster.url) as client:
-        found = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
-    assert np.abs(np.asarray(found["dense"]) - library[0][0]).max() <= 2e-6
+        result = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
+    assert np.abs(np.asarray(result["dense"]) - library[0][0]).max() <= 2e-6
 
 
 def test_sounds_are_found_by_words(
@@ -141,11 +141,15 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     recording = encoded(sound, "FLAC", rate=RATE)
     (tmp_path / "interview.flac").write_bytes(recording)
     monkeypatch.chdir(tmp_path)
-    heard = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
+    wave = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
     oracle = Oracle(whisper)
     with torch.inference_mode():
-        expected = oracle.segments(heard, asks(most=LIMIT - 3))
-    lines = [f"{each.start_s:.2f} {each.end_s:.2f} {text}" for each in expected if (text := oracle.text(each.ids))]
+        expected = oracle.segments(wave, asks(most=LIMIT - 3))
+    lines = [
+        f"{segment.start_s:.2f} {segment.end_s:.2f} {text}"
+        for segment in expected
+        if (text := oracle.text(segment.ids))
+    ]
     _, block, of_openai = blocks(DOCS / "sounds.md", "python")
     *printed, language = run(block.code, open_cluster)
     assert "\n".join(printed) == "\n".join(lines)
@@ -155,9 +159,9 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     audio = base64.b64encode(recording).decode()
     body = {"items": [{"text": "x"}, {"audio": audio}], "params": {"task": "translate", "max_new_tokens": 6}}
     answer = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
-    said, written = answer.json()["items"]
-    assert said["error"]["reason"] == "unsupported_modality"
-    assert {each["label"] for each in written["entities"]} <= {"translation"}
+    result, written = answer.json()["items"]
+    assert result["error"]["reason"] == "unsupported_modality"
+    assert {entity["label"] for entity in written["entities"]} <= {"translation"}
     assert written["data"]["finish_reason"] == "length"
     body = {"items": [{"audio": audio}], "params": {"language": "klingon"}}
     refused = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
@@ -205,7 +209,7 @@ def test_parakeet_writes_words_with_their_times_as_the_library_does(
             response_format="verbose_json",
             timestamp_granularities=["word"],
         )
-    assert [(each.word, [each.start, each.end]) for each in reply.words] == [
+    assert [(word.word, [word.start, word.end]) for word in reply.words] == [
         (word["text"], [round(second, 2) for second in word["seconds"]]) for word in written["data"]["words"]
     ]
     assert reply.words
@@ -234,7 +238,7 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
         pipe.model.set_attn_implementation("eager")
         timed = pipe({"raw": samples, "sampling_rate": RATE}, return_timestamps="word", generate_kwargs=options)
     words = [(text, *chunk["timestamp"]) for chunk in timed["chunks"] if (text := chunk["text"].strip())]
-    segments = [(each.start_s, each.end_s, text) for each in spoken if (text := oracle.text(each.ids))]
+    segments = [(segment.start_s, segment.end_s, text) for segment in spoken if (text := oracle.text(segment.ids))]
     assert segments
     with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
         create = api.audio.transcriptions.create
@@ -244,11 +248,11 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
             return create(model=WHISPER, file=file, language="de", response_format=format_, **more)
 
         verbose = transcription("verbose_json", timestamp_granularities=["segment"])
-        assert [(each.start, each.end, each.text.strip()) for each in verbose.segments] == segments
+        assert [(segment.start, segment.end, segment.text.strip()) for segment in verbose.segments] == segments
         assert (verbose.language, verbose.duration) == ("german", 4.4)
         assert verbose.text.strip() == piped["text"].strip()
         worded = transcription("verbose_json", timestamp_granularities=["word"])
-        assert [(each.word, each.start, each.end) for each in worded.words] == words
+        assert [(word.word, word.start, word.end) for word in worded.words] == words
         assert worded.segments is None
         assert words
         assert transcription("json").text == verbose.text
@@ -284,13 +288,15 @@ def test_a_recording_of_more_than_one_part_is_read_to_its_end(tmp_path: Path) ->
         running(tmp_path / "data", *models.arguments, environ=budget) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0, timeout=600) as api,
     ):
-        found = api.audio.transcriptions.create(
+        transcript = api.audio.transcriptions.create(
             model="test/whisper", file=("long.flac", recording), response_format="verbose_json"
         )
-    assert found.duration == seconds
-    assert found.segments is not None
-    ends = [each.end for each in found.segments]
+    assert transcript.duration == seconds
+    assert transcript.segments is not None
+    ends = [segment.end for segment in transcript.segments]
     assert ends == sorted(ends)
-    assert all(each.start <= each.end <= seconds + 2 for each in found.segments)
-    assert any(570 <= each.start <= 600 for each in found.segments), "the second part begins where the first was whole"
+    assert all(segment.start <= segment.end <= seconds + 2 for segment in transcript.segments)
+    assert any(570 <= segment.start <= 600 for segment in transcript.segments), (
+        "the second part begins where the first was whole"
+    )
     assert ends[-1] > seconds - 10

@@ -36,13 +36,19 @@ def standalone(tmp_path_factory: pytest.TempPathFactory, every_family: LocalMode
         yield cluster
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, expected_value: Any) -> bool:
     """Equal but for the last bits of numbers: each process chooses its kernels."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one.keys() - OF_A_RUN)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == pytest.approx(other, abs=1e-5)) if isinstance(one, float) else bool(one == other)
+    if isinstance(value, dict):
+        return value.keys() == expected_value.keys() and all(
+            same(value[key], expected_value[key]) for key in value.keys() - OF_A_RUN
+        )
+    if isinstance(value, list):
+        return len(value) == len(expected_value) and all(map(same, value, expected_value))
+    return (
+        bool(value == pytest.approx(expected_value, abs=1e-5))
+        if isinstance(value, float)
+        else bool(value == expected_value)
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -63,8 +69,8 @@ def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone:
     """In the default precision of the device."""
     texts = [*oracle.ragged_texts(100, seed=1), "", "First line.\nSecond line."]
     with SIEClient(standalone.url) as client:
-        found = np.array([result["dense"] for result in client.encode(MODEL, texts)])
-    assert oracle.cosines(found, oracle.encode(texts)).min() >= 0.999
+        vectors = np.array([result["dense"] for result in client.encode(MODEL, texts)])
+    assert oracle.cosines(vectors, oracle.encode(texts)).min() >= 0.999
 
 
 def test_what_it_has_is_told_by_the_gateway(standalone: Cluster) -> None:

@@ -61,12 +61,12 @@ def native(client: httpx.Client, model: str, texts: list[str], **params: Any) ->
 
 def refused(client: httpx.Client, path: str, body: Any) -> tuple[int, str]:
     answer = client.post(path, json=body)
-    found = answer.json()
-    assert isinstance(found["error"], str)
-    assert set(found) - {"errors"} == {"error", "error_type", "code", "detail"}
-    assert found["error"] == found["detail"]["message"]
-    assert found["detail"]["code"] == found["code"] == answer.headers["x-sie-error-code"]
-    return answer.status_code, found["error_type"]
+    result = answer.json()
+    assert isinstance(result["error"], str)
+    assert set(result) - {"errors"} == {"error", "error_type", "code", "detail"}
+    assert result["error"] == result["detail"]["message"]
+    assert result["detail"]["code"] == result["code"] == answer.headers["x-sie-error-code"]
+    return answer.status_code, result["error_type"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/tei/test/dense", "/tei/test%2Fdense"])
@@ -90,8 +90,8 @@ def test_headers_are_whole_numbers(client: httpx.Client) -> None:
 def test_ids_of_a_model_are_the_text_they_stand_for(client: httpx.Client, every_family: LocalModels) -> None:
     tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    for each, values in zip(ids, native(client, "dense", TEXTS), strict=True):
-        assert ask(client, "/embed", {"inputs": each}) == [values]
+    for token_id, values in zip(ids, native(client, "dense", TEXTS), strict=True):
+        assert ask(client, "/embed", {"inputs": token_id}) == [values]
     assert len(ask(client, "/embed", {"inputs": ids})) == len(TEXTS)
     assert refused(client, "/embed", {"inputs": [[101, 10**7]]}) == (422, "Tokenizer")
 
@@ -109,57 +109,63 @@ def test_truncation_and_normalisation(client: httpx.Client) -> None:
 def test_a_row_for_each_token_not_normalised(client: httpx.Client, every_family: LocalModels) -> None:
     folder = every_family.weights / "dense"
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
-    found = ask(client, "/embed_all", {"inputs": TEXTS})
-    for text, rows in zip(TEXTS, found, strict=True):
+    result = ask(client, "/embed_all", {"inputs": TEXTS})
+    for text, rows in zip(TEXTS, result, strict=True):
         expected = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].detach().numpy()
         np.testing.assert_allclose(rows, expected, atol=2e-5)
 
 
 def test_sparse_vectors(client: httpx.Client) -> None:
-    found = ask(client, "/embed_sparse", {"inputs": TEXTS[:1]})
+    rows = ask(client, "/embed_sparse", {"inputs": TEXTS[:1]})
     slot = ask(client, "/v1/encode/test/sparse", {"items": TEXTS[:1], "output_types": ["sparse"]})["items"][0]["sparse"]
-    assert [each["index"] for each in found[0]] == slot["indices"]
-    assert [each["value"] for each in found[0]] == pytest.approx(slot["values"])
+    assert [entry["index"] for entry in rows[0]] == slot["indices"]
+    assert [entry["value"] for entry in rows[0]] == pytest.approx(slot["values"])
 
 
 def test_rerank(client: httpx.Client) -> None:
-    found = ask(client, "/rerank", {"query": TEXTS[0], "texts": TEXTS, "return_text": True})
+    ranks = ask(client, "/rerank", {"query": TEXTS[0], "texts": TEXTS, "return_text": True})
     scores = ask(client, "/v1/score/test/cross", {"query": TEXTS[0], "items": TEXTS})["scores"]
-    assert [(each["index"], each["score"]) for each in found] == [
-        (int(each["item_id"].removeprefix("item-")), pytest.approx(each["score"], abs=1e-6)) for each in scores
+    assert [(rank["index"], rank["score"]) for rank in ranks] == [
+        (int(score["item_id"].removeprefix("item-")), pytest.approx(score["score"], abs=1e-6)) for score in scores
     ]
-    assert [each["text"] for each in found] == [TEXTS[each["index"]] for each in found]
+    assert [rank["text"] for rank in ranks] == [TEXTS[rank["index"]] for rank in ranks]
     assert "text" not in ask(client, "/rerank", {"query": "a", "texts": ["b"]})[0]
 
 
 def test_relevance_of_every_kind_of_score_is_between_0_and_1_and_in_its_order(client: httpx.Client) -> None:
     for name in ("cross", "reranker", "late", "m3"):
         raw = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
-        found = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
-        assert [each["index"] for each in found] == [each["index"] for each in raw], name
-        assert all(0 <= each["score"] <= 1 for each in found), name
+        ranks = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
+        assert [rank["index"] for rank in ranks] == [score["index"] for score in raw], name
+        assert all(0 <= rank["score"] <= 1 for rank in ranks), name
 
 
 def test_raw_scores_are_the_logits(client: httpx.Client, every_family: LocalModels) -> None:
     library = CrossEncoder(str(every_family.weights / "cross"), device="cpu", activation_fn=torch.nn.Identity())
     expected = library.predict([(TEXTS[0], text) for text in TEXTS])
-    found = ask(client, "/tei/test/cross/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
-    assert {each["index"]: each["score"] for each in found} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
+    ranks = ask(client, "/tei/test/cross/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
+    assert {rank["index"]: rank["score"] for rank in ranks} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
 
 
 def test_classes_of_texts_and_pairs(client: httpx.Client, every_family: LocalModels) -> None:
     classify = pipeline("text-classification", model=str(every_family.weights / "classes"), top_k=None)
     for text in TEXTS:
-        expected = {each["label"]: each["score"] for each in classify([text])[0]}
-        found = ask(client, "/tei/test/classes/predict", {"inputs": text})
-        assert [each["label"] for each in found] == sorted(expected, key=lambda label: -expected[label])
-        assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, abs=1e-5)
+        expected = {entry["label"]: entry["score"] for entry in classify([text])[0]}
+        predictions = ask(client, "/tei/test/classes/predict", {"inputs": text})
+        assert [prediction["label"] for prediction in predictions] == sorted(
+            expected, key=lambda label: -expected[label]
+        )
+        assert {prediction["label"]: prediction["score"] for prediction in predictions} == pytest.approx(
+            expected, abs=1e-5
+        )
     batch = ask(client, "/tei/test/classes/predict", {"inputs": [[TEXTS[0]], [TEXTS[0], TEXTS[1]]]})
     assert len(batch) == 2
     assert batch[0] != batch[1]
     pair = ask(client, "/tei/test/classes/predict", {"inputs": [TEXTS[0], TEXTS[1]]})
-    assert [each["label"] for each in batch[1]] == [each["label"] for each in pair]
-    assert [each["score"] for each in batch[1]] == pytest.approx([each["score"] for each in pair], abs=1e-5)
+    assert [prediction["label"] for prediction in batch[1]] == [prediction["label"] for prediction in pair]
+    assert [prediction["score"] for prediction in batch[1]] == pytest.approx(
+        [prediction["score"] for prediction in pair], abs=1e-5
+    )
 
 
 def test_similarity_is_the_cosine(client: httpx.Client) -> None:
@@ -171,8 +177,8 @@ def test_similarity_is_the_cosine(client: httpx.Client) -> None:
 
 def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> None:
     tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
-    found = ask(client, "/tokenize", {"inputs": TEXTS})
-    for text, tokens in zip(TEXTS, found, strict=True):
+    result = ask(client, "/tokenize", {"inputs": TEXTS})
+    for text, tokens in zip(TEXTS, result, strict=True):
         assert [token["id"] for token in tokens] == tokenizer(text)["input_ids"]
         for token in tokens:
             if token["special"]:
@@ -182,15 +188,17 @@ def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> Non
     bare = ask(client, "/tokenize", {"inputs": TEXTS[0], "add_special_tokens": False})
     assert [token["id"] for token in bare[0]] == tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    assert ask(client, "/decode", {"ids": ids}) == [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+    assert ask(client, "/decode", {"ids": ids}) == [
+        tokenizer.decode(token_id, skip_special_tokens=True) for token_id in ids
+    ]
     assert ask(client, "/decode", {"ids": ids[0], "skip_special_tokens": False}) == [tokenizer.decode(ids[0])]
 
 
 def test_info(client: httpx.Client) -> None:
-    found = client.get("/info").json()
-    assert (found["model_id"], found["max_client_batch_size"], found["auto_truncate"]) == ("test/dense", 2048, True)
-    assert found["model_type"]["embedding"]["pooling"] == "mean"
-    assert found["version"] == client.get("/health").json()["version"]
+    info = client.get("/info").json()
+    assert (info["model_id"], info["max_client_batch_size"], info["auto_truncate"]) == ("test/dense", 2048, True)
+    assert info["model_type"]["embedding"]["pooling"] == "mean"
+    assert info["version"] == client.get("/health").json()["version"]
     assert "reranker" in client.get("/tei/test/cross/info").json()["model_type"]
 
 
@@ -243,6 +251,6 @@ def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None
 @pytest.mark.long
 async def test_the_asynchronous_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
     async with AsyncInferenceClient(f"{cluster.url}/tei/test/dense") as dense:
-        found = await asyncio.gather(*(dense.feature_extraction(text) for text in TEXTS))
-    for values, expected in zip(found, native(client, "dense", TEXTS), strict=True):
+        vectors = await asyncio.gather(*(dense.feature_extraction(text) for text in TEXTS))
+    for values, expected in zip(vectors, native(client, "dense", TEXTS), strict=True):
         np.testing.assert_allclose(values[0], expected, atol=1e-5)

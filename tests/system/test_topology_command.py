@@ -29,8 +29,8 @@ WANTED = work_spec(settings_of(), LANE.pool)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats") as made:
-        yield made
+    with NatsServer(tmp_path / "nats") as created:
+        yield created
 
 
 def at(server: NatsServer, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
@@ -54,9 +54,9 @@ def make(server: NatsServer, spec: StreamSpec, *consumers: ConsumerSpec, message
 
     async def work(broker: NatsBroker) -> None:
         await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(spec), StreamInfo)
-        for each in consumers:
-            body = {"stream_name": spec.name, "action": "create", "config": consumer_config(each)}
-            await broker.api(f"CONSUMER.CREATE.{spec.name}.{each.name}.{each.subject}", body, ConsumerInfo)
+        for consumer in consumers:
+            body = {"stream_name": spec.name, "action": "create", "config": consumer_config(consumer)}
+            await broker.api(f"CONSUMER.CREATE.{spec.name}.{consumer.name}.{consumer.subject}", body, ConsumerInfo)
         subject = topology.work_subject(LANE, "interactive", "toy/a")
         await asyncio.gather(*(broker.publish(subject, b"x", str(number)) for number in range(messages)))
 
@@ -79,7 +79,7 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
 
     at(server, work)
     shown = json.loads(sie(server, "show", "--json").stdout)
-    stream = next(each for each in shown if each["name"] == "WORK__default")
+    stream = next(entry for entry in shown if entry["name"] == "WORK__default")
     assert (stream["messages"], stream["storage"], stream["replicas"], stream["version"]) == (
         3,
         "file",
@@ -183,9 +183,9 @@ def test_an_empty_broker_lacks_its_stream_and_migrate_makes_it(server: NatsServe
 
 def test_a_broker_that_is_not_there_is_status_two(server: NatsServer) -> None:
     server.kill()
-    found = sie(server, "check")
-    assert found.exit_code == 2
-    assert "no broker at" in found.output
+    result = sie(server, "check")
+    assert result.exit_code == 2
+    assert "no broker at" in result.output
     unnamed = CliRunner().invoke(main, ["topology", "check"], env={"SIE_NATS_URL": None})
     assert unnamed.exit_code == 2
     assert "SIE_NATS_URL" in unnamed.output

@@ -90,9 +90,9 @@ def sharing(client: httpx.Client, verb: str) -> list[Asked]:
     """Requests at once, of which at least two ran in one batch."""
     with ThreadPoolExecutor(TOGETHER) as threads:
         for _ in range(ROUNDS):
-            found = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
-            if any(asked.mates > 1 for asked in found):
-                return found
+            requests_made = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
+            if any(request_made.mates > 1 for request_made in requests_made):
+                return requests_made
     raise AssertionError(f"no two of {TOGETHER} requests shared a batch in {ROUNDS} rounds")
 
 
@@ -101,12 +101,14 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
     needed = {"work", "queue", "inference", "postprocess"}
 
     def complete(spans: list[Seen]) -> list[Seen]:
-        found = [span for span in spans if span.trace == trace]
-        names = {span.name for span in found}
-        return found if needed <= names and any(span.name.startswith("POST ") for span in found) else []
+        spans_of_trace = [span for span in spans if span.trace == trace]
+        names = {span.name for span in spans_of_trace}
+        return (
+            spans_of_trace if needed <= names and any(span.name.startswith("POST ") for span in spans_of_trace) else []
+        )
 
-    found: list[Seen] = collector.until(complete, f"the trace {trace}")
-    return found
+    result: list[Seen] = collector.until(complete, f"the trace {trace}")
+    return result
 
 
 @pytest.mark.parametrize("verb", BODIES)
@@ -118,16 +120,16 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
     """
     requests = sharing(client, verb)
     works: dict[str, Asked] = {}
-    for asked in requests:
-        spans, timing = whole(collector, asked.trace), asked.body["timing"]
-        assert asked.answer.headers["x-trace-id"] == asked.trace
+    for request in requests:
+        spans, timing = whole(collector, request.trace), request.body["timing"]
+        assert request.answer.headers["x-trace-id"] == request.trace
         ids = {span.id for span in spans}
         (root,) = [span for span in spans if span.parent not in ids]
-        assert (root.name, root.parent) == (f"POST {verb}", asked.parent)
+        assert (root.name, root.parent) == (f"POST {verb}", request.parent)
         assert {span.component for span in spans} == {"gateway", "sidecar", "adapter"}
         assert {span.state for span in spans} == {"vendor=1"}
         assert not any(span.is_error for span in spans)
-        assert root.attributes["sie.request_id"] == asked.answer.headers["x-sie-request-id"]
+        assert root.attributes["sie.request_id"] == request.answer.headers["x-sie-request-id"]
         for stage in TRACED:
             ms = sum(span.ms for span in spans if span.attributes.get("sie.stage") == stage)
             assert ms == pytest.approx(timing[f"{stage}_time"], abs=ROUNDED_MS), stage
@@ -137,7 +139,7 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
         assert root.attributes["sie.timing.total_time"] == timing["total_time"]
         assert root.ms > timing["total_time"] - ROUNDED_MS
         (work,) = [span for span in spans if span.name == "work"]
-        works[work.id] = asked
+        works[work.id] = request
     batches = [
         span for span in collector.spans if span.name == "batch" and {link[1] for link in span.links} & works.keys()
     ]
@@ -153,14 +155,14 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
         assert forward.component == "adapter"
         assert forward.attributes["sie.batch"] == batch.attributes["sie.batch"]
         for trace, work_id in batch.links:
-            told = {
+            spans_by_name = {
                 span.name: span
                 for span in collector.of(trace)
                 if span.component == "adapter" and span.parent == work_id
             }
-            assert told.keys() == {"inference", "postprocess"}
-            assert all(span.links == ((forward.trace, forward.id),) for span in told.values())
-            assert told["inference"].end_ns <= forward.end_ns
+            assert spans_by_name.keys() == {"inference", "postprocess"}
+            assert all(span.links == ((forward.trace, forward.id),) for span in spans_by_name.values())
+            assert spans_by_name["inference"].end_ns <= forward.end_ns
     assert max(len(batch.links) for batch in batches) > 1
 
 
@@ -188,7 +190,7 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
         ),
     ]
     for answer in answers:
-        found = collector.until(
+        result = collector.until(
             lambda spans, answer=answer: [
                 span
                 for span in spans
@@ -196,16 +198,16 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
             ],
             "its span",
         )
-        assert found[0].attributes["http.response.status_code"] == answer.status_code
-        assert found[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
+        assert result[0].attributes["http.response.status_code"] == answer.status_code
+        assert result[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 405, 200]
     assert CANARY.encode() not in collector.raw.lower()
 
 
 def test_the_config_service_traces_what_is_asked_of_it(cluster: Cluster, collector: Collector) -> None:
-    asked = httpx.get(f"{cluster.health()['config_url']}/v1/configs/models", timeout=30)
+    response = httpx.get(f"{cluster.health()['config_url']}/v1/configs/models", timeout=30)
     (span,) = collector.until(
-        lambda spans: [span for span in spans if span.trace == asked.headers["x-trace-id"]], "its span"
+        lambda spans: [span for span in spans if span.trace == response.headers["x-trace-id"]], "its span"
     )
     assert (span.component, span.name) == ("config", "GET configs")
 
@@ -215,8 +217,8 @@ def test_an_adapter_that_was_forked_again_traces_as_the_one_before(
 ) -> None:
     *_, serving = cluster.pids("adapter")
     cluster.signal(serving, 9)
-    asked = Asked(client, "encode")
-    (found,) = [span for span in whole(collector, asked.trace) if span.name == "inference"]
+    request_made = Asked(client, "encode")
+    (inference,) = [span for span in whole(collector, request_made.trace) if span.name == "inference"]
     *_, now = cluster.pids("adapter")
     assert now != serving
-    assert found.resource["service.instance.id"].endswith(f"-{now}")
+    assert inference.resource["service.instance.id"].endswith(f"-{now}")

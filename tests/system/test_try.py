@@ -24,13 +24,13 @@ pytestmark = shared.OPEN
 TEXTS = ["a cat", "a kitten", "a tax form"]
 
 
-def tried(cluster: Cluster, *args: str, given: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, ["try", *args, "--url", cluster.url], input=given)
+def tried(cluster: Cluster, *args: str, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["try", *args, "--url", cluster.url], input=stdin)
 
 
-def answered(cluster: Cluster, *args: str, given: bytes | None = None) -> str:
+def answered(cluster: Cluster, *args: str, stdin: bytes | None = None) -> str:
     """What is printed, the ends of lines without blanks."""
-    result = tried(cluster, *args, given=given)
+    result = tried(cluster, *args, stdin=stdin)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.stdout
     return "\n".join(line.rstrip() for line in result.stdout.splitlines())
@@ -41,8 +41,8 @@ def test_vectors_have_the_cosines_of_the_public_library(open_cluster: Cluster) -
     vectors = oracle.encode(TEXTS)
     assert f"{MODEL}  encode\n\ndense: 384 numbers, float32\n" in text
     rows = [line.split() for line in text.partition("cosine of each pair\n")[2].splitlines()[1:4]]
-    found = np.array([[float(each) for each in row[1:]] for row in rows])
-    assert np.abs(found - np.asarray(vectors) @ np.asarray(vectors).T).max() < 2e-3
+    cells = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    assert np.abs(cells - np.asarray(vectors) @ np.asarray(vectors).T).max() < 2e-3
     assert re.search(r"^[\d.]+ m?s in total: [\d.]+ m?s queue, [\d.]+ m?s inference, .* other; 13 tokens$", text, re.M)
     assert "loaded for this request" not in text
 
@@ -63,7 +63,7 @@ def test_documents_are_ranked_as_the_api_ranks_them(open_cluster: Cluster) -> No
     text = answered(open_cluster, *args)
     shown = re.findall(r"^ +(\d)  (\d\.\d{4})  █*[▏▎▍▌▋▊▉]? +(\d)  (.+)$", text, re.M)
     assert [(int(rank) - 1, score, f"item-{int(place) - 1}") for rank, score, place, _ in shown] == [
-        (each["rank"], f"{each['score']:.4f}", each["item_id"]) for each in scores
+        (score["rank"], f"{score['score']:.4f}", score["item_id"]) for score in scores
     ]
     assert {name for *_, name in shown} == set(args[3:])
 
@@ -73,10 +73,12 @@ def test_what_is_found_stands_where_it_is_in_the_text(open_cluster: Cluster) -> 
     args = ("test/gliner", "-l", "person, place", "--threshold", "0.3", text)
     entities = json.loads(answered(open_cluster, *args, "--json"))["items"][0]["entities"]
     assert entities
-    assert all(text[each["start"] : each["end"]] == each["text"] for each in entities)
+    assert all(text[entry["start"] : entry["end"]] == entry["text"] for entry in entities)
     shown = answered(open_cluster, *args)
-    for each in entities:
-        assert re.search(rf"{each['label']} .* {each['score']:.3f}  {each['start']} to {each['end']}$", shown, re.M)
+    for entity in entities:
+        assert re.search(
+            rf"{entity['label']} .* {entity['score']:.3f}  {entity['start']} to {entity['end']}$", shown, re.M
+        )
     assert "?[2J" in shown
 
 
@@ -89,19 +91,19 @@ def test_classes_are_shown_as_bars(open_cluster: Cluster) -> None:
 def test_an_image_is_compared_with_a_text(open_cluster: Cluster, tmp_path: Path) -> None:
     image = tmp_path / "red.png"
     image.write_bytes(encoded(picture()))
-    told = json.loads(answered(open_cluster, "test/clip", f"@{image}", "red", "--json"))
-    one, two = (np.array(each["dense"]["values"]) for each in told["items"])
+    reply = json.loads(answered(open_cluster, "test/clip", f"@{image}", "red", "--json"))
+    image_vector, two = (np.array(result["dense"]["values"]) for result in reply["items"])
     text = answered(open_cluster, "test/clip", f"@{image}", "red")
-    assert f"{one @ two / np.linalg.norm(one) / np.linalg.norm(two):.3f}" in text
+    assert f"{image_vector @ two / np.linalg.norm(image_vector) / np.linalg.norm(two):.3f}" in text
     refused = tried(open_cluster, "test/mini", f"@{image}")
     assert (refused.exit_code, "test/mini takes text, not image" in refused.output) == (1, True), refused.output
 
 
 def test_standard_input_is_one_text(open_cluster: Cluster) -> None:
     text = "two\nlines"
-    told = json.loads(answered(open_cluster, MODEL, "-", "--json", given=f"{text}\n".encode()))
-    assert len(told["items"]) == 1
-    assert np.abs(np.array(told["items"][0]["dense"]["values"]) - oracle.encode([text])[0]).max() < 1e-3
+    reply = json.loads(answered(open_cluster, MODEL, "-", "--json", stdin=f"{text}\n".encode()))
+    assert len(reply["items"]) == 1
+    assert np.abs(np.array(reply["items"][0]["dense"]["values"]) - oracle.encode([text])[0]).max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,8 @@ def test_what_cannot_be_answered_says_what_to_do(open_cluster: Cluster, args: tu
 
 def test_a_pipe_that_closes_ends_it_without_a_traceback(open_cluster: Cluster) -> None:
     command = f"{SIE} try test/mini {' '.join(map(str, range(300)))} --json --url {open_cluster.url} | head -1"
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert (found.stdout, found.stderr) == ("{\n", "")
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.stdout, process.stderr) == ("{\n", "")
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -139,18 +141,18 @@ def test_a_terminal_has_colours_where_they_are_wanted(open_cluster: Cluster, no_
         args = [SIE, "try", "test/gliner", "-l", "person", "Ada", "--threshold", "0", "--url", open_cluster.url]
         process = subprocess.Popen(args, stdin=child, stdout=child, stderr=child, env=environ)
         os.close(child)
-        said = b""
+        content = b""
         with contextlib.suppress(OSError):  # EIO: the other side has ended
             while data := screen.read(65536):
-                said += data
-        assert process.wait(60) == 0, said
-    assert (b"[Ada]" in said, re.search(rb"\x1b\[[\d;]*4\dm", said) is None) == (no_color, no_color), said
+                content += data
+        assert process.wait(60) == 0, content
+    assert (b"[Ada]" in content, re.search(rb"\x1b\[[\d;]*4\dm", content) is None) == (no_color, no_color), content
 
 
 @shared.GUARDED
 def test_a_token_is_found_as_other_commands_find_it(guarded_cluster: Cluster) -> None:
-    found = CliRunner().invoke(main, ["try", "test/mini", "a", "--data-dir", str(guarded_cluster.data_dir)])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(main, ["try", "test/mini", "a", "--data-dir", str(guarded_cluster.data_dir)])
+    assert result.exit_code == 0, result.output
     refused = tried(guarded_cluster, "test/mini", "a")
     assert refused.exit_code == 2
     assert "set SIE_API_KEY to a token with the scopes read and infer" in refused.stderr

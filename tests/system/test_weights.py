@@ -32,12 +32,12 @@ TEXT = " ".join(f"w{number}" for number in range(9))
 def serving_adapters(cluster: Cluster) -> list[int]:
     """The adapters that serve: each has the one that forks it as its parent."""
     pids = cluster.pids("adapter")
-    found = []
+    figures = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(pid).ppid() in pids:
-                found.append(pid)
-    return found
+                figures.append(pid)
+    return figures
 
 
 def vector(url: str, model: str) -> np.ndarray:
@@ -83,20 +83,20 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
                 return []
 
             def told_by_both(bound: int) -> list[dict[str, Any]]:
-                found = downloads()
-                is_known = len(found) == 2 and all(each["total_bytes"] for each in found)
-                return found if is_known and max(each["done_bytes"] for each in found) >= bound else []
+                result = downloads()
+                is_known = len(result) == 2 and all(figure["total_bytes"] for figure in result)
+                return result if is_known and max(figure["done_bytes"] for figure in result) >= bound else []
 
             starts = [0]
             for bound in bounds[:2]:
                 until(lambda bound=bound: on_disk() >= bound, WAIT_S, "so much is there")  # type: ignore[misc]
                 if len(starts) == 1:  # a heartbeat, which brings it, takes seconds to come
-                    told = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
-                    assert isinstance(told, list)
-                    assert {each["total_bytes"] for each in told} == {
+                    figures = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
+                    assert isinstance(figures, list)
+                    assert {figure["total_bytes"] for figure in figures} == {
                         sum(map(len, hub.repositories[REPOSITORY].values()))
                     }
-                    assert {each["worker"] for each in told} == {"worker-0", "worker-1"}
+                    assert {figure["worker"] for figure in figures} == {"worker-0", "worker-1"}
                 until(lambda: len(serving_adapters(cluster)) == 2, WAIT_S, "both adapters are there")
                 assert len(hub.of("/api/models/")) == len(starts)
                 killed = serving_adapters(cluster)
@@ -120,5 +120,5 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
     manifest = cache.manifest(REPOSITORY, COMMIT)
     assert manifest is not None
     assert verify(cache.place(REPOSITORY, COMMIT), manifest) == []
-    assert [asked.start for asked in hub.of("/cdn/") if asked.path.endswith(BIG)] == starts
+    assert [request.start for request in hub.of("/cdn/") if request.path.endswith(BIG)] == starts
     assert len(hub.of("/api/models/")) == len(starts)

@@ -38,13 +38,13 @@ def found(
 
 
 def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
-    told = found()
-    settings = told.settings
+    origin = found()
+    settings = origin.settings
     assert (settings.nats_url, settings.nats_password) == ("nats://operator@127.0.0.1:9002", Secret("pw"))
     assert (settings.config_service_url, settings.admin_token) == ("http://127.0.0.1:9001", Secret("adm"))
     assert settings.gateway_url == HERE.gateway_url
-    assert told.gateway_token == Secret("adm")
-    assert told.sources["SIE_NATS_URL"] == SOURCE
+    assert origin.gateway_token == Secret("adm")
+    assert origin.sources["SIE_NATS_URL"] == SOURCE
 
 
 @pytest.mark.parametrize("where", ["flags", "environ"])
@@ -56,15 +56,15 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
         ("SIE_CONFIG_SERVICE_URL", "config_service_url", "http://127.0.0.1.evil.com:9001"),
         ("SIE_GATEWAY_URL", "gateway_url", "http://127.0.0.1:808"),
     ):
-        told = found(**{where: {name: value}})
-        settings = told.settings
+        origin = found(**{where: {name: value}})
+        settings = origin.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, told.gateway_token) == (
+        assert (settings.nats_password, settings.admin_token, origin.gateway_token) == (
             None,
             None,
             None,
         ), value
-        assert [each for each in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, each)] == [
+        assert [entry for entry in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, entry)] == [
             field
         ]
 
@@ -86,8 +86,8 @@ def test_a_named_data_directory_comes_before_the_environment_and_after_flags(hom
     elsewhere = {"SIE_NATS_URL": "nats://other:4222", "SIE_NATS_PASSWORD": "theirs"}
     assert found(environ=elsewhere).settings.nats_password == Secret("theirs")
     assert found(environ=elsewhere, named=home).settings.nats_url == "nats://operator@127.0.0.1:9002"
-    told = found(flags={"SIE_NATS_URL": "nats://third:4222"}, environ=elsewhere, named=home).settings
-    assert (told.nats_url, told.config_service_url) == ("nats://third:4222", "http://127.0.0.1:9001")
+    settings = found(flags={"SIE_NATS_URL": "nats://third:4222"}, environ=elsewhere, named=home).settings
+    assert (settings.nats_url, settings.config_service_url) == ("nats://third:4222", "http://127.0.0.1:9001")
 
 
 def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: Path) -> None:

@@ -74,22 +74,22 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
     server, now_s = MemoryServer(), 0.0
     brokers = [server.connect(f"g{number}") for number in range(3)]
     peers = [Peers(broker, lambda: {(LANE, "bulk"): 500}, lambda: now_s) for broker in brokers]
-    for one in peers:
-        await one.start()
-    assert [one.count() for one in peers] == [1, 1, 1]
+    for peer in peers:
+        await peer.start()
+    assert [entry.count() for entry in peers] == [1, 1, 1]
     peers[0].sent(LANE, "bulk", 10, 1000)
     peers[1].sent(LANE, "bulk", 10, 3000)
 
     async def announce(*some: Peers) -> None:
-        for one in some:
-            await brokers[0].send(topology.gateway_subject(one.id), messages.encode(one.beat()))
+        for client in some:
+            await brokers[0].send(topology.gateway_subject(client.id), messages.encode(client.beat()))
         await brokers[0].flush()
 
     now_s = 1.0
     await announce(*peers)
-    await until(lambda: [one.count() for one in peers] == [3, 3, 3], "three gateways")
-    await until(lambda: {mean_cost(one.traffic(LANE, "bulk")) for one in peers} == {200.0}, "one mean at all")
-    assert {sum(flow.waiting for flow in one.traffic(LANE, "bulk")) for one in peers} == {1500}
+    await until(lambda: [entry.count() for entry in peers] == [3, 3, 3], "three gateways")
+    await until(lambda: {mean_cost(entry.traffic(LANE, "bulk")) for entry in peers} == {200.0}, "one mean at all")
+    assert {sum(flow.waiting for flow in entry.traffic(LANE, "bulk")) for entry in peers} == {1500}
     assert mean_cost(peers[0].traffic(LANE, "interactive")) == 0.0
     peers[0].note(heartbeats.GatewayBeat(peers[2].id, leaving=True))
     assert peers[0].count() == 2
@@ -111,19 +111,19 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
         Admission(settings, broker, Fleet(broker, settings), Backlog(broker, ()), Metrics(), clock=lambda: now_s)
         for broker in brokers
     ]
-    for one in both:
-        await one.peers.start()
-        one._fleet.note(beat())
+    for attempt in both:
+        await attempt.peers.start()
+        attempt._fleet.note(beat())
 
     async def announce() -> None:
-        for one in both:
-            await one.peers._send(one.peers.beat())
+        for single in both:
+            await single.peers._send(single.peers.beat())
 
     await announce()
-    await until(lambda: [one.peers.count() for one in both] == [2, 2], "two gateways")
-    first, second = (one._place(LANE, "bulk", "toy/one") for one in both)
-    for one, place in zip(both, (first, second), strict=True):
-        one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    await until(lambda: [single.peers.count() for single in both] == [2, 2], "two gateways")
+    first, second = (single._place(LANE, "bulk", "toy/one") for single in both)
+    for attempt, place in zip(both, (first, second), strict=True):
+        attempt.enter("key", LANE, "bulk", "toy/one", [100], 100)
         for number in range(8):
             place.drain.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
     both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
@@ -132,8 +132,8 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     await until(lambda: second.turns.promised(now_s) == 50, "the turn is known")
     assert second.everywhere(now_s, 100) == (500, 0.5)
     assert first.everywhere(now_s, 400) == (500, 0.5)
-    for one in both:
-        assert one.peers.pause_s() < 1
+    for attempt in both:
+        assert attempt.peers.pause_s() < 1
     await both[1].peers._send(heartbeats.GatewayBeat(both[1].peers.id, leaving=True))
     await until(lambda: both[0].peers.count() == 1, "the other has left")
     assert both[0].peers.beat().queued == ()
@@ -150,22 +150,22 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     now_s = 100.0
     settings = settings_of()
     fleet = Fleet(Mock(), settings)
-    one = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: now_s)
+    admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: now_s)
     fleet.note(beat())
-    place = one._place(LANE, "bulk", "toy/one")
+    place = admission._place(LANE, "bulk", "toy/one")
     for number in range(8):
         place.drain.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
-    stalled = one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    stalled = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
     now_s += 3
     stalled.close()
-    one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
-    probe = one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
+    probe = admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
     with pytest.raises(QueueFull, match="stands still") as refused:
-        one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
+        admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
     assert refused.value.retry_after_s >= 10
     probe.result_arrived(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
-    one.enter("key", LANE, "bulk", "toy/one", [100], 100)
-    one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
+    admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    admission.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
 
 def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_results_of_batches() -> None:
@@ -364,9 +364,9 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
         answer = await gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="3000")
         return answer.status_code, asyncio.get_running_loop().time() - begun_s
 
-    found = await asyncio.gather(*map(one, range(60)))
-    statuses = [status for status, _ in found]
-    refused_s = [ended_s for status, ended_s in found if status == 503]
+    answers = await asyncio.gather(*map(one, range(60)))
+    statuses = [status for status, _ in answers]
+    refused_s = [ended_s for status, ended_s in answers if status == 503]
     assert statuses.count(200) >= 5
     assert len(refused_s) >= 10
     assert sorted(refused_s)[len(refused_s) // 2] < 2.4
@@ -385,9 +385,9 @@ async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess
     assert {(answer.json()["code"], answer.json()["error"]["queue_depth"]) for answer in refused} == {
         ("QUEUE_FULL", 20)
     }
-    told = [int(answer.headers["retry-after"]) for answer in refused]
-    assert min(told) >= 1
-    assert max(told) >= min(told) + 2
+    pauses = [int(answer.headers["retry-after"]) for answer in refused]
+    assert min(pauses) >= 1
+    assert max(pauses) >= min(pauses) + 2
     assert {answer.status_code for answer in await asyncio.gather(*open_ones)} == {200}
 
 
@@ -399,16 +399,22 @@ async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(clus
     every gateway.
     """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
-    plain, told = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4"))
+    plain, answer_of_sdk = await asyncio.gather(
+        gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4")
+    )
     error = plain.json()["error"]
     assert (plain.status_code, error["code"], error["retryable"]) == (503, "PROVISIONING", True)
     assert (plain.headers["retry-after"], plain.headers["x-should-retry"]) == ("5", "true")
-    assert told.status_code == 202
-    assert set(told.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
-    assert (told.json()["status"], told.json()["gpu"], told.json()["bundle"]) == ("provisioning", "_default", "default")
-    assert told.headers["retry-after"] == "5"
+    assert answer_of_sdk.status_code == 202
+    assert set(answer_of_sdk.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
+    assert (answer_of_sdk.json()["status"], answer_of_sdk.json()["gpu"], answer_of_sdk.json()["bundle"]) == (
+        "provisioning",
+        "_default",
+        "default",
+    )
+    assert answer_of_sdk.headers["retry-after"] == "5"
     assert {name: error[name] for name in ("status", "gpu", "bundle")} == {
-        name: told.json()[name] for name in ("status", "gpu", "bundle")
+        name: answer_of_sdk.json()[name] for name in ("status", "gpu", "bundle")
     }
     assert not cluster.server.streams[STREAM].messages
     assert await gateways[0].metric("sie_gateway_provisioning_responses_total") == 2
@@ -431,10 +437,10 @@ async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start
     cluster: InProcess,
 ) -> None:
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
-    asked = asyncio.create_task(gateway.encode("x"))
+    task = asyncio.create_task(gateway.encode("x"))
     await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
     await cluster.sidecar()
-    assert (await asked).status_code == 200
+    assert (await task).status_code == 200
     assert cluster.server.streams[STREAM].last_sequence == 1
 
 
@@ -548,10 +554,10 @@ async def test_work_at_a_worker_that_was_moved_within_the_hold_is_waited_for(clu
         return (await gateway.get(SCALING)).json()["ready_workers"] == 1
 
     await until_told(is_known, "the worker is known")
-    asked = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
+    task = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
     await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
     await tell(cluster, replace(beat(), pool="team", queue_depth=1))
-    answer = await asked
+    answer = await task
     assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
     assert (await gateway.encode("x")).json()["error"]["code"] == "PROVISIONING", "of a request that arrives later"
 
@@ -638,10 +644,10 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
 def test_wanted_replicas_follow_from_work_and_rate(
     backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool, expected: int
 ) -> None:
-    found = wanted_replicas(
+    replicas = wanted_replicas(
         backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand
     )
-    assert found == expected
+    assert replicas == expected
 
 
 @given(
@@ -714,19 +720,23 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
     await broker.ensure_stream(
         topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True
     )
-    other = Lane("_default", "_default", "default-2")
-    work = [(LANE, "bulk", "a"), (LANE, "bulk", "b"), (LANE, "interactive", "a"), (other, "bulk", "a")]
+    second_lane = Lane("_default", "_default", "default-2")
+    work = [(LANE, "bulk", "a"), (LANE, "bulk", "b"), (LANE, "interactive", "a"), (second_lane, "bulk", "a")]
     for number, (lane, priority, model) in enumerate(work):
         for subject in (topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)):
             await broker.publish(subject, b"x", f"{number}.{subject}")
     await asyncio.gather(*(backlog.fresh("_default", 1.0) for _ in range(5)))
-    assert (backlog.messages(LANE, "bulk"), backlog.messages(LANE, "interactive"), backlog.messages(other, "bulk")) == (
+    assert (
+        backlog.messages(LANE, "bulk"),
+        backlog.messages(LANE, "interactive"),
+        backlog.messages(second_lane, "bulk"),
+    ) == (
         4,
         2,
         2,
     )
     assert backlog.by_subject("_default") == {
-        of(*each): 1 for each in work for of in (topology.work_subject, topology.slot_subject)
+        of(*item): 1 for item in work for of in (topology.work_subject, topology.slot_subject)
     }
     server.disconnect()
     with pytest.raises(BrokerError):
@@ -743,21 +753,25 @@ async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(c
     """What is leased counts as what waits; the oldest has an age; equal figures at three gateways."""
     gateways = [await cluster.gateway() for _ in range(3)]
     assert (await gateways[2].get(SCALING)).json()["wanted_replicas"] == 0
-    asked = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]
+    tasks = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]
     await until(lambda: len(cluster.server.streams[STREAM].messages) == 2, "queued work")
 
     async def figures(gateway: GatewayProcess) -> dict[str, Any]:
-        found: dict[str, Any] = (await gateway.get(SCALING)).json()
-        return found
+        body: dict[str, Any] = (await gateway.get(SCALING)).json()
+        return body
 
     async with asyncio.timeout(30):
         while True:  # until each has heard of what the others sent
-            told = [await figures(gateway) for gateway in gateways]
-            ages = [each.pop("oldest_age_s") for each in told]
-            if all(each["backlog_cost"] == 200 for each in told):
+            figures_read = [await figures(gateway) for gateway in gateways]
+            ages = [figures_of_gateway.pop("oldest_age_s") for figures_of_gateway in figures_read]
+            if all(figures_of_gateway["backlog_cost"] == 200 for figures_of_gateway in figures_read):
                 break
-    assert told[0] == told[1] == told[2]
-    assert (told[0]["backlog_items"], told[0]["wanted_replicas"], told[0]["demand"]) == (2, 1, 1)
+    assert figures_read[0] == figures_read[1] == figures_read[2]
+    assert (figures_read[0]["backlog_items"], figures_read[0]["wanted_replicas"], figures_read[0]["demand"]) == (
+        2,
+        1,
+        1,
+    )
     assert all(0 < age < 60 for age in ages)
     adapter = await cluster.adapter()
     adapter.hold_batches = True
@@ -766,7 +780,7 @@ async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(c
     leased = await figures(gateways[0])
     assert (leased["backlog_items"], leased["ready_workers"], leased["wanted_replicas"]) == (2, 1, 1)
     adapter.let_go()
-    assert {(await each).status_code for each in asked} == {200}
+    assert {(await task).status_code for task in tasks} == {200}
 
 
 async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cannot_know(cluster: InProcess) -> None:

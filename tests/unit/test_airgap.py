@@ -87,9 +87,9 @@ class Site:
 
     def entries(self) -> dict[str, ModelEntry]:
         return {
-            name: found
-            for name, (found, _) in Overlay(self.settings).folders().models.items()
-            if isinstance(found, ModelEntry)
+            name: model
+            for name, (model, _) in Overlay(self.settings).folders().models.items()
+            if isinstance(model, ModelEntry)
         }
 
     def add(self, name: str, **fields: Any) -> None:
@@ -191,9 +191,9 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
     for name, entry in after.items():
         assert fingerprint(entry, entry.load, "float32") == fingerprint(before[name], before[name].load, "float32")
         assert entry.revision == before[name].revision
-        found = weight_sources(there.settings).folder(entry)
-        assert found.is_relative_to(folder)
-        names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
+        result = weight_sources(there.settings).folder(entry)
+        assert result.is_relative_to(folder)
+        names = {path.relative_to(result).as_posix() for path in result.rglob("*") if path.is_file()}
         assert names == {
             "config.json",
             "model.safetensors",
@@ -202,19 +202,19 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
             "1_Pooling/config.json",
             "LICENSE",
         }
-        assert (found / "model.safetensors").read_bytes() == WEIGHTS
+        assert (result / "model.safetensors").read_bytes() == WEIGHTS
     site.sie("verify", str(folder))
 
 
 @pytest.mark.long
 def test_equal_models_are_equal_archives(office: Site, tmp_path: Path) -> None:
     """Whatever their dates and the order in which they are named."""
-    one, two = tmp_path / "1.tar", tmp_path / "2.tar"
-    first = office.sie("create", "--models", "my/path,my/hub", "-o", str(one))
+    single, two = tmp_path / "1.tar", tmp_path / "2.tar"
+    first = office.sie("create", "--models", "my/path,my/hub", "-o", str(single))
     for path in (office.folder / "weights").rglob("*"):
         os.utime(path, (0, 0))
     second = office.sie("create", "--models", "my/hub,my/path", "-o", str(two))
-    assert one.read_bytes() == two.read_bytes()
+    assert single.read_bytes() == two.read_bytes()
     assert first.output.split("index ")[1].split(";")[0] == second.output.split("index ")[1].split(";")[0]
 
 
@@ -229,7 +229,10 @@ def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site)
     texts = (folder / "licences" / "software.txt").read_text()
     assert "######## tiny-weights 1.5, licence: MIT ########\n\n==== LICENSE ====\n\nMIT text\n" in texts
     assert "Permission is hereby granted" in texts.split("######## pyyaml")[1].split("########")[1]
-    components = {each["bom-ref"]: each for each in json.loads((folder / "sbom.cdx.json").read_text())["components"]}
+    components = {
+        component["bom-ref"]: component
+        for component in json.loads((folder / "sbom.cdx.json").read_text())["components"]
+    }
     assert components["model:my/hub"]["purl"] == f"pkg:huggingface/my/hub@{COMMIT}"
     assert components["model:my/hub"]["licenses"] == [{"license": {"id": "MIT"}}]
     file = components["model:my/path"]["components"][-2]
@@ -244,8 +247,8 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site
     what it says.
     """
     folder = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
-    wanted = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
-    facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in wanted}
+    names = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+    facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in names}
     (folder / MANIFEST).write_bytes(encode(Manifest("my/hub", COMMIT, facts)))
     archive = site.folder / "models.tar"
     office.sie("create", "--models", "my/hub", "-o", str(archive))
@@ -323,8 +326,8 @@ def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it
     office.add("plain", weights=weights, profiles={"own": {"load": {"precision": "float32"}}, "other": {}})
     archive, folder = site.folder / "models.tar", site.folder / "airgap"
     office.sie("create", "--models", "my/code,my/plain", "-o", str(archive))
-    told = site.sie("load", str(archive), "--folder", str(folder)).output
-    assert "warning: loading my/code runs code that is in the archive" in told
+    output = site.sie("load", str(archive), "--folder", str(folder)).output
+    assert "warning: loading my/code runs code that is in the archive" in output
     assert (folder / "weights" / "my_2fcode" / "modeling.py").read_text() == "x = 1"
     assert not (folder / "weights" / "my_2fplain" / "modeling.py").exists()
 
@@ -431,7 +434,7 @@ def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (["--models", "my/pth"], 2, "no model named 'my/pth' in the catalogue; did you mean my/path"),
         (["--models", " , "], 2, "names no model"),
@@ -449,7 +452,7 @@ def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) 
     ],
 )
 def test_what_cannot_be_archived_is_said_in_one_line(
-    office: Site, tmp_path: Path, arguments: list[str], status: int, told: str
+    office: Site, tmp_path: Path, arguments: list[str], status: int, message: str
 ) -> None:
     office.add("absent", weights={"hub": "my/absent", "revision": COMMIT})
     office.add("linked", weights={"path": str(model_files(office.folder / "linked"))})
@@ -461,7 +464,7 @@ def test_what_cannot_be_archived_is_said_in_one_line(
     model_files(office.folder / "models" / "mine", **{"adapter_config.json": "{}", "adapter_model.safetensors": "x"})
     output = [] if "-o" in arguments else ["-o", str(tmp_path / "models.tar")]
     result = office.sie("create", *arguments, *output, status=status)
-    assert told in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert list(tmp_path.glob("*.tar*")) == []
 

@@ -71,9 +71,9 @@ def nothing_is_left(folder: Path) -> bool:
 
 def test_what_was_written_is_loaded(folder: Path) -> None:
     load(made(), folder)
-    found = held(folder)
-    assert {name: found[name] for name in FILES} == FILES
-    assert set(found) - set(FILES) == {INDEX, SUMS, "models/my_2fmodel.yaml", "serve.env"}
+    contents = held(folder)
+    assert {name: contents[name] for name in FILES} == FILES
+    assert set(contents) - set(FILES) == {INDEX, SUMS, "models/my_2fmodel.yaml", "serve.env"}
     assert [path.name for path in folder.parent.iterdir()] == ["airgap"]
     assert {stat.S_IMODE(path.stat().st_mode) & 0o111 for path in folder.rglob("*") if path.is_file()} == {0}
 
@@ -115,8 +115,8 @@ def test_it_is_read_from_a_pipe(folder: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_written_is_refused() -> None:
-    for other in (b"x", FILES["weights/my_2fmodel/config.json"] + b"x", b"[]"):
-        files = {**FILES, "weights/my_2fmodel/config.json": other}
+    for data in (b"x", FILES["weights/my_2fmodel/config.json"] + b"x", b"[]"):
+        files = {**FILES, "weights/my_2fmodel/config.json": data}
         with pytest.raises(CommandRefused, match=r"weights/my_2fmodel/config.json does not match its checksum"):
             write(io.BytesIO(), index_of(), lambda name, files=files: io.BytesIO(files[name]), silent)
 
@@ -136,7 +136,7 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
     load(data, folder)
     whole = held(folder)
     shutil.rmtree(folder)
-    taken = 0
+    size = 0
     for at in range(0, len(data), 47):
         damaged = bytearray(data)
         damaged[at] ^= 1 << at % 8
@@ -145,10 +145,10 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
         except CommandRefused:
             assert nothing_is_left(folder), at
             continue
-        taken += 1
+        size += 1
         assert held(folder) == whole, at
         shutil.rmtree(folder)
-    assert taken < len(data) / 47 / 2  # most of it is no padding
+    assert size < len(data) / 47 / 2  # most of it is no padding
 
 
 def tampered(change: Callable[[tarfile.TarFile, str, bytes], bool]) -> bytes:
@@ -280,7 +280,7 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"version": 2}, r"version 2, this sie reads 1: load it with the sie version that created it"),
         ({"entries": [{**ENTRY, "weights": {"path": "/etc"}}]}, r"weights\.path '/etc', expected weights/my_2fmodel"),
@@ -304,9 +304,9 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
     ],
 )
 def test_an_index_that_cannot_be_served_is_refused_before_a_file_is_read(
-    folder: Path, changes: dict[str, Any], told: str
+    folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CommandRefused, match=told):
+    with pytest.raises(CommandRefused, match=message):
         load(resealed(**changes), folder)
     assert nothing_is_left(folder)
 

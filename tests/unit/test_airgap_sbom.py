@@ -68,16 +68,20 @@ def test_it_is_what_the_standard_says(document: dict[str, Any]) -> None:
 
 def test_every_reference_is_there_once(document: dict[str, Any]) -> None:
     def refs(components: list[dict[str, Any]]) -> list[str]:
-        return [ref for each in components for ref in (each["bom-ref"], *refs(each.get("components", [])))]
+        return [
+            ref for component in components for ref in (component["bom-ref"], *refs(component.get("components", [])))
+        ]
 
-    found = [document["metadata"]["component"]["bom-ref"], *refs(document["components"])]
-    assert len(found) == len(set(found))
-    assert {ref for each in document["dependencies"] for ref in (each["ref"], *each["dependsOn"])} <= set(found)
+    references = [document["metadata"]["component"]["bom-ref"], *refs(document["components"])]
+    assert len(references) == len(set(references))
+    assert {
+        ref for dependency in document["dependencies"] for ref in (dependency["ref"], *dependency["dependsOn"])
+    } <= set(references)
     assert {"model:mine", "model:org/model"} <= set(document["dependencies"][0]["dependsOn"])
 
 
 def test_licences_are_ids_of_the_spdx_list_where_it_has_them(document: dict[str, Any]) -> None:
-    licences = {each["name"]: each.get("licenses") for each in document["components"]}
+    licences = {component["name"]: component.get("licenses") for component in document["components"]}
     assert licences["org/model"] == [{"license": {"id": "Apache-2.0"}}]
     assert licences["org/gemma"] == [{"license": {"name": "gemma"}}]
     assert licences["both"] == [{"expression": "MIT OR Apache-2.0"}]
@@ -87,7 +91,7 @@ def test_licences_are_ids_of_the_spdx_list_where_it_has_them(document: dict[str,
 
 def test_package_urls_are_package_urls(document: dict[str, Any]) -> None:
     """Oracle: the package-url library."""
-    purls = {each["name"]: each["purl"] for each in document["components"] if "purl" in each}
+    purls = {component["name"]: component["purl"] for component in document["components"] if "purl" in component}
     assert PackageURL.from_string(purls["org/model"]) == PackageURL("huggingface", "org", "model", "ab" * 20)
     assert PackageURL.from_string(purls["torch"]) == PackageURL(
         "pypi", None, "torch", importlib.metadata.version("torch")

@@ -48,8 +48,8 @@ class Client:
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def follow(self, other: Any) -> None:
-        self.labels.update(other.labels)
+    def follow(self, span: Any) -> None:
+        self.labels.update(span.labels)
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -214,12 +214,12 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many runs, and bytes of bodies, wait at most."""
     runs = Runs()
-    kept = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
+    runs_away = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
         await (await runs.away(Client(), b"one more"))
     assert runs.table.count == reattach.MAX_AWAY
     runs.table.close()
-    assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*kept, return_exceptions=True))
+    assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*runs_away, return_exceptions=True))
     large = Runs()
     body = bytes(reattach.MAX_AWAY_BYTES // 2 + 1)
     held = await large.away(Client(), body)
@@ -295,13 +295,13 @@ def queued(cluster: InProcess) -> int:
 
 async def cancels(cluster: InProcess) -> list[CancelRequests]:
     """What workers are told from now on."""
-    told: list[CancelRequests] = []
+    cancellations: list[CancelRequests] = []
 
     async def on_cancel(message: CoreMessage) -> None:
-        told.append(messages.decode_cancel(message.data))
+        cancellations.append(messages.decode_cancel(message.data))
 
     await cluster._observer.subscribe(topology.cancel_subject("_default"), on_cancel)
-    return told
+    return cancellations
 
 
 async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, FakeAdapter]:
@@ -315,16 +315,16 @@ async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, Fake
 async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are_told(cluster: InProcess) -> None:
     """Contract 2.7: not before the window ends; then permits, collector and messages are gone as well."""
     gateway = await cluster.gateway()
-    inference, told = inference_of(gateway), await cancels(cluster)
+    inference, cancellations = inference_of(gateway), await cancels(cluster)
     client = await Connection.ask(gateway, "hello")
     await until(lambda: queued(cluster) == 1, "queued work")
     left_s = asyncio.get_running_loop().time()
     await client.leave()
     await until(lambda: not queued(cluster), "the queue is empty")
     assert asyncio.get_running_loop().time() - left_s >= WINDOW_S
-    await until(lambda: told, "a cancellation")
+    await until(lambda: cancellations, "a cancellation")
     assert (len(inference._runner._inbox), inference.in_progress) == (0, 0)
-    assert len(told[0].requests) == 1
+    assert len(cancellations[0].requests) == 1
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
 
@@ -351,7 +351,7 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     inference = inference_of(gateway, window_s=60.0)
     for _ in range(2):
         client = await Connection.ask(gateway, "hello")
-        await adapter.until(lambda each: each.running, "a batch")
+        await adapter.until(lambda state: state.running, "a batch")
         await until(lambda: not inference.away.count, "a client is there")
         await client.leave()
         await until(lambda: inference.away.count == 1, "the gateway has noticed")
@@ -369,17 +369,17 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await cluster.gateway()
     inference = inference_of(gateway, window_s=60.0)
-    asked = {
+    arguments = {
         "path": "/rerank",
         "body": {"model": "toy/score", "query": "q", "texts": ["a"]},
         "X_SIE_Timeout_Ms": "2400",
     }
-    client = await Connection.ask(gateway, **asked)
+    client = await Connection.ask(gateway, **arguments)
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    status, told = await (await Connection.ask(gateway, **asked)).answer()
-    assert (status, told["code"], type(told["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
+    status, answer = await (await Connection.ask(gateway, **arguments)).answer()
+    assert (status, answer["code"], type(answer["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
 
 
 async def test_a_request_is_in_progress_until_its_reply_is_sent(
@@ -404,14 +404,14 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
     gateway, adapter = await held(cluster)
     inference = inference_of(gateway, window_s=60.0)
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda each: each.running, "a batch")
+    await adapter.until(lambda state: state.running, "a batch")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    others = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
+    connections = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
     await until(lambda: inference.in_progress == 3, "three runs")
     assert inference.away.joined == 0
     adapter.let_go()
-    assert [(await other.answer())[0] for other in others] == [200, 200]
+    assert [(await connection.answer())[0] for connection in connections] == [200, 200]
 
 
 async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
@@ -487,15 +487,15 @@ async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: 
         adapter.hold_batches = False
         assert (await gateway.encode("the model is loaded")).status_code == 200
         await until(
-            lambda: (beat := cluster.last_beat("w0")) and any(each.state == "loaded" for each in beat.models),
+            lambda: (beat := cluster.last_beat("w0")) and any(model.state == "loaded" for model in beat.models),
             "a loaded model",
         )
         adapter.hold_batches = True
-        told = await cancels(cluster)
+        cancellations = await cancels(cluster)
         answer = await gateway.encode(*(f"{number}" * 200_000 for number in range(8)))
         assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_FULL")
         assert answer.json()["error"]["queue_depth"] >= 0
-        await until(lambda: told, "a cancellation")
+        await until(lambda: cancellations, "a cancellation")
         await until(lambda: queued(cluster) == 0, "the removal of its siblings")
         assert cluster.server.streams[STREAM].last_sequence >= 5
         assert len(adapter.batches) <= 2, "the warm one, and what was at the device by then"
@@ -552,7 +552,7 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
     server.lose_stream(STREAM)
     await queues[1].ensure_pool("_default")
     theirs = await queues[1].publish(lane, items[1:], time.perf_counter() + 60)
-    assert [each.sequence for each in stored] == [each.sequence for each in theirs]
+    assert [entry.sequence for entry in stored] == [entry.sequence for entry in theirs]
     await queues[0].withdraw("_default", stored)
     assert server.streams[STREAM].state().messages == 1
     await queues[1].withdraw("_default", theirs)
@@ -565,12 +565,12 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
 
 
 def calls() -> list[Call]:
-    return [found for found in gc.get_objects() if type(found) is Call]
+    return [entry for entry in gc.get_objects() if type(entry) is Call]
 
 
 async def ended_answered(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda each: each.running, "a batch")
+    await adapter.until(lambda state: state.running, "a batch")
     await asyncio.sleep(0.05)  # beyond the time at which its client is watched
     adapter.let_go()
     assert (await client.answer())[0] == 200
@@ -589,7 +589,7 @@ async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
 
 async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda each: each.running, "a batch")
+    await adapter.until(lambda state: state.running, "a batch")
     await client.leave()
     inference = inference_of(gateway, window_s=0.05)
     await until(lambda: not inference.in_progress, "the run is given up")
@@ -599,7 +599,7 @@ async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: Fak
     """One that left, and another that takes its place and gets its error."""
     inference = inference_of(gateway, window_s=60.0)
     client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
-    await adapter.until(lambda each: each.running, "a batch")
+    await adapter.until(lambda state: state.running, "a batch")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
     assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")).answer())[0] == 504

@@ -29,16 +29,16 @@ def advisory(*events: dict[str, str], name: str = "Some.Package", **more: Any) -
     [("0.9", False), ("1.0", True), ("1.4.9", True), ("1.5", False), ("2.0rc1", False), ("2.0", True), ("2.1", False)],
 )
 def test_a_version_is_in_an_advisory_by_its_ranges(version: str, is_found: bool) -> None:
-    found = advisory({"introduced": "1.0"}, {"fixed": "1.5"}, {"introduced": "2.0"}, {"last_affected": "2.0"})
-    assert bool(audit.findings({"some-package": Version(version)}, iter([found]))) == is_found
-    assert not audit.findings({"other": Version(version)}, iter([found]))
+    affected = advisory({"introduced": "1.0"}, {"fixed": "1.5"}, {"introduced": "2.0"}, {"last_affected": "2.0"})
+    assert bool(audit.findings({"some-package": Version(version)}, iter([affected]))) == is_found
+    assert not audit.findings({"other": Version(version)}, iter([affected]))
 
 
 def test_a_listed_version_and_all_versions_are_found() -> None:
     listed = {"id": "A", "affected": [{"package": {"ecosystem": "PyPI", "name": "a"}, "versions": ["1.0", "junk"]}]}
     every = advisory({"introduced": "0"}, name="a")
-    other = {"id": "B", "affected": [{"package": {"ecosystem": "npm", "name": "a"}, "versions": ["1.0"]}]}
-    assert audit.findings({"a": Version("1.0")}, iter([listed, every, other])) == ["a==1.0: A", "a==1.0: PYSEC-1 bad"]
+    second = {"id": "B", "affected": [{"package": {"ecosystem": "npm", "name": "a"}, "versions": ["1.0"]}]}
+    assert audit.findings({"a": Version("1.0")}, iter([listed, every, second])) == ["a==1.0: A", "a==1.0: PYSEC-1 bad"]
 
 
 def test_a_folder_is_read_and_one_without_advisories_is_no_proof(
@@ -51,9 +51,9 @@ def test_a_folder_is_read_and_one_without_advisories_is_no_proof(
     withdrawn = advisory({"introduced": "0"}, name="httptools", withdrawn="2026-01-01T00:00:00Z")
     (tmp_path / "vulns" / "b.yaml").write_text(json.dumps(withdrawn))
     assert audit.main([str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "uvicorn==" in told
-    assert "httptools" not in told
+    output = capsys.readouterr().out
+    assert "uvicorn==" in output
+    assert "httptools" not in output
     assert audit.main([]) == 0
     assert "no audit" in capsys.readouterr().out
 

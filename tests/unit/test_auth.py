@@ -116,11 +116,11 @@ def key_with(*scopes: str, expires_s: float = 0.0, limits: KeyLimits = records.N
     return records.create("a test", scopes, now_s=time.time(), expires_s=expires_s, limits=limits)
 
 
-async def keys_of(*wanted: records.Key, clock: BrokerClock | None = None) -> Keys:
+async def keys_of(*records_of_keys: records.Key, clock: BrokerClock | None = None) -> Keys:
     """The keys of a gateway that has read these from a broker."""
     server = MemoryServer()
     bucket = await records.bucket_of(server.connect("operator"), 1).open()
-    for key in wanted:
+    for key in records_of_keys:
         await bucket.write([Write(key.id, records.encode(key))])
     keys, stop = Keys(server.connect("gateway"), 1, clock or clock_at()), Stop()
     following = asyncio.create_task(keys.run(stop))
@@ -168,7 +168,7 @@ def test_the_table_refuses_a_second_row_and_a_scope_that_does_not_exist() -> Non
     ],
 )
 def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
-    assert {each.path for each in Table(ROUTES).match(path).methods.values()} == {row}
+    assert {method.path for method in Table(ROUTES).match(path).methods.values()} == {row}
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str
 async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
     """Each route, method and credential, in each mode, against a rule that is written here once more."""
     subsets = [combination for count in range(1, 6) for combination in itertools.combinations(SCOPES, count)]
-    made = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
+    keys_made = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
     expired_key, expired = key_with(*SCOPES, expires_s=time.time() - 1)
     revoked_key, revoked = key_with(*SCOPES)
-    keys = await keys_of(*(key for _, key, _ in made), expired_key, replace(revoked_key, revoked_s=time.time()))
+    keys = await keys_of(*(key for _, key, _ in keys_made), expired_key, replace(revoked_key, revoked_s=time.time()))
     everybody: list[tuple[str, frozenset[str] | None]] = [
         ("", None),
         ("wrong", None),
@@ -227,7 +227,7 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
         (ADMIN, frozenset(SCOPES)),
         (READER, None),
     ]
-    of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in made]
+    of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in keys_made]
     gates = {
         "none": (Gate(settings_of(**TOKENS)), everybody),
         "static": (Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS)), everybody),
@@ -247,9 +247,9 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
                     expected = PermissionDenied
                 else:
                     expected = HTTPException if not row.served else Grant
-                found = outcome(gate, method, path, token)
-                found = type(found) if isinstance(found, Grant) else found
-                assert found is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
+                result = outcome(gate, method, path, token)
+                result = type(result) if isinstance(result, Grant) else result
+                assert result is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
                 count += 1
     assert count > 3000
 
@@ -287,7 +287,7 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
     await bucket.write([Write(key.id, records.encode(key))])
     everything, user = list(SCOPES), ["infer", "read", "pools"]
     unguarded = ["infer", "read", "metrics", "pools"]
-    for mode, role, wanted in (
+    for mode, role, expectations in (
         ("none", "user", {"": unguarded, "wrong": unguarded, USER: unguarded, ADMIN: everything}),
         ("none", "admin", {"": ["infer", "read", "metrics"], ADMIN: everything}),
         ("static", "user", {"": None, "wrong": None, USER: user, READER: [], ADMIN: everything}),
@@ -295,16 +295,16 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
         ("token", "user", {"": None, "wrong": None, token: ["infer", "metrics"], USER: user}),
     ):
         gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)
-        answers = await statuses(gateway, [("GET", "/v1/whoami", each) for each in wanted])
-        for (known, scopes), answer in zip(wanted.items(), answers, strict=True):
+        answers = await statuses(gateway, [("GET", "/v1/whoami", entry) for entry in expectations])
+        for (expected_names, scopes), answer in zip(expectations.items(), answers, strict=True):
             if scopes is None:
                 assert answer.status_code == 401
                 continue
-            told = answer.json()
-            assert (answer.status_code, told["scopes"], told["auth_mode"]) == (200, scopes, mode), known
-            assert not known or known not in answer.text
-            if known == token:
-                assert told["name"] == key.id
+            body = answer.json()
+            assert (answer.status_code, body["scopes"], body["auth_mode"]) == (200, scopes, mode), expected_names
+            assert not expected_names or expected_names not in answer.text
+            if expected_names == token:
+                assert body["name"] == key.id
 
 
 async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
@@ -314,9 +314,9 @@ async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
     grant = gate.check("POST", "/v1/encode/m", f"bearer  {token} ")
     assert (grant.key, grant.limits) == (key.id, limits)
-    others = [gate.check("POST", "/v1/encode/m", known) for known in (USER, ADMIN)]
-    assert len({grant.key, *(other.key for other in others)}) == 3
-    assert all(other.limits == records.NO_LIMITS and other.key not in (USER, ADMIN) for other in others)
+    grants = [gate.check("POST", "/v1/encode/m", expected_names) for expected_names in (USER, ADMIN)]
+    assert len({grant.key, *(second.key for second in grants)}) == 3
+    assert all(second.limits == records.NO_LIMITS and second.key not in (USER, ADMIN) for second in grants)
 
 
 @pytest.mark.parametrize("now_s", [1e3, 1e11])  # years behind the clock of this machine, and ahead of it
@@ -346,14 +346,14 @@ async def test_a_key_that_expires_waits_for_the_time_of_the_broker() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "token",
     ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"],
 )
-def test_what_is_no_token_is_not_let_in(given: str) -> None:
+def test_what_is_no_token_is_not_let_in(token: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
     with pytest.raises(Unauthenticated) as caught:
-        gate.check("GET", "/v1/models", given)
-    assert given.strip() not in caught.value.message or given.strip() == "Bearer"
+        gate.check("GET", "/v1/models", token)
+    assert token.strip() not in caught.value.message or token.strip() == "Bearer"
 
 
 def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
@@ -371,9 +371,9 @@ def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
     )
     assert (started.exit_code, "SIE_AUTH_MODE: token keeps its keys in a broker" in started.output) == (2, True)
     keys = Keys(MemoryServer().connect("gateway"), 1, clock_at())
-    for settings, given in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
+    for settings, keys_set in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
         with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
-            Gate(settings, given)
+            Gate(settings, keys_set)
 
 
 # over HTTP
@@ -385,7 +385,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         yield running
 
 
-async def statuses(gateway: GatewayProcess, asked: list[tuple[str, str, str]]) -> list[httpx.Response]:
+async def statuses(gateway: GatewayProcess, requests: list[tuple[str, str, str]]) -> list[httpx.Response]:
     """Answers to (method, path, token), twenty at a time."""
     turns = asyncio.Semaphore(20)
 
@@ -395,7 +395,7 @@ async def statuses(gateway: GatewayProcess, asked: list[tuple[str, str, str]]) -
             content = b"{}" if method in ("POST", "PUT", "PATCH") else None
             return await gateway.client.request(method, path, headers=headers, content=content)
 
-    return await asyncio.gather(*(one(*each) for each in asked))
+    return await asyncio.gather(*(one(*request) for request in requests))
 
 
 @pytest.mark.parametrize("mode", ["none", "static", "token"])
@@ -404,35 +404,37 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
     refuses.
     """
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
-    own, other = {}, {}
+    own, statuses_second = {}, {}
     for scope in SCOPES:
-        for tokens, scopes in ((own, (scope,)), (other, tuple(each for each in SCOPES if each != scope))):
+        for tokens, scopes in ((own, (scope,)), (statuses_second, tuple(entry for entry in SCOPES if entry != scope))):
             key, tokens[scope] = key_with(*scopes)
             await bucket.write([Write(key.id, records.encode(key))])
     gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_GATEWAY_REQUEST_TIMEOUT="2", SIE_LOAD_HOLD_S="0", **TOKENS)
-    asked, expected = [], []
+    requests, expected = [], []
     for row, method, path in calls():
         guarded = row.scope != OPEN and (mode != "none" or (row.scope in ("config", "admin") and not row.local))
         has_keys = mode == "token"
         for token, status in (
             ("", 401),
             ("not-a-token", 401),
-            *([(own[row.scope], 0), (other[row.scope], 403)] if row.scope in SCOPES and has_keys else []),
+            *([(own[row.scope], 0), (statuses_second[row.scope], 403)] if row.scope in SCOPES and has_keys else []),
             *([(USER, 0 if row.scope in (ANY, *USER_SCOPES) else 403), (ADMIN, 0)] if row.scope else []),
         ):
-            asked.append((method, path, token))
+            requests.append((method, path, token))
             expected.append(status if guarded else 0)
-    answers = await statuses(gateway, asked)
-    for (method, path, token), wanted, answer in zip(asked, expected, answers, strict=True):
-        told = f"{mode}: {method} {path} with {token[:4]!r}: {answer.status_code} {answer.text[:200]}"
-        if wanted:
-            assert answer.status_code == wanted, told
-            assert answer.headers.get("www-authenticate") == ("Bearer" if wanted == 401 else None), told
-            assert answer.json()["code"] == ("UNAUTHENTICATED" if wanted == 401 else "PERMISSION_DENIED"), told
+    answers = await statuses(gateway, requests)
+    for (method, path, token), expected_value, answer in zip(requests, expected, answers, strict=True):
+        message = f"{mode}: {method} {path} with {token[:4]!r}: {answer.status_code} {answer.text[:200]}"
+        if expected_value:
+            assert answer.status_code == expected_value, message
+            assert answer.headers.get("www-authenticate") == ("Bearer" if expected_value == 401 else None), message
+            assert answer.json()["code"] == ("UNAUTHENTICATED" if expected_value == 401 else "PERMISSION_DENIED"), (
+                message
+            )
         else:
-            assert answer.status_code not in (401, 403, 500), told
+            assert answer.status_code not in (401, 403, 500), message
         if token:
-            assert token not in answer.text, told
+            assert token not in answer.text, message
 
 
 async def test_a_handshake_is_refused_plainly_before_it_is_one(cluster: InProcess) -> None:

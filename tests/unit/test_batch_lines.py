@@ -51,18 +51,18 @@ def test_every_request_is_in_one_part_however_the_bytes_come(
         patch.setattr(envelope, "SHARD_LINES", shard_lines)
         patch.setattr(envelope, "SHARD_BYTES", shard_bytes)
         plan = planned(text, cuts)
-    found = [requests_of(text[span.start : span.end], span) for span in plan.spans]
-    assert [each for part in found for each in part] == expected
-    assert [len(part) for part in found] == [span.rows for span in plan.spans] == list(plan.rows)
+    requests_read = [requests_of(text[span.start : span.end], span) for span in plan.spans]
+    assert [request for part in requests_read for request in part] == expected
+    assert [len(part) for part in requests_read] == [span.rows for span in plan.spans] == list(plan.rows)
     assert all(0 < span.rows <= shard_lines for span in plan.spans)
-    seen: set[str] = set()
+    names: set[str] = set()
     repeated = []
     for number, line in expected:
         id_ = envelope.custom_id_of(line)
-        if id_ in seen:
+        if id_ in names:
             repeated.append(number)
         elif id_ is not None:
-            seen.add(id_)
+            names.add(id_)
     assert list(plan.repeated) == repeated
 
 

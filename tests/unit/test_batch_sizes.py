@@ -177,13 +177,13 @@ def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twi
 
 
 def waiting(entries: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
-    found: Waiting[int] = Waiting()
+    result: Waiting[int] = Waiting()
     for entry in entries:
-        found.add(entry)
+        result.add(entry)
     for tokens in (8, 64, 512) if times else ():
         key = entries[0].key
-        found.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
-    return found
+        result.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
+    return result
 
 
 def entry(
@@ -202,7 +202,7 @@ def test_the_first_jobs_run_and_the_others_keep_their_places() -> None:
     queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     first = taken(queue)
     assert 10 <= len(first.entries) <= 16
-    assert [each.work for each in first.entries] == list(range(len(first.entries)))
+    assert [element.work for element in first.entries] == list(range(len(first.entries)))
     assert len(queue) == 64 - len(first.entries)
     assert queue.cost == 8 * len(queue)
     assert taken(queue).entries[0].work == len(first.entries)
@@ -212,8 +212,8 @@ def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size()
     padded = KEY._replace(padded=True)
     queue = waiting([entry(number, now_s=1.0, key=padded, cost=12 if number % 2 else 6) for number in range(64)])
     batch = taken(queue)
-    assert 0 in {each.work for each in batch.entries}
-    assert {each.cost for each in batch.entries} == {6}
+    assert 0 in {element.work for element in batch.entries}
+    assert {element.cost for element in batch.entries} == {6}
     assert len(batch.entries) < 32
 
 
@@ -289,10 +289,10 @@ def test_jobs_with_time_are_sent_ahead_of_the_device() -> None:
 
 
 def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
-    other = BatchKey("n", "1", "encode", "", "")
+    second_key = BatchKey("n", "1", "encode", "", "")
     queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     for number in range(64):
-        queue.add(entry(64 + number, 600.0, key=other, bulk=True))
+        queue.add(entry(64 + number, 600.0, key=second_key, bulk=True))
     sizes = {False: 0, True: 0}
     while len(queue):
         batch = taken(queue)
@@ -328,11 +328,11 @@ def closed_loop(
         batch = taken(queue, now_s)
         began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
         queue.ran(batch, now_s - began_s)
-        for each in batch.entries:
-            in_time, late = counts[each.work]
-            is_late = now_s > each.deadline_s
-            counts[each.work] = (in_time + (not is_late), late + is_late)
-            ask(each.work)
+        for element in batch.entries:
+            in_time, late = counts[element.work]
+            is_late = now_s > element.deadline_s
+            counts[element.work] = (in_time + (not is_late), late + is_late)
+            ask(element.work)
     return counts
 
 
@@ -341,7 +341,7 @@ def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> 
     alone = closed_loop([60.0] * 200, 0.02, 2e-4, 60.0)
     for tiny_s in (0.001, 0.05, 0.1, 0.5):
         beside = closed_loop([tiny_s, *[60.0] * 199], 0.02, 2e-4, 60.0)
-        assert sum(found for found, _ in beside[1:]) >= 0.98 * sum(found for found, _ in alone[1:])
+        assert sum(result for result, _ in beside[1:]) >= 0.98 * sum(result for result, _ in alone[1:])
         assert all(late == 0 for _, late in beside[1:])
 
 

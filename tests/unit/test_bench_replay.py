@@ -133,7 +133,7 @@ def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> Non
     assert gathered.calls < 0.8 * alone.calls
     assert gathered.host_s < alone.host_s
     for percent in (50, 99):
-        least, most = sorted(percentile(sorted(each.latency_s), percent) for each in (gathered, alone))
+        least, most = sorted(percentile(sorted(plan.latency_s), percent) for plan in (gathered, alone))
         assert most <= 1.01 * least
     quiet = generate("poisson:rate=20,length=40,seconds=30")
     assert runs(quiet, PLAN, machine) == runs(quiet, none, machine)
@@ -143,22 +143,24 @@ def test_more_workers_and_a_faster_device_are_never_slower_where_every_batch_is_
     # one queue, so that the order is that of arrival
     requests = generate("poisson:rate=90,length=60,seconds=10,seed=4")
     alone = dataclasses.replace(PLAN, max_batch_requests=1)
-    found = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
+    results = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
     for percent in (50, 99):
-        latencies = [percentile(sorted(each.latency_s), percent) for each in found]
+        latencies = [percentile(sorted(result.latency_s), percent) for result in results]
         assert latencies == sorted(latencies, reverse=True)
         assert latencies[0] > latencies[-1]
-    assert len({round(each.device_s, 6) for each in found}) == 1
+    assert len({round(result.device_s, 6) for result in results}) == 1
     quick = runs(requests, alone, Machine(0.005, 0.0001))
-    assert all(fast <= slow + 1e-9 for fast, slow in zip(quick.latency_s, found[0].latency_s, strict=True))
+    assert all(fast <= slow + 1e-9 for fast, slow in zip(quick.latency_s, results[0].latency_s, strict=True))
 
 
 def test_a_longer_wait_makes_fewer_and_larger_batches_where_there_is_load() -> None:
     requests = generate("poisson:rate=300,length=20,seconds=10,seed=2")
-    found = [runs(requests, dataclasses.replace(PLAN, max_wait_ms=wait, max_batch_requests=64)) for wait in (0, 10, 40)]
-    assert [each.batches for each in found] == sorted((each.batches for each in found), reverse=True)
-    assert found[0].batches > found[-1].batches
-    assert found[-1].device_s < found[0].device_s
+    results = [
+        runs(requests, dataclasses.replace(PLAN, max_wait_ms=wait, max_batch_requests=64)) for wait in (0, 10, 40)
+    ]
+    assert [result.batches for result in results] == sorted((result.batches for result in results), reverse=True)
+    assert results[0].batches > results[-1].batches
+    assert results[-1].device_s < results[0].device_s
 
 
 @settings(max_examples=25)
@@ -203,7 +205,7 @@ def test_everything_is_answered_the_same_each_time_and_no_faster_than_the_device
 
 def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> None:
     requests = [TraceRequest(2.5, (3, 4)), TraceRequest(1.5, (7,), "m", "bulk", "l")]
-    found = read(
+    trace = read(
         [
             *write(requests),
             b'{"ran": {"tokens": 8, "attention": 64, "seconds": 0.5}}',
@@ -212,7 +214,7 @@ def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> N
         ]
     )
     moved = (TraceRequest(0.0, (7,), "m", "bulk", "l"), TraceRequest(1.0, (3, 4)))
-    assert found == Trace(moved, (Ran(8, 64, 0.5),), {"lanes": 2})
+    assert trace == Trace(moved, (Ran(8, 64, 0.5),), {"lanes": 2})
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_the_command_shows_how_it_was_beside_what_would_be(tmp_path: Path) -> No
 def test_the_command_fits_the_device_where_the_trace_has_batches(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     ran = (Ran(tokens, tokens * 10, 0.01 + tokens * 1e-4) for tokens in (10, 100, 1000))
-    lines = [b'{"at": 7, "tokens": [100]}', *(msgspec.json.encode({"ran": each}) for each in ran)]
+    lines = [b'{"at": 7, "tokens": [100]}', *(msgspec.json.encode({"ran": batch}) for batch in ran)]
     trace.write_bytes(b"\n".join(lines))
     status, output = invoked(str(trace), "--host", "call_us=0,read_us=0,delivery_us=0")
     assert status == 0, output

@@ -76,15 +76,15 @@ def outcome(folder: Path, file: str, case: str) -> bool:
 
 def mutations(data: bytes, values: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
     """Each field with each value, and without it."""
-    found = json.loads(data)
-    places = list(enumerate(found)) if isinstance(found, list) else [(None, found)]
+    result = json.loads(data)
+    places = list(enumerate(result)) if isinstance(result, list) else [(None, result)]
     for number, fields in places:
         for name in fields:
             for value in (*values, ...):
-                changed = {key: each for key, each in fields.items() if key != name}
+                changed = {key: entry for key, entry in fields.items() if key != name}
                 if value is not ...:
                     changed[name] = value
-                whole = changed if number is None else [*found[:number], changed, *found[number + 1 :]]
+                whole = changed if number is None else [*result[:number], changed, *result[number + 1 :]]
                 yield f"{number} {name}: {value!r}", json.dumps(whole).encode()
 
 

@@ -23,8 +23,8 @@ from sie_gateway.operations.models import model_info
 from sie_runtime.feed import read_bundles
 
 BUNDLES = {
-    each.id: each
-    for each in (
+    bundle.id: bundle
+    for bundle in (
         BundleEntry("spare", priority=7),
         BundleEntry("texts", priority=1, families=("toy", "other")),
         BundleEntry("eyes", families=("eye",)),
@@ -38,8 +38,8 @@ def entry(model: str, family: str = "toy", bundle: str = "", **more: Any) -> Mod
 
 CATALOGUE = Catalogue(
     {
-        each.id: each
-        for each in (
+        model.id: model
+        for model in (
             entry("org/free", profiles={"plain": {"run": {"normalize": False}}}),
             entry("org/pinned", bundle="spare"),
             entry("org/eye", "eye"),
@@ -71,7 +71,7 @@ def test_built_in_stands_for_every_row_that_needs_no_environment_of_its_own() ->
     packaged = read_bundles(packaged_folder() / "bundles")
     assert packaged["default"].families == built_in
     assert not packaged["default"].serves("mine")
-    assert {name for each in packaged.values() for name in each.families} == {*FAMILIES}
+    assert {name for model in packaged.values() for name in model.families} == {*FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> 
 
 def test_a_model_is_listed_with_all_its_bundles_and_without_one() -> None:
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
-    told = [model_info(CATALOGUE, fleet, CATALOGUE.entries[model])["bundles"] for model in ("org/free", "org/lost")]
-    assert told == [["texts", "spare"], []]
+    bundles = [model_info(CATALOGUE, fleet, CATALOGUE.entries[model])["bundles"] for model in ("org/free", "org/lost")]
+    assert bundles == [["texts", "spare"], []]
 
 
 @pytest.mark.parametrize(

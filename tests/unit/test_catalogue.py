@@ -48,8 +48,8 @@ def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
     """Bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
     bundle.
     """
-    found = CATALOGUE.resolve(spec)
-    assert (found.canonical, found.requested) == (canonical, requested)
+    resolved = CATALOGUE.resolve(spec)
+    assert (resolved.canonical, resolved.requested) == (canonical, requested)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str,
         CATALOGUE.resolve(spec)
     assert caught.value.reason == reason
     assert caught.value.param == "model"
-    found = caught.value.extras
-    assert found == extras or (
-        reason == "" and extras["suggestions"] == found["suggestions"][: len(extras["suggestions"])]
+    result = caught.value.extras
+    assert result == extras or (
+        reason == "" and extras["suggestions"] == result["suggestions"][: len(extras["suggestions"])]
     )
 
 
@@ -197,14 +197,14 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
         "head": {"head": {"query_encoder": "idf"}},
         "pair": {"pair": ["{query}", "{document}"]},
     }
-    found = {
+    fingerprints = {
         name: fingerprint(parse_entry({**msgspec.to_builtins(RICH), **changes}), load, "float32")
         for name, changes in moved.items()
     }
-    found["precision"] = fingerprint(RICH, load, "bfloat16")
-    found["load options"] = fingerprint(RICH, LoadOptions("float32", True), "float32")
-    found["causal"] = fingerprint(RICH, LoadOptions("float32", causal=False), "float32")
-    assert len({base, *found.values()}) == len(found) + 1
+    fingerprints["precision"] = fingerprint(RICH, load, "bfloat16")
+    fingerprints["load options"] = fingerprint(RICH, LoadOptions("float32", True), "float32")
+    fingerprints["causal"] = fingerprint(RICH, LoadOptions("float32", causal=False), "float32")
+    assert len({base, *fingerprints.values()}) == len(fingerprints) + 1
     same = {
         **msgspec.to_builtins(RICH),
         "description": "new",
@@ -287,9 +287,9 @@ def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], pat
     with pytest.raises(ValidationFailed) as caught:
         parse_entry(raw(**changes))
     assert caught.value.param == path
-    (told,) = caught.value.extras["errors"]
-    assert told["loc"] == path
-    assert told["message"]
+    (fault,) = caught.value.extras["errors"]
+    assert fault["loc"] == path
+    assert fault["message"]
 
 
 @pytest.mark.parametrize(
@@ -341,30 +341,36 @@ def test_what_an_entry_says_of_itself() -> None:
 
 
 def test_a_snapshot_is_replaced_and_never_edited() -> None:
-    one = Catalogue({"a": entry("a")}, {"a": 1}, {}, "e:1")
-    two = one.with_model("b", entry("b"), 2, "e:2")
+    catalogue_one = Catalogue({"a": entry("a")}, {"a": 1}, {}, "e:1")
+    two = catalogue_one.with_model("b", entry("b"), 2, "e:2")
     three = two.with_model("a", None, 3, "e:3")
-    assert [sorted(each.entries) for each in (one, two, three)] == [["a"], ["a", "b"], ["b"]]
-    assert [dict(each.revisions) for each in (one, two, three)] == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
-    assert [each.epoch for each in (one, two, three)] == ["e:1", "e:2", "e:3"]
+    assert [sorted(catalogue.entries) for catalogue in (catalogue_one, two, three)] == [["a"], ["a", "b"], ["b"]]
+    assert [dict(catalogue.revisions) for catalogue in (catalogue_one, two, three)] == [
+        {"a": 1},
+        {"a": 1, "b": 2},
+        {"b": 2},
+    ]
+    assert [catalogue.epoch for catalogue in (catalogue_one, two, three)] == ["e:1", "e:2", "e:3"]
 
 
 def test_the_packaged_catalogue_is_sound() -> None:
     catalogue = packaged_catalogue()
     assert catalogue.entries.keys() == read_folder(packaged_folder() / "models").keys() != set()
-    for model, found in catalogue.entries.items():
+    for model, entry_found in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
-        (bundle,) = catalogue.bundles_of(found)
+        (bundle,) = catalogue.bundles_of(entry_found)
         assert catalogue.resolve(model).bundles == (bundle,)
-        assert found.description
-        assert found.license
-        assert found.languages or (found.inputs != ("text",) and found.family in ("docling", "detector"))
+        assert entry_found.description
+        assert entry_found.license
+        assert entry_found.languages or (
+            entry_found.inputs != ("text",) and entry_found.family in ("docling", "detector")
+        )
 
 
 def test_who_classifies_by_classes_of_its_own() -> None:
     own = entry("org/own", family="text-classifier", outputs={"classifications": 0})
-    asked = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
-    assert [(classifies(each), needs_labels(each)) for each in (own, asked, NER)] == [
+    classifier = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
+    assert [(classifies(model), needs_labels(model)) for model in (own, classifier, NER)] == [
         (True, False),
         (False, True),
         (False, False),

@@ -270,8 +270,8 @@ async def test_every_listener_of_a_gateway_decodes_and_compresses(tmp_path: Any)
         refused = await gateway.client.post("/v1/pools", content=pool, headers=GZIP)
         assert refused.json()["error"]["param"] == "gpus"  # it was read
         for path in ("/v1/models", "/openapi.json", "/console/main.js", "/console/style.css"):
-            heard = await gateway.client.get(path)
-            assert (heard.status_code, heard.headers.get("content-encoding")) == (200, "gzip"), path
+            response = await gateway.client.get(path)
+            assert (response.status_code, response.headers.get("content-encoding")) == (200, "gzip"), path
         metrics = await gateway.client.get(f"{gateway.side_url}/metrics")
         assert (metrics.headers["content-encoding"], metrics.headers["vary"]) == ("gzip", "Accept-Encoding")
 

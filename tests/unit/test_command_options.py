@@ -46,8 +46,8 @@ NOWHERE = "nats://127.0.0.1:1"
 
 def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     if isinstance(command, click.Group):
-        for name, each in command.commands.items():
-            yield from commands(each, (*path, name))
+        for name, subcommand in command.commands.items():
+            yield from commands(subcommand, (*path, name))
     else:
         yield path, command
 
@@ -62,16 +62,16 @@ def options(command: click.Command) -> set[str]:
 
 
 def test_whatever_asks_a_server_takes_its_address_as_url_or_a_data_directory() -> None:
-    seen = set()
+    names = set()
     for path, command in commands(main, ("sie",)):
         if path[1] in PROCESSES:
             continue
-        given = options(command)
-        assert "--gateway" not in given, path
-        if given & ADDRESSES or "--url" in given:
-            seen |= {" ".join(path), " ".join(path[:2])}
-            assert {"--url", "--data-dir"} <= given, path
-    assert seen >= BROWSED
+        options_read = options(command)
+        assert "--gateway" not in options_read, path
+        if options_read & ADDRESSES or "--url" in options_read:
+            names |= {" ".join(path), " ".join(path[:2])}
+            assert {"--url", "--data-dir"} <= options_read, path
+    assert names >= BROWSED
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_where_to_look_may_be_said_before_the_command(args: list[str], moved: li
 )
 def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.cluster.CONNECT_S", 0.2)
-    found = CliRunner().invoke(main, line.format(NOWHERE).split())
-    assert (found.exit_code, NOWHERE in found.output) == (2, True), found.output
+    result = CliRunner().invoke(main, line.format(NOWHERE).split())
+    assert (result.exit_code, NOWHERE in result.output) == (2, True), result.output
 
 
 @pytest.mark.parametrize(
@@ -120,20 +120,22 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     sample.write_text("one\ntwo\n")
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
-    found = CliRunner().invoke(main, line.format(sample=sample).split())
-    assert found.exit_code in (1, 2), found.output
-    assert re.search("no `sie serve` runs with the data directory|no gateway answers at http://127.0.0.1", found.output)
-    assert "start one with `sie serve`" in found.output
-    assert "--url" in found.output
+    result = CliRunner().invoke(main, line.format(sample=sample).split())
+    assert result.exit_code in (1, 2), result.output
+    assert re.search(
+        "no `sie serve` runs with the data directory|no gateway answers at http://127.0.0.1", result.output
+    )
+    assert "start one with `sie serve`" in result.output
+    assert "--url" in result.output
 
 
 def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> None:
     """As `sie serve --standalone` is one; its gateway answers what only reads the catalogue."""
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:1", admin_token="t")):
         for line in ("keys list", "models rm a"):
-            found = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])
-            assert found.exit_code == 2
-            assert "the `sie serve` at http://127.0.0.1:1 did not start" in found.output
+            result = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])
+            assert result.exit_code == 2
+            assert "the `sie serve` at http://127.0.0.1:1 did not start" in result.output
         cluster = Cluster.locate(load(environ={}), tmp_path)
         with service_of(cluster, writes=False) as service:
             assert service.url == "http://127.0.0.1:1"
@@ -142,24 +144,24 @@ def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> Non
 def sections(command: click.Command) -> dict[str, list[str]]:
     """The options that --help shows, by heading."""
     lines = CliRunner().invoke(main, [str(command.name), "--help-all"]).output.splitlines()
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for line in lines:
         if re.fullmatch(r"[A-Z].*:", line):
-            found[line.removesuffix(":")] = []
-        elif line.startswith("  -") and found:
-            found[list(found)[-1]].append(line.split()[0].strip(","))
-    return found
+            names[line.removesuffix(":")] = []
+        elif line.startswith("  -") and names:
+            names[list(names)[-1]].append(line.split()[0].strip(","))
+    return names
 
 
 def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest() -> None:
-    found = sections(main.commands["serve"])
+    sections_read = sections(main.commands["serve"])
     headings = list(dict.fromkeys(row.heading for row in ROWS))
-    assert list(found) == ["Most used options", "Options", *headings]
-    assert tuple(found["Most used options"]) == FIRST
+    assert list(sections_read) == ["Most used options", "Options", *headings]
+    assert tuple(sections_read["Most used options"]) == FIRST
     for heading in headings:
-        assert found[heading] == sorted(found[heading])
+        assert sections_read[heading] == sorted(sections_read[heading])
         flags = {row.flag for row in ROWS if row.heading == heading and row.name.startswith("SIE_") and not row.secret}
-        assert flags - set(FIRST) == set(found[heading]), heading
+        assert flags - set(FIRST) == set(sections_read[heading]), heading
 
 
 # what somebody decides who starts a server: where it listens and who may ask, where its files and models are, what it
@@ -188,9 +190,9 @@ def test_ten_options_of_serve_come_before_all_others_in_a_terminal_of_any_width(
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
     """Every command in backticks in what it may print: each name and each option of it."""
-    told = {line for text in doctor_templates() for line in commands_of(text)}
-    assert {line.split()[1] for line in told} >= {"keys", "topology", "serve", "settings"}
-    for line in told:
+    lines = {line for text in doctor_templates() for line in commands_of(text)}
+    assert {line.split()[1] for line in lines} >= {"keys", "topology", "serve", "settings"}
+    for line in lines:
         command: click.Command = main
         words = shlex.split(line)[1:]
         while words and isinstance(command, click.Group):
@@ -212,21 +214,21 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
             == "the `sie serve` that runs reads this folder: it serves the model within seconds"
         )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
-        told = who_reads(folder, cluster)
-    assert f"does not read this folder, it reads {tmp_path / 'other'}" in told
+        readers = who_reads(folder, cluster)
+    assert f"does not read this folder, it reads {tmp_path / 'other'}" in readers
 
 
 def test_a_command_of_a_group_is_found_without_it() -> None:
-    told = CliRunner().invoke(main, ["inspect", "folder"]).output
-    assert "Did you mean `sie models inspect`?" in told
+    output = CliRunner().invoke(main, ["inspect", "folder"]).output
+    assert "Did you mean `sie models inspect`?" in output
     assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output
 
 
 def test_a_mistyped_command_is_told_the_nearest_name() -> None:
-    for typed, meant in (("serv", "serve"), ("setings", "settings"), ("docter", "doctor")):
+    for typed, suggestion in (("serv", "serve"), ("setings", "settings"), ("docter", "doctor")):
         result = CliRunner().invoke(main, [typed])
         assert result.exit_code == 2
-        assert f"Did you mean `sie {meant}`?" in result.output
+        assert f"Did you mean `sie {suggestion}`?" in result.output
 
 
 def test_version_is_a_command_too() -> None:

@@ -65,10 +65,10 @@ async def served(api: Api, name: str = "search") -> str:
 
 
 async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api) -> None:
-    made = await api.call(
+    created = await api.call(
         "POST", MODELS, {"id": "search", "alias": "org/one", "description": "what the site uses"}, 201
     )
-    assert (made["revision"], made["warnings"], made["routable_bundles_by_profile"]) == (
+    assert (created["revision"], created["warnings"], created["routable_bundles_by_profile"]) == (
         1,
         [],
         {"default": ["default"]},
@@ -82,8 +82,8 @@ async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api
     assert stale["diff"] == [{"path": "$.alias", "before": [{"model": "org/one"}], "after": [{"model": "org/two"}]}]
     assert (await api.call("POST", f"{SEARCH}/rollback", {"revision": 1}))["revision"] == 3
     assert await served(api) == "org/one"
-    told = (await api.call("GET", f"{SEARCH}/history"))["revisions"]
-    assert [each["operation"] for each in told] == ["rollback", "patch", "create"]
+    revisions = (await api.call("GET", f"{SEARCH}/history"))["revisions"]
+    assert [revision["operation"] for revision in revisions] == ["rollback", "patch", "create"]
     assert (await api.call("DELETE", SEARCH))["revision"] == 4
     assert (await api.call("GET", SEARCH, status=404))["error"]["code"] == "MODEL_NOT_FOUND"
 
@@ -98,7 +98,7 @@ async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api)
     shown = await api.call("GET", SEARCH)
     assert (await api.call("POST", MODELS, {**shown, "id": "find"}, 201))["revision"] == 1
     assert (await api.call("PUT", SEARCH, shown))["revision"] == 1  # nothing changed
-    listed = {each["model_id"]: each for each in (await api.call("GET", MODELS))["models"]}
+    listed = {model["model_id"]: model for model in (await api.call("GET", MODELS))["models"]}
     assert listed["search"]["alias"] == document["alias"]
     assert "alias" not in listed["org/one"]
     resolved = await api.call("POST", "/v1/configs/resolve", {"model": "search"})
@@ -115,14 +115,14 @@ async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api:
     await api.call("DELETE", SEARCH)
     await api.call("DELETE", f"{MODELS}/org/two")
     await until(lambda: len(api.deltas) == 5, "all deltas")
-    found = before
+    value = before
     for delta in api.deltas:
-        assert delta.previous == found.epoch
-        found = found.with_model(
+        assert delta.previous == value.epoch
+        value = value.with_model(
             delta.model, None if delta.entry is None else parse_document(delta.entry), delta.revision, delta.epoch
         )
     now = await snapshot(await api.store.export())
-    assert (found.epoch, found.entries, found.aliases) == (now.epoch, now.entries, now.aliases)
+    assert (value.epoch, value.entries, value.aliases) == (now.epoch, now.entries, now.aliases)
 
 
 async def test_the_epoch_s_hashes_know_nothing_of_aliases(api: Api) -> None:
@@ -202,7 +202,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(
-    ("method", "model", "body", "named"), NEEDED, ids=[f"{each[0]} {each[1]} {each[2]}" for each in NEEDED]
+    ("method", "model", "body", "named"), NEEDED, ids=[f"{name[0]} {name[1]} {name[2]}" for name in NEEDED]
 )
 async def test_a_model_that_aliases_need_stays_as_they_need_it(
     api: Api, method: str, model: str, body: dict[str, Any] | None, named: list[str]
@@ -265,20 +265,23 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
     """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is
     refused.
     """
-    other = await Api(api.server).start()
+    second = await Api(api.server).start()
     outcomes = set()
     for number in range(12):
         model, alias = f"org/m{number}", f"alias-{number}"
         await api.call("POST", MODELS, entry(model), 201)
-        writes = [api.client.post(MODELS, json={"id": alias, "alias": model}), other.client.delete(f"{MODELS}/{model}")]
-        made, removed = await asyncio.gather(*(writes if number % 2 else reversed(writes)))
+        writes = [
+            api.client.post(MODELS, json={"id": alias, "alias": model}),
+            second.client.delete(f"{MODELS}/{model}"),
+        ]
+        winner, removed = await asyncio.gather(*(writes if number % 2 else reversed(writes)))
         if not number % 2:
-            made, removed = removed, made
-        outcomes.add((made.status_code, removed.status_code))
+            winner, removed = removed, winner
+        outcomes.add((winner.status_code, removed.status_code))
         catalogue = await snapshot(await api.store.export())
-        assert (alias in catalogue.aliases) is (model in catalogue.entries), (made.text, removed.text)
+        assert (alias in catalogue.aliases) is (model in catalogue.entries), (winner.text, removed.text)
     assert outcomes <= {(201, 409), (422, 200)}
-    await other.client.aclose()
+    await second.client.aclose()
 
 
 async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:

@@ -74,22 +74,22 @@ async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follo
     replica: Replica,
 ) -> None:
     """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
-    other = await Replica(replica.server).start()
+    second = await Replica(replica.server).start()
     start = await replica.store.epoch()
     for number in range(6):
-        await (replica, other)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
+        await (replica, second)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
         before = await replica.store.epoch()
         await replica.keep_reply()
-        assert await replica.store.epoch() == await other.store.epoch() == before
+        assert await replica.store.epoch() == await second.store.epoch() == before
     await until(lambda: len(replica.deltas) == 6, "the deltas")
-    told = [delta for _, delta in replica.deltas]
-    assert [delta.previous for delta in told] == [start, *(delta.epoch for delta in told[:-1])]
-    assert told[-1].epoch == await other.store.epoch()
+    deltas = [delta for _, delta in replica.deltas]
+    assert [delta.previous for delta in deltas] == [start, *(delta.epoch for delta in deltas[:-1])]
+    assert deltas[-1].epoch == await second.store.epoch()
 
 
 async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: Replica) -> None:
-    other = await Replica(replica.server).start()
-    await other.store.snapshot()
+    second = await Replica(replica.server).start()
+    await second.store.snapshot()
     held = await replica.put("a/one", entry("a/one"))
     await replica.put("a/two", entry("a/two", "vision"))
     await replica.put("a/two", None)
@@ -97,7 +97,7 @@ async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: 
         await replica.put("a/one", entry("a/one", tokens=number + 2))
     await replica.store.seed_bundles({"default": BundleEntry("default", priority=5)})
     fresh = await (await Replica(replica.server).start()).store.snapshot()
-    followed = await other.store.snapshot()
+    followed = await second.store.snapshot()
     assert set(followed.bundles) == {"default", "vision"}  # the one that started brought them back
     assert (followed.epoch, followed.held, followed.bundles) == (fresh.epoch, fresh.held, fresh.bundles)
     assert (followed.held["a/two"].revision, followed.held["a/two"].entry, list(followed.live)) == (2, None, ["a/one"])
@@ -178,7 +178,7 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         service.workers.note_gateway(GatewayBeat(name, config_epoch=epoch))
     service.workers.note_gateway(GatewayBeat("g5", config_epoch=now, leaving=True))
     held, revision_at = await replica.store.held("a/one"), await replica.store.revisions_at("a/one")
-    told = configs.model_status(
+    report = configs.model_status(
         "a/one",
         held.revision,
         now,
@@ -188,9 +188,11 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         revision_at,
         "api",
     )
-    assert told["revision"] == 3
-    found = {each["id"]: (each["revision"], each["acked"]) for each in told["gateways"] + told["workers"]}
-    assert found == {
+    assert report["revision"] == 3
+    acks = {
+        process["id"]: (process["revision"], process["acked"]) for process in report["gateways"] + report["workers"]
+    }
+    assert acks == {
         "g0": (3, True),
         "g1": (1, False),
         "g2": (0, False),
@@ -199,9 +201,9 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         "w0": (3, True),
         "w1": (2, False),
     }
-    (bundle,) = told["bundles"]
-    assert (bundle["acked_workers"], bundle["pending_workers"], told["all_bundles_acked"]) == (["w0"], ["w1"], False)
-    assert {(each["bundle"], each["state"], each["fingerprint"]) for each in told["workers"]} == {
+    (bundle,) = report["bundles"]
+    assert (bundle["acked_workers"], bundle["pending_workers"], report["all_bundles_acked"]) == (["w0"], ["w1"], False)
+    assert {(worker["bundle"], worker["state"], worker["fingerprint"]) for worker in report["workers"]} == {
         ("default", "available", "")
     }
 

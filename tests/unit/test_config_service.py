@@ -65,9 +65,11 @@ class Api(config_api.Api):
 
     async def revisions(self) -> list[tuple[int, str]]:
         """Of org/one, oldest first."""
-        told = (await self.call("GET", f"{ONE}/history"))["revisions"]
-        assert all(set(each) == {"revision", "created_at", "operation", "author", "note", "changes"} for each in told)
-        return [(each["revision"], each["operation"]) for each in reversed(told)]
+        report = (await self.call("GET", f"{ONE}/history"))["revisions"]
+        assert all(
+            set(revision) == {"revision", "created_at", "operation", "author", "note", "changes"} for revision in report
+        )
+        return [(revision["revision"], revision["operation"]) for revision in reversed(report)]
 
 
 @pytest.fixture
@@ -78,9 +80,9 @@ async def api() -> AsyncIterator[Api]:
 
 
 async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: Api) -> None:
-    made = await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    assert made.pop("router_id").startswith("sie-config-")
-    assert made == {
+    created = await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    assert created.pop("router_id").startswith("sie-config-")
+    assert created == {
         "model_id": "org/one",
         "revision": 1,
         "unchanged": False,
@@ -96,8 +98,8 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     assert (await api.call("GET", ONE))["run"] == {"normalize": True}
     assert (await api.call("POST", f"{ONE}/rollback", {"revision": 1}))["revision"] == 4
     assert await api.call("GET", ONE) == normalised(parse_entry(ENTRY))
-    gone = await api.call("DELETE", ONE)
-    assert (gone["revision"], gone["routable_bundles_by_profile"], gone["unchanged"]) == (5, {}, False)
+    deleted = await api.call("DELETE", ONE)
+    assert (deleted["revision"], deleted["routable_bundles_by_profile"], deleted["unchanged"]) == (5, {}, False)
     again = await api.call("DELETE", ONE)
     assert (again["revision"], again["unchanged"]) == (5, True)
     assert (await api.call("DELETE", "/v1/configs/models/org/two", status=404))["detail"]["error"] == "model_not_found"
@@ -145,9 +147,11 @@ async def sent(api: Api, method: str, path: str, text: str, **headers: str) -> h
 
 
 async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api) -> None:
-    made = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
-    assert (made.status_code, made.json()["created_profiles"]) == (201, ["default", "raw"])
-    assert made.json()["warnings"] == ["profiles.default.max_batch_tokens: ignored, SIE_MAX_BATCH_COST bounds a batch"]
+    created = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
+    assert (created.status_code, created.json()["created_profiles"]) == (201, ["default", "raw"])
+    assert created.json()["warnings"] == [
+        "profiles.default.max_batch_tokens: ignored, SIE_MAX_BATCH_COST bounds a batch"
+    ]
     stored = await catalogue.call("GET", PUBLIC_MODEL)
     assert stored == {
         "id": "org/public",
@@ -160,14 +164,17 @@ async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api
     }
     again = (await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)).json()
     assert (again["unchanged"], again["existing_profiles_skipped"]) == (True, ["default", "raw"])
-    other = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC.replace("dim: 4", "dim: 8"))
-    assert (other.status_code, other.json()["detail"]["error"]) == (409, "content_conflict")
-    assert other.json()["error"]["diff"] == [{"path": "$.outputs.dense", "before": 4, "after": 8}]
+    second = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC.replace("dim: 4", "dim: 8"))
+    assert (second.status_code, second.json()["detail"]["error"]) == (409, "content_conflict")
+    assert second.json()["error"]["diff"] == [{"path": "$.outputs.dense", "before": 4, "after": 8}]
     put = await sent(catalogue, "PUT", PUBLIC_MODEL, PUBLIC.replace("sie_id: org/public\n", "").replace("16", "8"))
     assert put.status_code == 200
     assert (await catalogue.call("GET", PUBLIC_MODEL))["max_tokens"] == 8
-    seen = await catalogue.client.get(PUBLIC_MODEL, headers={"Accept": "application/x-yaml"})
-    assert (seen.headers["content-type"], yaml.safe_load(seen.text)["id"]) == ("application/x-yaml", "org/public")
+    response = await catalogue.client.get(PUBLIC_MODEL, headers={"Accept": "application/x-yaml"})
+    assert (response.headers["content-type"], yaml.safe_load(response.text)["id"]) == (
+        "application/x-yaml",
+        "org/public",
+    )
 
 
 async def test_what_a_public_file_does_not_say_stays_as_the_catalogue_has_it(catalogue: Api) -> None:
@@ -201,7 +208,7 @@ async def test_an_export_has_the_hash_of_each_bundle(api: Api) -> None:
     changed = {name for name in BUNDLES if after[name] != before["bundle_config_hashes"][name]}
     assert changed == {"default", "late"}
     status = await api.call("GET", f"{ONE}/status")
-    assert {each["bundle_id"]: each["expected_bundle_config_hash"] for each in status["bundles"]} == {
+    assert {bundle["bundle_id"]: bundle["expected_bundle_config_hash"] for bundle in status["bundles"]} == {
         name: after[name] for name in ("default", "late")
     }
 
@@ -238,7 +245,7 @@ async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) 
         "tasks": ["encode"],
         "languages": [],
     }
-    assert [each["model_id"] for each in listed["models"]] == ["org/one", "org/three", "org/two"]
+    assert [model["model_id"] for model in listed["models"]] == ["org/one", "org/three", "org/two"]
 
 
 async def test_post_only_adds(api: Api) -> None:
@@ -258,11 +265,15 @@ async def test_post_only_adds(api: Api) -> None:
         2,
     )
     assert set((await api.call("GET", ONE))["profiles"]) == {"plain", "short"}
-    other = await api.call(
+    second = await api.call(
         "POST", "/v1/configs/models", {**ENTRY, "profiles": {"plain": {"run": {"normalize": True}}}}, 409
     )
-    assert (other["code"], other["error"]["revision"], other["error"]["profiles"]) == ("CONTENT_CONFLICT", 2, ["plain"])
-    assert other["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
+    assert (second["code"], second["error"]["revision"], second["error"]["profiles"]) == (
+        "CONTENT_CONFLICT",
+        2,
+        ["plain"],
+    )
+    assert second["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
     assert await api.revisions() == [(1, "create"), (2, "create")]
 
 
@@ -338,16 +349,16 @@ def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
 
 async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
     """Each patch changes another field; every one is there at the end."""
-    other = await Api(api.server, **TOKENS).start()
+    second_api = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     calls = [
-        (api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x {{text}}"}})
+        (api, second_api)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x {{text}}"}})
         for number in range(40)
     ]
     answers = await asyncio.gather(*calls)
     assert sorted(answer["revision"] for answer in answers) == list(range(2, 42))
-    assert set((await other.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
-    await other.client.aclose()
+    assert set((await second_api.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
+    await second_api.client.aclose()
 
 
 async def test_history_keeps_the_last_revisions(api: Api) -> None:
@@ -440,7 +451,7 @@ async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
         [],
     ):
         await api.call("POST", resolve, body, 400)
-    assert [each["bundle_id"] for each in (await api.call("GET", "/v1/configs/bundles"))["bundles"]] == [
+    assert [bundle["bundle_id"] for bundle in (await api.call("GET", "/v1/configs/bundles"))["bundles"]] == [
         "default",
         "eyes",
         "late",
@@ -451,10 +462,10 @@ async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
     before = await api.call("GET", "/v1/configs/epoch")
     exported = await api.call("GET", "/v1/configs/export")
     assert exported["epoch"] == before["epoch"]
-    (told,) = exported["models"]
+    (model,) = exported["models"]
     assert set(exported) >= {"snapshot_version", "epoch", "generated_at", "models"}
-    assert (told["model_id"], told["affected_bundles"]) == ("org/one", ["default", "late"])
-    assert yaml.safe_load(told["raw_yaml"]) == told["model_config"] == await api.call("GET", ONE)
+    assert (model["model_id"], model["affected_bundles"]) == ("org/one", ["default", "late"])
+    assert yaml.safe_load(model["raw_yaml"]) == model["model_config"] == await api.call("GET", ONE)
     await api.call("PATCH", ONE, {"max_tokens": 8})
     after = await api.call("GET", "/v1/configs/epoch")
     assert after["bundles_hash"] == before["bundles_hash"]
@@ -472,10 +483,10 @@ async def test_status_names_the_workers_that_lag(api: Api) -> None:
         ("d", old, True, "other"),
     ):
         api.service.workers.note(Heartbeat(worker, "_default", "cpu", bundle, ready, "1", config_epoch=epoch))
-    told = await api.call("GET", f"{ONE}/status")
-    bundle_told, late = told["bundles"]
+    report = await api.call("GET", f"{ONE}/status")
+    bundle_told, late = report["bundles"]
     assert (late["bundle_id"], late["total_eligible_workers"], late["acked"]) == ("late", 0, True)
-    assert (told["all_bundles_acked"], told["no_bundles"], told["source"]) == (False, False, "api")
+    assert (report["all_bundles_acked"], report["no_bundles"], report["source"]) == (False, False, "api")
     assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (
         2,
         ["a"],
@@ -502,8 +513,8 @@ async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
 
 
 async def test_many_models_are_seeded_in_batches_that_a_broker_takes(api: Api) -> None:
-    wanted = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
-    assert len(await api.store.seed(wanted)) == 450
+    models = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
+    assert len(await api.store.seed(models)) == 450
     assert len((await snapshot(await api.store.export())).entries) == 450
 
 
@@ -524,9 +535,9 @@ async def test_a_write_that_fails_before_it_is_stored_is_done_by_its_retry(api: 
     finally:
         arm("")
     assert await api.call("GET", "/v1/configs/models") == {"models": []}
-    made = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
-    assert made["revision"] == 1
-    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == made
+    created = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
+    assert created["revision"] == 1
+    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == created
 
 
 async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> None:
@@ -554,13 +565,15 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
     """Fail closed, where nothing is configured too."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
-    nothing = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
-    for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, nothing)):
+    closed = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
+    for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, closed)):
         api = Api(MemoryServer(), **environ)
         for token, statuses in expected.items():
             answer = await api.client.request(method, path, headers={"Authorization": f"Bearer {token}"})
-            wanted = statuses[not reads]
-            assert answer.status_code == wanted if wanted else answer.status_code not in (401, 403), (environ, token)
+            expected_statuses = statuses[not reads]
+            assert (
+                answer.status_code == expected_statuses if expected_statuses else answer.status_code not in (401, 403)
+            ), (environ, token)
         await api.client.aclose()
 
 

@@ -75,7 +75,7 @@ def test_the_limits_of_a_group_and_those_around_it(
     monkeypatch.setattr(control_group, "_MOUNTS", tmp_path)
     monkeypatch.setattr(control_group, "_OWN", tmp_path / "own")
     assert control_group.memories() == memories
-    assert control_group.memory_limit() == min((each.limit_bytes for each in memories), default=None)
+    assert control_group.memory_limit() == min((memory.limit_bytes for memory in memories), default=None)
     assert control_group.cores() == cores
     assert control_group.oom_kills() == (3 if own is not None else 0)
 

@@ -63,9 +63,9 @@ def entry(tmp_path: Path) -> ModelEntry:
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     words.save(str(folder / "tokenizer.json"))
-    found = parse_entry(yaml.safe_load(FILES["models/me/static.yaml"]))
-    assert found.weights.path
-    return msgspec.structs.replace(found, weights=msgspec.structs.replace(found.weights, path=str(folder)))
+    result = parse_entry(yaml.safe_load(FILES["models/me/static.yaml"]))
+    assert result.weights.path
+    return msgspec.structs.replace(result, weights=msgspec.structs.replace(result.weights, path=str(folder)))
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def expected(*words: str) -> Any:
 @pytest.mark.usefixtures("installed")
 def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelEntry) -> None:
     texts = ["river runs", "north", "north river river"]
-    found = run(engine, entry, "encode", texts)
-    for each, text in zip(found, texts, strict=True):
-        assert np.abs(each["dense"] - expected(*text.split())).max() <= 1e-6
+    rows = run(engine, entry, "encode", texts)
+    for row, text in zip(rows, texts, strict=True):
+        assert np.abs(row["dense"] - expected(*text.split())).max() <= 1e-6
     (query,) = run(engine, entry, "encode", ["river"], is_query=True)
     assert np.abs(query["dense"] - expected("query", ":", "river")).max() <= 1e-6
     (model,) = engine.describe().models
@@ -95,9 +95,9 @@ def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelE
 @pytest.mark.usefixtures("installed")
 def test_output_options_act_on_what_it_gives(engine: AdapterEngine, entry: ModelEntry) -> None:
     short = msgspec.structs.replace(entry, run=msgspec.structs.replace(entry.run, dimensions=(4,)))
-    (found,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
-    assert found["dense"].dtype == np.float16
-    assert np.array_equal(found["dense"], TABLE[2, :4])
+    (row,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
+    assert row["dense"].dtype == np.float16
+    assert np.array_equal(row["dense"], TABLE[2, :4])
 
 
 @pytest.mark.usefixtures("installed")

@@ -25,16 +25,16 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 @pytest.mark.parametrize(
-    ("named", "found"),
+    ("named", "folder"),
     [("/data", "/data/sie"), ("", "/home/ann/.local/share/sie"), ("a", "/home/ann/.local/share/sie")],
 )
 def test_a_folder_for_data_is_taken_where_it_is_absolute(
-    named: str, found: str, monkeypatch: pytest.MonkeyPatch
+    named: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The XDG Base Directory Specification ignores a relative one."""
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.setenv("XDG_DATA_HOME", named)
-    assert default_data_dir() == Path(found)
+    assert default_data_dir() == Path(folder)
 
 
 def test_sockets_are_in_the_data_directory_where_their_path_may_be_that_long(temporary: Path) -> None:

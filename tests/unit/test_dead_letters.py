@@ -80,13 +80,13 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
     assert "poison" in given_up.text
 
     async def listed() -> Any:
-        told = await ask(gateway, "GET")
-        return told if told["letters"] else None
+        report = await ask(gateway, "GET")
+        return report if report["letters"] else None
 
-    told = await until_told(listed, "a dead letter")
-    (letter,) = told["letters"]
-    assert (told["total"], told["examined"], told["next"]) == (1, 1, None)
-    assert told["counts"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
+    page = await until_told(listed, "a dead letter")
+    (letter,) = page["letters"]
+    assert (page["total"], page["examined"], page["next"]) == (1, 1, None)
+    assert page["counts"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
     assert (letter["model"], letter["lane"], letter["inputs"], letter["deaths"]) == ("toy/one", str(LANE), 2, 2)
     assert (letter["workers"], letter["request"]) == ([sidecar.worker], given_up.headers["x-sie-request-id"])
     name = letter["id"]
@@ -118,8 +118,8 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
 )
 async def test_only_administrators_may(cluster: InProcess, gateway: GatewayProcess, method: str, path: str) -> None:
     await write(cluster.server.connect("worker"), "abc")
-    told = await ask(gateway, method, path, USER, 403)
-    assert told["code"] == "PERMISSION_DENIED"
+    reply = await ask(gateway, method, path, USER, 403)
+    assert reply["code"] == "PERMISSION_DENIED"
     await ask(gateway, method, path, "wrong", 401)
     assert (await ask(gateway, "GET"))["total"] == 1
 
@@ -132,8 +132,8 @@ async def test_a_list_has_pages_and_filters_and_counts(cluster: InProcess, gatew
     await write(broker, "9", item=b"\xc1", subject="nonsense")
 
     async def ids(**query: Any) -> tuple[list[str], int | None]:
-        told = await ask(gateway, "GET", **query)
-        return [each["id"] for each in told["letters"]], told["next"]
+        report = await ask(gateway, "GET", **query)
+        return [letter["id"] for letter in report["letters"]], report["next"]
 
     assert await ids() == (list("987654321"), None)
     assert await ids(limit=4) == (list("9876"), 6)
@@ -141,9 +141,9 @@ async def test_a_list_has_pages_and_filters_and_counts(cluster: InProcess, gatew
     assert await ids(code="INFERENCE_ERROR", limit=2) == (list("64"), 4)
     assert await ids(code="INFERENCE_ERROR", limit=2, before=4) == (["2"], None)
     assert await ids(model="toy/other", lane=str(LANE), reason="unknown_model") == (["8"], None)
-    told = await ask(gateway, "GET", limit=1)
-    assert [(each["code"], each["count"]) for each in told["counts"]] == [("NOT_READY", 6), ("INFERENCE_ERROR", 3)]
-    (broken,) = told["letters"]
+    page = await ask(gateway, "GET", limit=1)
+    assert [(count["code"], count["count"]) for count in page["counts"]] == [("NOT_READY", 6), ("INFERENCE_ERROR", 3)]
+    (broken,) = page["letters"]
     assert (broken["is_readable"], broken["inputs"], broken["lane"], broken["model"]) == (False, None, "", "")
     with patch.object(dead_letters, "EXAMINED", 3):
         assert await ids() == (list("987"), 7)
@@ -159,30 +159,30 @@ async def test_letters_that_fit_are_run_again_the_oldest_first(cluster: InProces
     await write(broker, "a2", item=b"\xc1")
     await cluster.sidecar()
     query: dict[str, Any] = {"model": "toy/one", "timeout_s": 20}
-    told = await ask(gateway, "POST", "/replay", limit=5, **query)
-    assert [(each["id"], each["state"]) for each in told["replayed"]] == [
-        (f"{each}", "answered") for each in range(1, 6)
+    reply = await ask(gateway, "POST", "/replay", limit=5, **query)
+    assert [(entry["id"], entry["state"]) for entry in reply["replayed"]] == [
+        (f"{entry}", "answered") for entry in range(1, 6)
     ]
-    assert told["next"] == 5
-    told = await ask(gateway, "POST", "/replay", after=5, **query)
-    assert [(each["id"], each["removed"]) for each in told["replayed"]] == [("6", True)]
-    assert told["next"] is None
-    assert [each["id"] for each in (await ask(gateway, "GET"))["letters"]] == ["a2", "a1"]
+    assert reply["next"] == 5
+    reply = await ask(gateway, "POST", "/replay", after=5, **query)
+    assert [(entry["id"], entry["removed"]) for entry in reply["replayed"]] == [("6", True)]
+    assert reply["next"] is None
+    assert [letter["id"] for letter in (await ask(gateway, "GET"))["letters"]] == ["a2", "a1"]
     await write(broker, "a3", subject="sie.config.models.default")
     for name in ("a2", "a3"):
-        told = await ask(gateway, "POST", f"/{name}/replay")
-        assert (told["state"], told["removed"]) == ("unreadable", False)
+        reply = await ask(gateway, "POST", f"/{name}/replay")
+        assert (reply["state"], reply["removed"]) == ("unreadable", False)
 
 
 async def test_without_an_answer_a_letter_is_kept(cluster: InProcess, gateway: GatewayProcess) -> None:
     """Nobody works; the pool of another has ended."""
     broker = cluster.server.connect("worker")
     await write(broker, "a")
-    gone = Lane("team", "_default", "default")
-    await write(broker, "b", subject=topology.work_subject(gone, "interactive", "toy/one"))
+    absent_lane = Lane("team", "_default", "default")
+    await write(broker, "b", subject=topology.work_subject(absent_lane, "interactive", "toy/one"))
     assert (await ask(gateway, "POST", "/a/replay", timeout_s=1))["state"] == "waiting"
-    told = await ask(gateway, "POST", "/replay", timeout_s=1)
-    assert [(each["id"], each["state"]) for each in told["replayed"]] == [("a", "waiting"), ("b", "unavailable")]
+    reply = await ask(gateway, "POST", "/replay", timeout_s=1)
+    assert [(entry["id"], entry["state"]) for entry in reply["replayed"]] == [("a", "waiting"), ("b", "unavailable")]
     assert (await ask(gateway, "GET"))["total"] == 2
     stream = cluster.server.streams[topology.stream_name("_default")]
     await until(lambda: stream.state().messages == 2, "the work, which is published")
@@ -197,7 +197,7 @@ async def test_a_purge_forgets_what_is_named_and_nothing_else(cluster: InProcess
     for refused, param in (({}, "all"), ({"modle": "toy/one"}, "modle"), ({"all": "true", "model": "x"}, "all")):
         assert (await ask(gateway, "DELETE", status=400, **refused))["error"]["param"] == param
     assert await ask(gateway, "DELETE", model="toy/other") == {"removed": 2, "complete": True}
-    assert [each["id"] for each in (await ask(gateway, "GET"))["letters"]] == ["c"]
+    assert [letter["id"] for letter in (await ask(gateway, "GET"))["letters"]] == ["c"]
     assert await ask(gateway, "DELETE", all="true") == {"removed": 1, "complete": True}
     assert (await ask(gateway, "GET"))["total"] == 0
 
@@ -215,8 +215,8 @@ async def test_a_purge_forgets_what_is_named_and_nothing_else(cluster: InProcess
 async def test_what_is_asked_wrongly_is_refused(
     gateway: GatewayProcess, path: str, query: dict[str, str], param: str
 ) -> None:
-    told = await ask(gateway, "GET", path, status=404 if param == "pool" else 400, **query)
-    assert told["error"]["param"] == param
+    reply = await ask(gateway, "GET", path, status=404 if param == "pool" else 400, **query)
+    assert reply["error"]["param"] == param
 
 
 async def test_without_a_broker_it_is_said_soon(cluster: InProcess, gateway: GatewayProcess) -> None:

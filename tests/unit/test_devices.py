@@ -276,14 +276,14 @@ async def behind(two: TwoDevices) -> None:
     """Let the first device fall behind until the second one has its model too."""
     two.first.hold_batches = True
     texts = [f"text {number}" for number in range(40)]
-    asked = two.ask(*texts)
+    task = two.ask(*texts)
     await two.second.until(lambda adapter: adapter.loads == ["toy/one"], "a copy on the second device")
     await until(lambda: len(two.cluster.beats[-1].devices[1].models) == 1, "a heartbeat with the copy")
     await two.answered("runs on the second device")
     assert two.second.batches
-    assert all(not answer.done() for answer in asked[:1])
+    assert all(not answer.done() for answer in task[:1])
     two.first.let_go()
-    for text, answer in zip(texts, asked, strict=True):
+    for text, answer in zip(texts, task, strict=True):
         check(await answer, text)
 
 
@@ -299,12 +299,12 @@ async def test_both_copies_run_a_request_of_several_messages(two: TwoDevices) ->
     await two.answered("a")
     await behind(two)
     two.first.hold_batches = two.second.hold_batches = True
-    asked = asyncio.create_task(two.answered(*(f"many {number} {150 * 'x '}" for number in range(600))))
+    task = asyncio.create_task(two.answered(*(f"many {number} {150 * 'x '}" for number in range(600))))
     await two.first.until(lambda adapter: adapter.running, "a part of it at the first device")
     await two.second.until(lambda adapter: adapter.running, "a part of it at the second device")
     two.first.let_go()
     two.second.let_go()
-    await asked
+    await task
 
 
 async def test_a_frozen_adapter_loses_its_work_to_another_device(tmp_path: Path) -> None:

@@ -294,16 +294,16 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
     """Contract 5.5, 22.1: a code, a reason, the path of the field, and no input text."""
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
-        told = answer.json()
+        report = answer.json()
         code = "invalid_input" if path in ("/v1/embeddings", "/v1/ranking") else "INVALID_INPUT"
-        error = told["error"]
+        error = report["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
             path,
             body,
-            told,
+            report,
         )
-        assert told["code"] == "INVALID_INPUT"
-        assert set(told) - {"errors"} == {"error", "code", *MEMBERS[path].split()}, path
+        assert report["code"] == "INVALID_INPUT"
+        assert set(report) - {"errors"} == {"error", "code", *MEMBERS[path].split()}, path
         assert answer.headers["x-should-retry"] == "false"
         assert "aGk" not in answer.text
     assert cluster.server.streams[STREAM].last_sequence == 0
@@ -345,9 +345,9 @@ async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> No
     """Its client, told by `truncation`, prints `detail`, which is a map for everybody else."""
     for path in ("/v1/rerank", "/v1/embeddings"):
         for more in ({}, {"truncation": True}):
-            told = (await post(gateway, path, {"model": "toy/on", **more})).json()
-            message = told["error"]["message"]
-            assert told["detail"] == (message if more else {"code": told["error"]["code"], "message": message})
+            body = (await post(gateway, path, {"model": "toy/on", **more})).json()
+            message = body["error"]["message"]
+            assert body["detail"] == (message if more else {"code": body["error"]["code"], "message": message})
 
 
 @pytest.mark.parametrize(
@@ -369,9 +369,9 @@ async def test_a_route_for_something_else_names_the_route_of_what_the_model_does
     answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
     verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
     is_tei = path.startswith("/tei/")
-    told = answer.json()["detail" if is_tei else "error"]
-    assert (answer.status_code, told["param"]) == (424 if is_tei else 400, "model")
-    assert told["message"].endswith(f"; use POST /v1/{verb}/{model}"), told
+    error = answer.json()["detail" if is_tei else "error"]
+    assert (answer.status_code, error["param"]) == (424 if is_tei else 400, "model")
+    assert error["message"].endswith(f"; use POST /v1/{verb}/{model}"), error
 
 
 async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProcess) -> None:
@@ -439,16 +439,16 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
         return written[-1]
 
     monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
-    asked = asyncio.create_task(post(gateway, path, body))
+    task = asyncio.create_task(post(gateway, path, body))
     await until(lambda: (stream := cluster.server.streams.get(STREAM)) and stream.last_sequence, "a message")
     monkeypatch.setattr(orjson, "dumps", slow)
-    answer = await answered(cluster, asked)
+    answer = await answered(cluster, task)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert list(told)[-1] == "timing"
+    report = answer.json()
+    assert list(report)[-1] == "timing"
     assert b"timing" not in b"".join(written[:-1])
     assert len(written) > 1
-    assert told["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
+    assert report["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
 
 
 async def test_the_total_time_of_a_request_begins_with_its_first_byte(
@@ -547,9 +547,9 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
     own = ids_of("hello")
     plain = await post(gateway, "/v1/embeddings", {"model": ONE, "input": "hello"})
     assert vectors(plain).tolist() == [vector_of(own).tolist()]
-    for given in (own[1:-1], own):
-        for said in ({"model": "toy/ids"}, {"model": ONE, "token_encoding": "model"}):
-            answer = await post(gateway, "/v1/embeddings", {**said, "input": [given.tolist()]})
+    for ids in (own[1:-1], own):
+        for text in ({"model": "toy/ids"}, {"model": ONE, "token_encoding": "model"}):
+            answer = await post(gateway, "/v1/embeddings", {**text, "input": [ids.tolist()]})
             assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
             assert "warnings" not in answer.json()
     unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
@@ -560,8 +560,8 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
     )
     assert vectors(unsaid).tolist() == vectors(by_body).tolist() == vectors(plain).tolist()
     unknown = await post(gateway, "/v1/embeddings", {"model": "toy/ids", "input": [[2], [2, 5000]]})
-    told = unknown.json()["error"]
-    assert (told["reason"], told["param"], told["message"].split(":")[0]) == ("bad_token_id", "input[1]", "input[1]")
+    error = unknown.json()["error"]
+    assert (error["reason"], error["param"], error["message"].split(":")[0]) == ("bad_token_id", "input[1]", "input[1]")
 
 
 async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_queued(
@@ -580,9 +580,9 @@ async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_q
     }
     before = len(cluster.adapters[0].batches)
     refused = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [*["x" * 4998] * 59, "x" * 4999]})
-    told = refused.json()["error"]
-    assert (refused.status_code, told["reason"], told["limit"]) == (400, "too_many_tokens", 300_000)
-    assert "300001" in told["message"]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["reason"], error["limit"]) == (400, "too_many_tokens", 300_000)
+    assert "300001" in error["message"]
     assert len(cluster.adapters[0].batches) == before
     most = await post(
         gateway, "/v1/embeddings", {"model": "toy/ids", "input": [[5] * 500] * 600, "encoding_format": "base64"}
@@ -646,9 +646,9 @@ async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gat
         gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/vnd.apache.arrow.stream"
     )
     expected = np.array([vector_of(ids_of(text)) for text in texts])
-    found = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
+    result = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
     assert np.array_equal(vectors(as_floats), expected)
-    assert np.array_equal(found, expected)
+    assert np.array_equal(result, expected)
     assert (
         raw.headers["x-sie-shape"],
         np.array_equal(np.frombuffer(raw.content, "<f4").reshape(-1, WIDTH), expected),

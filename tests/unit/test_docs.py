@@ -116,9 +116,9 @@ def test_the_page_of_models_is_the_catalogue() -> None:
 async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
     """Regenerate it: python tests/api_page.py."""
     text = api_page.PAGE.read_text("utf-8")
-    found = await api_page.document()
-    assert api_page.page(text, found) == text
-    assert [path for path in found["paths"] if path not in text] == []
+    document = await api_page.document()
+    assert api_page.page(text, document) == text
+    assert [path for path in document["paths"] if path not in text] == []
 
 
 def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
@@ -141,16 +141,16 @@ def test_the_readme_is_short_before_more() -> None:
 def test_every_alert_has_a_section_of_the_runbook() -> None:
     rules = [rule for group in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"] for rule in group["rules"]]
     sections = re.split(r"^## (\w+)$", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    found = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert list(found) == [rule["alert"] for rule in rules]
-    for name, text in found.items():
+    texts_by_title = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(texts_by_title) == [rule["alert"] for rule in rules]
+    for name, text in texts_by_title.items():
         assert [section for section in SECTIONS if section not in text] == [], name
 
 
 def test_no_page_names_a_metric_that_no_process_exports() -> None:
     exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
     # of the distribution, the broker's buckets, packages and recorded names
-    others = re.compile(
+    foreign = re.compile(
         r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
         r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|remotes|shards)(_copy)?(?![a-z_])"
     )
@@ -158,7 +158,9 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
         (page.name, name)
         for page in DOCS.glob("*.md")
         for name in re.findall(r"`[^`\n]*?\b(sie_[a-z0-9_]+)", page.read_text("utf-8"))
-        if name not in exported and not others.fullmatch(name) and not any(known.startswith(name) for known in exported)
+        if name not in exported
+        and not foreign.fullmatch(name)
+        and not any(metric.startswith(name) for metric in exported)
     ]
     assert wrong == []
 
@@ -177,8 +179,8 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
     """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, of
     image-search.md by test_image_pages.py, of sounds.md by test_sounds.py, else by test_docs.py.
     """
-    found = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
-    assert {name: counts for name, counts in found.items() if counts} == BLOCKS
+    marks = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
+    assert {name: counts for name, counts in marks.items() if counts} == BLOCKS
     assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
 
 
@@ -209,7 +211,7 @@ def test_no_command_hides_in_a_block_of_another_language() -> None:
 
 def test_every_command_that_a_page_names_is_there() -> None:
     """With its options; those of `sie serve` after `sie airgap serve` are not looked at."""
-    wrong, seen = [], 0
+    wrong, count = [], 0
     for page in (*DOCS.glob("*.md"), README, ROOT / "ARCHITECTURE.md"):
         for words in re.findall(r"(?:`|^|[=(;] ?|\| )sie ([a-z][^`\n#|)]*)", page.read_text("utf-8"), re.MULTILINE):
             command: click.Command = main
@@ -218,12 +220,12 @@ def test_every_command_that_a_page_names_is_there() -> None:
                 command = command.commands[rest.pop(0)]
             if isinstance(command, click.Group) and rest and hasattr(command, "default"):
                 command = command.commands[command.default]
-            options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
-            given = {each.partition("=")[0] for each in rest if re.match(r"--[a-z]", each)}
-            seen += 1
-            if command is main or (isinstance(command, click.Group) and rest) or not given <= options:
+            options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+            flags = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}
+            count += 1
+            if command is main or (isinstance(command, click.Group) and rest) or not flags <= options:
                 wrong.append((page.name, words))
-    assert seen > 100
+    assert count > 100
     assert wrong == []
 
 

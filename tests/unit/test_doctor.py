@@ -50,20 +50,20 @@ def test_who_is_behind_the_catalogue(
 
 
 def test_without_the_config_services_word_gateways_are_compared_with_each_other() -> None:
-    found = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
-    assert [finding.wrong.partition(" serves")[0] for finding in found] == ["gateway a", "worker v"]
+    faults = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
+    assert [finding.wrong.partition(" serves")[0] for finding in faults] == ["gateway a", "worker v"]
     assert drift(None, {}, {"w": ("default", "made:1")}) == []
 
 
 def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:
-    (found,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
-    assert found.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
-    assert "sie-cluster==0.10.0" in found.fix
+    (fault,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
+    assert fault.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
+    assert "sie-cluster==0.10.0" in fault.fix
     assert skew({"0.1.0": ["a", "b"]}) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "torch", "driver", "wrong", "fix"),
+    ("device", "torch", "driver", "wrong", "fix"),
     [
         (
             "cuda",
@@ -96,15 +96,15 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
         ),
     ],
 )
-def test_what_a_gpu_lacks(asked: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str, fix: str) -> None:
-    (found,) = gpu_faults(asked, torch, driver, "not found")
-    assert wrong in found.wrong
-    assert fix in found.fix
+def test_what_a_gpu_lacks(device: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str, fix: str) -> None:
+    (fault,) = gpu_faults(device, torch, driver, "not found")
+    assert wrong in fault.wrong
+    assert fix in fault.fix
 
 
 def test_a_driver_that_was_updated_without_a_restart_is_told_so() -> None:
-    (found,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
-    assert "restart the machine" in found.fix
+    (fault,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
+    assert "restart the machine" in fault.fix
 
 
 def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
@@ -121,17 +121,17 @@ def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
 def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_faults("auto", TorchBuild("2.13", "12.8", True, 1), DRIVER, "") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
-    assert "CUDA_VISIBLE_DEVICES" in found.wrong
-    assert "unset" in found.fix
+    (fault,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
+    assert "CUDA_VISIBLE_DEVICES" in fault.wrong
+    assert "unset" in fault.fix
 
 
 def test_faults_of_settings_leave_the_rest_readable() -> None:
-    found, flags, environ = faults_of(
+    faults, flags, environ = faults_of(
         {"SIE_BUNDLE": "b"}, {"SIE_GPU_COUNT": "-1", "SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"}
     )
-    assert [(each.wrong.partition(":")[0].partition(" ")[0]) for each in found] == ["SIE_GPU_COUNT", "SIE_POOOL"]
-    assert found[1].fix.startswith("did you mean SIE_POOL?")
+    assert [(fault.wrong.partition(":")[0].partition(" ")[0]) for fault in faults] == ["SIE_GPU_COUNT", "SIE_POOOL"]
+    assert faults[1].fix.startswith("did you mean SIE_POOL?")
     assert (flags, environ) == ({"SIE_BUNDLE": "b"}, {"SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
 
 
@@ -141,10 +141,10 @@ def test_the_variables_of_clients_are_no_faults_of_settings() -> None:
 
 
 def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None:
-    found, flags, environ = faults_of(
+    faults, flags, environ = faults_of(
         {"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"}
     )
-    assert sorted(each.wrong.partition(":")[0] for each in found) == [
+    assert sorted(fault.wrong.partition(":")[0] for fault in faults) == [
         "SIE_ADAPTIVE_MIN_QUANTUM_MS",
         "SIE_HEALTH_PUBLISH_INTERVAL_MS",
     ]
@@ -174,7 +174,7 @@ async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
     monkeypatch.setattr(command, "CHECK_S", 0.05)
     monkeypatch.setattr(command, "CHECKS", {"endless": endless, "blind": blind, "absent": absent})
     reports = await command.examined({"SIE_GATEWAY_URL": "http://127.0.0.1:9"}, {}, tmp_path)
-    assert [(each.check, each.state) for each in reports[1:]] == [
+    assert [(report.check, report.state) for report in reports[1:]] == [
         ("endless", "blind"),
         ("blind", "blind"),
         ("absent", "absent"),
@@ -220,9 +220,9 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
     finally:
         os.umask(mask)
     async with server:
-        found = await probe_socket(path)
-    assert "does not speak protocol" in found.wrong
-    assert found.fix
+        answer = await probe_socket(path)
+    assert "does not speak protocol" in answer.wrong
+    assert answer.fix
 
 
 class Foreign(http.server.BaseHTTPRequestHandler):
@@ -241,10 +241,10 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port is the documented default of ours; one that was given, or that `sie serve` wrote down, is looked at."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as other:
-        threading.Thread(target=other.serve_forever).start()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever).start()
         try:
-            port = other.server_address[1]
+            port = server.server_address[1]
             url = f"http://127.0.0.1:{port}"
             settings = dataclasses.replace(
                 load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port
@@ -260,16 +260,16 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                     await gateway(probe)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
                 async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
-                    _, (found,) = await ports(probe)
+                    _, (finding,) = await ports(probe)
                     assert (
-                        found.wrong
+                        finding.wrong
                         == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
                     )
             async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
-                _, (found,) = await ports(probe)
-                assert "which SIE_WORKER_METRICS_PORT sets, is held by" in found.wrong
+                _, (finding,) = await ports(probe)
+                assert "which SIE_WORKER_METRICS_PORT sets, is held by" in finding.wrong
         finally:
-            other.shutdown()
+            server.shutdown()
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
@@ -305,8 +305,8 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         finally:
             server.shutdown()
             thread.join()
-    wanted = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
-    assert [findings for _, findings in reports] == wanted
+    expected_findings = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
+    assert [findings for _, findings in reports] == expected_findings
     assert reports[0][0] == "1 model loaded"
     async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         for check in (loads, refusals, queue):

@@ -22,10 +22,10 @@ from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Throughput:
     """One that got these: (when, tokens, when they were queued)."""
-    found = Throughput()
+    throughput = Throughput()
     for number, (at_s, tokens, queued_s) in enumerate(batches):
-        found.left(at_s, str(number), tokens, queued_s, is_crowded=crowded, device_s=device_s)
-    return found
+        throughput.left(at_s, str(number), tokens, queued_s, is_crowded=crowded, device_s=device_s)
+    return throughput
 
 
 def wait(
@@ -42,37 +42,37 @@ def test_without_a_batch_that_had_work_before_it_nothing_is_known() -> None:
 
 def test_back_to_back_batches_tell_the_rate() -> None:
     """A batch of 512 tokens each half second: 5,120 tokens take five seconds, and one batch more is likely."""
-    found = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
-    assert found.evidence == 7
-    assert found.rate == pytest.approx(1024)
-    assert found.min_s == pytest.approx(5.0 - 0.4)
-    assert found.likely_s == pytest.approx(5.5 - 0.4)
+    wait_s = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
+    assert wait_s.evidence == 7
+    assert wait_s.rate == pytest.approx(1024)
+    assert wait_s.min_s == pytest.approx(5.0 - 0.4)
+    assert wait_s.likely_s == pytest.approx(5.5 - 0.4)
 
 
 def test_results_of_one_batch_are_one_sample() -> None:
-    found = Throughput()
+    throughput = Throughput()
     for batch in range(4):
         for number in range(64):
-            found.left(batch * 0.5 + number * 1e-4, f"w {batch}", 8, -1.0, is_crowded=True)
-    known = found.batch(1.9)
-    assert known is not None
-    assert (known.tokens, known.seconds) == (512, pytest.approx(0.5))
-    assert wait(found, 1.9, 512).evidence == 3
+            throughput.left(batch * 0.5 + number * 1e-4, f"w {batch}", 8, -1.0, is_crowded=True)
+    batch_known = throughput.batch(1.9)
+    assert batch_known is not None
+    assert (batch_known.tokens, batch_known.seconds) == (512, pytest.approx(0.5))
+    assert wait(throughput, 1.9, 512).evidence == 3
 
 
 def test_small_batches_of_an_idle_worker_do_not_make_large_work_long() -> None:
     """Twenty texts of 8 tokens, one after the other, each 30 ms on the device. 1,600 tokens are four batches, which may
     take no longer.
     """
-    found = drain(*((number * 0.5, 8.0, number * 0.5 - 0.05) for number in range(20)), device_s=0.03)
-    assert wait(found, 9.6, 1600).likely_s < 0.2
+    throughput = drain(*((number * 0.5, 8.0, number * 0.5 - 0.05) for number in range(20)), device_s=0.03)
+    assert wait(throughput, 9.6, 1600).likely_s < 0.2
     # also where noise looks like a cost of tokens: what is far from what was measured is not extrapolated
-    assert wait(found, 9.6, 1600, fixed=1.0).likely_s < 0.6
+    assert wait(throughput, 9.6, 1600, fixed=1.0).likely_s < 0.6
 
 
 def test_a_batch_costs_more_as_it_fills_where_that_was_measured() -> None:
-    found = drain(*((0.1 * number, 128, -1.0) for number in range(8)))
-    flat, by_tokens = wait(found, 0.8, 504), wait(found, 0.8, 504, fixed=0.0)
+    throughput = drain(*((0.1 * number, 128, -1.0) for number in range(8)))
+    flat, by_tokens = wait(throughput, 0.8, 504), wait(throughput, 0.8, 504, fixed=0.0)
     assert by_tokens.likely_s > 3 * flat.likely_s
 
 
@@ -86,37 +86,37 @@ def test_one_stall_says_nothing_of_the_next_batch_and_two_slow_batches_do() -> N
 
 def test_of_a_device_that_became_slower_only_what_it_takes_now_counts() -> None:
     """Two batches of five seconds after many of half a second: the older ones say nothing any more."""
-    found = drain(*((0.5 * number, 512.0, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+    throughput = drain(*((0.5 * number, 512.0, -1.0) for number in range(8)), crowded=True, device_s=0.5)
     for number in range(2):
-        found.left(8.5 + 5 * number, f"slow {number}", 512, -1.0, is_crowded=True, device_s=5.0)
-    assert found.rate(14.9) == pytest.approx(512 / 5)
+        throughput.left(8.5 + 5 * number, f"slow {number}", 512, -1.0, is_crowded=True, device_s=5.0)
+    assert throughput.rate(14.9) == pytest.approx(512 / 5)
     for number in range(2):
-        found.left(15.0 + 0.5 * number, f"quick {number}", 512, -1.0, is_crowded=True, device_s=0.5)
-    assert found.rate(15.9) > 3 * 512 / 5
+        throughput.left(15.0 + 0.5 * number, f"quick {number}", 512, -1.0, is_crowded=True, device_s=0.5)
+    assert throughput.rate(15.9) > 3 * 512 / 5
 
 
 def test_batches_of_other_sizes_are_no_change_of_the_device() -> None:
     """A batch of 64 times the tokens may take 64 times as long: all of them count."""
-    found = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
+    throughput = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
     for number in range(2):
-        found.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
-    known = found.batch(1.9)
-    assert known is not None
-    assert known.tokens < 512
+        throughput.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
+    batch_known = throughput.batch(1.9)
+    assert batch_known is not None
+    assert batch_known.tokens < 512
 
 
 def test_a_queue_that_stands_still_is_seen() -> None:
-    found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
-    assert wait(found, 1.0, 512).stalled_s == 0
-    assert wait(found, 4.9, 512).stalled_s == pytest.approx(4.0)
+    throughput = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
+    assert wait(throughput, 1.0, 512).stalled_s == 0
+    assert wait(throughput, 4.9, 512).stalled_s == pytest.approx(4.0)
     assert wait(Throughput(), UNKNOWN_STALL_S - 1, 8).stalled_s == 0
     assert wait(Throughput(), UNKNOWN_STALL_S + 1, 8).stalled_s == pytest.approx(UNKNOWN_STALL_S + 1)
 
 
 def test_what_was_measured_expires() -> None:
-    found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
-    assert wait(found, 2.0, 512, oldest_s=2.0).evidence == 9
-    assert wait(found, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == ExpectedWait()
+    throughput = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
+    assert wait(throughput, 2.0, 512, oldest_s=2.0).evidence == 9
+    assert wait(throughput, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == ExpectedWait()
 
 
 def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
@@ -137,26 +137,26 @@ def test_where_no_batch_is_sealed_ahead_those_behind_what_runs_fill_the_next_one
     """Batches of 96 tokens in half a second, of which one runs for 0.2 s. A request behind it is in the next batch as
     long as that has room. With a long budget a batch may have been formed before the request came.
     """
-    found = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+    throughput = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
 
     def likely_s(waiting: float, budget_s: float) -> float:
         ahead = 96 + waiting
-        return found.wait(3.7, ahead, 8, 0.0, 96, math.inf, budget_s=budget_s, running=ahead).likely_s
+        return throughput.wait(3.7, ahead, 8, 0.0, 96, math.inf, budget_s=budget_s, running=ahead).likely_s
 
     assert [likely_s(waiting, 1.0) for waiting in (0, 88, 96)] == pytest.approx([0.8, 0.8, 1.3])
     assert likely_s(88, 60.0) == pytest.approx(1.3)
 
 
 def test_of_a_queue_it_is_known_again_what_is_ahead_when_all_results_of_a_batch_are_there() -> None:
-    found = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+    throughput = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
     for number in range(12):
-        assert found.is_settled(4.0 + 0.001 * number, 0.1) == (number == 0)
-        found.left(4.0 + 0.001 * number, "new", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
-    assert found.is_settled(4.012, 0.1)
-    found.left(4.5, "of several gateways", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
-    assert not found.is_settled(4.5, 0.1)
-    assert found.is_settled(4.5, 0.6), "a batch takes too little to matter"
-    assert found.is_settled(4.7, 0.1)
+        assert throughput.is_settled(4.0 + 0.001 * number, 0.1) == (number == 0)
+        throughput.left(4.0 + 0.001 * number, "new", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
+    assert throughput.is_settled(4.012, 0.1)
+    throughput.left(4.5, "of several gateways", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
+    assert not throughput.is_settled(4.5, 0.1)
+    assert throughput.is_settled(4.5, 0.6), "a batch takes too little to matter"
+    assert throughput.is_settled(4.7, 0.1)
 
 
 def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> None:
@@ -172,14 +172,19 @@ def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> 
     st.floats(0, 1e6),
 )
 def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float, int, float]], ahead: float) -> None:
-    found, now_s = Throughput(), 0.0
+    throughput, now_s = Throughput(), 0.0
     for number, (gap_s, tokens, back_s) in enumerate(batches):
         now_s += gap_s
-        found.left(now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf)
-    one, more = wait(found, now_s + 0.5, ahead, fixed=100.0), wait(found, now_s + 0.5, ahead + 600, fixed=100.0)
-    assert 0 <= one.min_s <= one.likely_s < math.inf
-    assert one.min_s <= more.min_s + 1e-6
-    assert 0 <= one.evidence <= len(batches)
+        throughput.left(
+            now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf
+        )
+    wait_s, more = (
+        wait(throughput, now_s + 0.5, ahead, fixed=100.0),
+        wait(throughput, now_s + 0.5, ahead + 600, fixed=100.0),
+    )
+    assert 0 <= wait_s.min_s <= wait_s.likely_s < math.inf
+    assert wait_s.min_s <= more.min_s + 1e-6
+    assert 0 <= wait_s.evidence <= len(batches)
 
 
 # turns
@@ -191,16 +196,16 @@ def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
     """
     random.seed(7)
     turns = RetrySlots()
-    told = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
-    assert min(told) >= 3
-    assert max(told) <= 24
-    each_second = [told.count(second) for second in range(4, 22)]
+    turns_booked = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
+    assert min(turns_booked) >= 3
+    assert max(turns_booked) <= 24
+    each_second = [turns_booked.count(second) for second in range(4, 22)]
     assert max(each_second) <= 40
     assert turns.promised(0.0) == 2000
 
 
 def most_within_a_second(due: list[float]) -> int:
-    return max(sum(start <= each < start + 1 for each in due) for start in due)
+    return max(sum(start <= turn < start + 1 for turn in due) for start in due)
 
 
 def test_no_second_has_more_turns_than_it_has_room_for() -> None:
@@ -264,23 +269,23 @@ def test_a_turn_is_its_clients_once_and_lapses() -> None:
 
 def test_a_turn_is_known_to_the_other_gateways() -> None:
     """What one promised the others expect, and let in; what one let in the others expect no more."""
-    one, other, third = RetrySlots(), RetrySlots(), RetrySlots()
-    retry_s = one.book(0.0, b"me", 5, 10.0)
-    turns, claimed = one.news(0.1, 100)
+    slots, second_slots, third = RetrySlots(), RetrySlots(), RetrySlots()
+    retry_s = slots.book(0.0, b"me", 5, 10.0)
+    turns, claimed = slots.news(0.1, 100)
     assert [turn.client for turn in turns] == [b"me"]
     assert claimed == ()
-    for each in (other, third):
-        each.peer_announced(0.1, turns, claimed)
-        assert each.promised(0.2) == 5
-    assert one.news(0.2, 100) == other.news(0.2, 100) == ((), ())
-    assert other.claim(retry_s, b"me")
-    turns, claimed = other.news(retry_s, 100)
+    for gateway in (second_slots, third):
+        gateway.peer_announced(0.1, turns, claimed)
+        assert gateway.promised(0.2) == 5
+    assert slots.news(0.2, 100) == second_slots.news(0.2, 100) == ((), ())
+    assert second_slots.claim(retry_s, b"me")
+    turns, claimed = second_slots.news(retry_s, 100)
     assert (turns, claimed) == ((), (b"me",))
-    for each in (one, third):
-        each.peer_announced(retry_s, turns, claimed)
-        assert not each.claim(retry_s, b"me")
-        assert each.promised(retry_s) == 0
-        assert not each._open.costs
+    for gateway in (slots, third):
+        gateway.peer_announced(retry_s, turns, claimed)
+        assert not gateway.claim(retry_s, b"me")
+        assert gateway.promised(retry_s) == 0
+        assert not gateway._open.costs
 
 
 def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
@@ -288,9 +293,9 @@ def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
     for number in range(10):
         turns.book(0.0, b"%d" % number, 1, 60.0)
     assert [len(turns.news(1.0, 4)[0]) for _ in range(4)] == [4, 4, 2, 0]
-    other = RetrySlots()
-    other.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
-    assert len(other) == 0
+    second_slots = RetrySlots()
+    second_slots.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
+    assert len(second_slots) == 0
 
 
 def test_turns_that_are_due_by_a_moment() -> None:
@@ -335,9 +340,9 @@ def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
     assert full_gateway(40).retry_s(2.0) in (2, 3)
     assert full_gateway(400).retry_s(2.0) > 15
     pace = full_gateway(40)
-    told = [pace.retry_s(2.0) for _ in range(200)]
-    assert sorted(told)[100] >= 8
-    assert max(told) <= 30
+    pauses = [pace.retry_s(2.0) for _ in range(200)]
+    assert sorted(pauses)[100] >= 8
+    assert max(pauses) <= 30
 
 
 def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:

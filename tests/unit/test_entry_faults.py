@@ -72,16 +72,16 @@ DIFFERING = {
 
 @pytest.mark.parametrize("loc", DIFFERING)
 def test_what_the_files_say_otherwise_is_a_fault_unless_it_is_accepted_without_proof(loc: str, folder: Path) -> None:
-    found = entry(folder, **DIFFERING[loc])
-    assert (wrong := fault(folder, found, found.load)) is not None
+    differing = entry(folder, **DIFFERING[loc])
+    assert (wrong := fault(folder, differing, differing.load)) is not None
     assert (wrong.loc, "load.accept_unproven: true" in wrong.message) == (loc, True)
-    assert fault(folder, found, msgspec.structs.replace(found.load, accept_unproven=True)) is None
+    assert fault(folder, differing, msgspec.structs.replace(differing.load, accept_unproven=True)) is None
 
 
 def test_an_entry_that_says_what_the_files_say_has_no_fault(folder: Path) -> None:
     for changes in ({}, {"run": {"pooling": "mean"}}, {"profiles": {"first": {"run": {"pooling": "cls"}}}}):
-        found = entry(folder, **changes)
-        assert fault(folder, found, found.load) is None
+        changed = entry(folder, **changes)
+        assert fault(folder, changed, changed.load) is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(
     (folder / "config.json").write_text(json.dumps(config))
     for accept in (False, True):
         for tokens in (limit, limit + 1):
-            found = entry(folder, max_tokens=tokens, load={"accept_unproven": accept})
-            wrong = fault(folder, found, found.load)
+            changed = entry(folder, max_tokens=tokens, load={"accept_unproven": accept})
+            wrong = fault(folder, changed, changed.load)
             assert (wrong.loc if wrong else "") == ("$.max_tokens" if tokens > limit else "")
 
 
@@ -127,9 +127,9 @@ async def test_a_write_that_no_load_would_take_is_refused_and_changes_nothing(
     patch = changes | ({"prompts": {"document": None}} if loc == "$.prompts.document" else {})
     for method, body in (("PUT", raw(folder, **changes)), ("PATCH", patch)):
         refused = await api.call(method, f"{MODEL}{dry_run}", body, 422)
-        assert [each["loc"] for each in refused["errors"]] == [loc]
+        assert [error["loc"] for error in refused["errors"]] == [loc]
     history = await api.call("GET", f"{MODEL}/history")
-    assert [each["revision"] for each in history["revisions"]] == [1]
+    assert [revision["revision"] for revision in history["revisions"]] == [1]
 
 
 async def test_a_rollback_to_what_the_files_contradict_by_now_is_refused(api: config_api.Api, folder: Path) -> None:

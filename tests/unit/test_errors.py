@@ -119,12 +119,12 @@ def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
     for family, members in FAMILIES.items():
         assert all(member.reader for member in members)
         assert len({member.name for member in members}) == len(members)
-        told = msgspec.json.encode(
+        body = msgspec.json.encode(
             envelope(InvalidInput("message text", reason="a_reason"), "request-1", family=family)
         )
-        assert told.count(b"message text") <= (3 if family == "jina" else 2), family
-        assert told.count(b"request-1") <= 2, family
-        assert told.count(b"a_reason") <= (2 if family == "native" else 1), family
+        assert body.count(b"message text") <= (3 if family == "jina" else 2), family
+        assert body.count(b"request-1") <= 2, family
+        assert body.count(b"a_reason") <= (2 if family == "native" else 1), family
 
 
 async def test_the_openapi_document_describes_the_body_of_each_family() -> None:
@@ -149,10 +149,10 @@ def test_an_error_is_the_same_after_its_way_over_the_wire(leaf: type[SIEError]) 
     """Permanent failures keep their code through the queue."""
     error = leaf("message", reason="r", param="p", extras={"error_class": "GATED", "attempts": 2})
     info = msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=ErrorInfo)
-    found = SIEError.from_info(info)
-    assert type(found) is leaf
+    result = SIEError.from_info(info)
+    assert type(result) is leaf
     for name in ("status", "retryable", "retry_after_s", "message", "reason", "param", "extras"):
-        assert getattr(found, name) == getattr(error, name), name
+        assert getattr(result, name) == getattr(error, name), name
 
 
 def test_a_time_to_retry_after_that_was_given_stays() -> None:
@@ -161,9 +161,9 @@ def test_a_time_to_retry_after_that_was_given_stays() -> None:
 
 
 def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> None:
-    found = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
-    assert type(found) is InternalFailure
-    assert (found.message, found.reason, found.status) == ("TEAPOT: short and stout", "r", 500)
+    error = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
+    assert type(error) is InternalFailure
+    assert (error.message, error.reason, error.status) == ("TEAPOT: short and stout", "r", 500)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ class Place:
             path = family.path.replace("{model}", model)
             return family.name, await gateway.client.post(path, json=family.body(model, sent), headers=named)
 
-        *heard, self.raised = await asyncio.gather(*(post(family) for family in FAMILIES), as_client())
-        return heard
+        *answers, self.raised = await asyncio.gather(*(post(family) for family in FAMILIES), as_client())
+        return answers
 
     async def failing(self, *failures: ErrorInfo | None) -> list[Heard]:
         """What is heard when the first input ends in the first of these, and so on; None: an empty one, which the
@@ -142,11 +142,11 @@ async def invalid_input(place: Place) -> list[Heard]:
 
 
 async def unauthenticated(place: Place) -> list[Heard]:
-    heard = await place.ask(
+    answers = await place.ask(
         await place.cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right"), authorization="wrong"
     )
-    assert {response.headers["www-authenticate"] for _, response in heard} == {"Bearer"}
-    return heard
+    assert {response.headers["www-authenticate"] for _, response in answers} == {"Bearer"}
+    return answers
 
 
 async def permission_denied(place: Place) -> list[Heard]:
@@ -170,9 +170,9 @@ async def pool_operation_forbidden(place: Place) -> list[Heard]:
 
 async def model_not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    heard = await place.ask(gateway, model="toy/on")
-    assert {facts(response)["suggestions"][0] for _, response in heard} == {ONE}
-    return [*heard, ("native", await gateway.client.get("/v1/models/toy/on"))]
+    answers = await place.ask(gateway, model="toy/on")
+    assert {facts(response)["suggestions"][0] for _, response in answers} == {ONE}
+    return [*answers, ("native", await gateway.client.get("/v1/models/toy/on"))]
 
 
 async def pool_not_found(place: Place) -> list[Heard]:
@@ -187,27 +187,27 @@ async def pool_not_found(place: Place) -> list[Heard]:
 async def not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
     paths = ("/v1/chat/completions", "/vertex", "/invocations", "/v1/job", "/v1/job/a", "/nope")
-    asked = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
-    return [("native", response) for response in [*asked, await gateway.client.get("/v1/scaling/nope")]]
+    answers_http = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
+    return [("native", response) for response in [*answers_http, await gateway.client.get("/v1/scaling/nope")]]
 
 
 async def method_not_allowed(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    heard = [
+    answers = [
         (family.name, await gateway.client.put(family.path.replace("{model}", ONE), json={})) for family in FAMILIES
     ]
-    assert {response.headers["allow"] for _, response in heard} == {"POST"}
+    assert {response.headers["allow"] for _, response in answers} == {"POST"}
     return [
-        *heard,
+        *answers,
         ("native", await gateway.client.post("/health")),
         ("native", await gateway.client.post("/v1/models")),
     ]
 
 
 async def bundle_conflict(place: Place) -> list[Heard]:
-    heard = await place.ask(await place.cluster.gateway(), model=f"other:/{ONE}")
-    assert {tuple(facts(response)["compatible_bundles"]) for _, response in heard} == {("default",)}
-    return heard
+    answers = await place.ask(await place.cluster.gateway(), model=f"other:/{ONE}")
+    assert {tuple(facts(response)["compatible_bundles"]) for _, response in answers} == {("default",)}
+    return answers
 
 
 async def pool_conflict(place: Place) -> list[Heard]:
@@ -231,15 +231,15 @@ async def idempotency_mismatch(place: Place) -> list[Heard]:
 
 async def payload_too_large(place: Place) -> list[Heard]:
     token = await place.key("infer", body_bytes=200)
-    heard = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), "x" * 300, authorization=token)
-    assert {facts(response)["limit"] for _, response in heard} == {200}
-    return heard
+    answers = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), "x" * 300, authorization=token)
+    assert {facts(response)["limit"] for _, response in answers} == {200}
+    return answers
 
 
 async def unsupported_media_type(place: Place) -> list[Heard]:
-    heard = await place.ask(await place.cluster.gateway(), content_encoding="br")
-    assert {response.headers["accept-encoding"] for _, response in heard} == {"gzip"}
-    return heard
+    answers = await place.ask(await place.cluster.gateway(), content_encoding="br")
+    assert {response.headers["accept-encoding"] for _, response in answers} == {"gzip"}
+    return answers
 
 
 async def rate_limited(place: Place) -> list[Heard]:
@@ -251,9 +251,9 @@ async def rate_limited(place: Place) -> list[Heard]:
 
 
 async def inference_error(place: Place) -> list[Heard]:
-    heard = await place.failing(ErrorInfo("INFERENCE_ERROR", "a number is not finite", reason="non_finite"))
-    assert {facts(response)["reason"] for _, response in heard} == {"non_finite"}
-    return heard
+    answers = await place.failing(ErrorInfo("INFERENCE_ERROR", "a number is not finite", reason="non_finite"))
+    assert {facts(response)["reason"] for _, response in answers} == {"non_finite"}
+    return answers
 
 
 async def internal_error(place: Place) -> list[Heard]:
@@ -300,11 +300,15 @@ async def model_load_failed(place: Place) -> list[Heard]:
     adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway()
     adapter.refusals[ONE] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
     await place.cluster.sidecar(adapter)
-    heard = await place.ask(gateway)
-    for _, response in heard:
-        told = facts(response)
-        assert (told["error_class"], told["permanent"], told["attempts"] >= 1) == ("GATED", True, True)
-    return heard
+    answers = await place.ask(gateway)
+    for _, response in answers:
+        facts_read = facts(response)
+        assert (facts_read["error_class"], facts_read["permanent"], facts_read["attempts"] >= 1) == (
+            "GATED",
+            True,
+            True,
+        )
+    return answers
 
 
 async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
@@ -319,7 +323,7 @@ async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
 async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
     """TEI and Ollama have no word for a LoRA."""
     lora = {"options": {"lora_id": "org/tuned"}}
-    found = [
+    answers = [
         (
             family.name,
             await gateway.client.post(family.path.replace("{model}", ONE), json={**family.body(ONE, [CANARY]), **lora}),
@@ -327,8 +331,8 @@ async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
         for family in FAMILIES
         if family.name not in ("tei", "ollama")
     ]
-    assert {facts(response)["lora_id"] for _, response in found} == {"org/tuned"}
-    return found
+    assert {facts(response)["lora_id"] for _, response in answers} == {"org/tuned"}
+    return answers
 
 
 async def lora_load_failed(place: Place) -> list[Heard]:
@@ -359,34 +363,34 @@ async def model_loading(place: Place) -> list[Heard]:
         return beat is not None and any(status.state == "loading" for status in beat.models)
 
     await until(loads, "the worker says that it loads")
-    heard = await place.ask(gateway)
-    assert all(facts(response)["estimated_wait_s"] >= 0 for _, response in heard)
-    return heard
+    answers = await place.ask(gateway)
+    assert all(facts(response)["estimated_wait_s"] >= 0 for _, response in answers)
+    return answers
 
 
 async def provisioning(place: Place) -> list[Heard]:
     """To a public SDK below 0.6.5 a native route says 202, no other does."""
     gateway = await place.cluster.gateway(SIE_LOAD_HOLD_S="0.02")
-    heard = await place.ask(gateway)
+    answers = await place.ask(gateway)
     raised = place.raised
-    native, *others = await place.ask(gateway, X_SIE_SDK_Version="0.6.4")
+    native, *rest = await place.ask(gateway, X_SIE_SDK_Version="0.6.4")
     place.raised = raised  # our client never gets the 202
-    told = native[1].json()
-    assert (native[1].status_code, told["status"], told["bundle"], told["estimated_wait_s"] >= 1) == (
+    body = native[1].json()
+    assert (native[1].status_code, body["status"], body["bundle"], body["estimated_wait_s"] >= 1) == (
         202,
         "provisioning",
         "default",
         True,
     )
-    assert set(told) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
+    assert set(body) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
     assert 1 <= int(native[1].headers["retry-after"]) <= 5
-    for _, response in heard:
+    for _, response in answers:
         assert {name: facts(response)[name] for name in ("status", "gpu", "bundle")} == {
             "status": "provisioning",
-            "gpu": told["gpu"],
+            "gpu": body["gpu"],
             "bundle": "default",
         }
-    return [*heard, *others]
+    return [*answers, *rest]
 
 
 async def resource_exhausted(place: Place) -> list[Heard]:
@@ -395,9 +399,9 @@ async def resource_exhausted(place: Place) -> list[Heard]:
 
 async def queue_full(place: Place) -> list[Heard]:
     async with place.busy(SIE_MAX_CONCURRENT_REQUESTS="1") as gateway:
-        heard = await place.ask(gateway)
-    assert {facts(response)["queue_depth"] for _, response in heard} == {1}
-    return heard
+        answers = await place.ask(gateway)
+    assert {facts(response)["queue_depth"] for _, response in answers} == {1}
+    return answers
 
 
 async def queue_unavailable(place: Place) -> list[Heard]:
@@ -405,10 +409,10 @@ async def queue_unavailable(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
     await place.cluster.sidecar(SIE_MACHINE_PROFILE="l4")
     place.cluster.server.disconnect()
-    heard = await place.ask(gateway)
+    answers = await place.ask(gateway)
     lane = await gateway.client.get("/v1/scaling/_default.l4.default")
     place.cluster.server.reconnect()
-    return [*heard, ("native", lane)]
+    return [*answers, ("native", lane)]
 
 
 class Late(Source):
@@ -426,18 +430,18 @@ class Late(Source):
 async def not_ready(place: Place) -> list[Heard]:
     source = Late()
     gateway = await place.cluster.gateway(source, ready=False)
-    heard = await place.ask(gateway)
+    answers = await place.ask(gateway)
     source.answers.set()
-    return heard
+    return answers
 
 
 async def shutting_down(place: Place) -> list[Heard]:
     """What runs is answered meanwhile, and probes and reads go on."""
     async with place.busy() as gateway:
         gateway.stop.request()
-        heard = await place.ask(gateway)
+        answers = await place.ask(gateway)
         assert (await gateway.client.get("/v1/models")).status_code == 200
-    return heard
+    return answers
 
 
 async def gateway_timeout(place: Place) -> list[Heard]:
@@ -515,10 +519,10 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
     """The body has what the clients of the route read, the headers say the same, and nothing of the
     input is in either.
     """
-    told = response.json()
+    body = response.json()
     request_id = response.headers["x-sie-request-id"]
     assert response.headers["content-type"] == "application/json", response.text
-    assert response.headers["x-sie-error-code"] == told["code"] == case.code
+    assert response.headers["x-sie-error-code"] == body["code"] == case.code
     assert CANARY not in response.text + str(response.headers)
     every = facts(response)
     assert (every["retryable"], every["request_id"]) == (check_retry(case.status, response.headers), request_id)
@@ -526,35 +530,35 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
     assert every["type"] == _KINDS.get(case.status, "server_error" if case.status >= 500 else "invalid_request_error")
     assert isinstance(every["param"], str | None)
     assert every["code"] == (case.code.lower() if family == "openai" else case.code)
-    assert {name: value for name, value in told.items() if name != "errors"} == expected_of(family, told, request_id)
+    assert {name: value for name, value in body.items() if name != "errors"} == expected_of(family, body, request_id)
     status = case.status
     if family == "tei":
         assert case.tei is not None
         status, kind = case.tei
-        assert told["error_type"] == kind
+        assert body["error_type"] == kind
     assert response.status_code == status
 
 
 def facts(response: httpx.Response) -> dict[str, Any]:
     """The map of everything that is known of an error: `error`, which is a text at the routes of TEI and Ollama."""
     body = response.json()
-    found: dict[str, Any] = body["error"] if isinstance(body["error"], dict) else body["detail"]
-    return found
+    error: dict[str, Any] = body["error"] if isinstance(body["error"], dict) else body["detail"]
+    return error
 
 
-def expected_of(family: str, told: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
     """What the clients of a family read, each in its place, and nothing else."""
-    every = told["detail"] if family in ("tei", "ollama") else told["error"]
-    code, message = told["code"], every["message"]
+    every = body["detail"] if family in ("tei", "ollama") else body["error"]
+    code, message = body["code"], every["message"]
     if family == "tei":  # huggingface_hub and TEI's own clients: a text and a type; raw HTTP: the map
-        return {"error": message, "error_type": told["error_type"], "detail": every, "code": code}
+        return {"error": message, "error_type": body["error_type"], "detail": every, "code": code}
     if family == "ollama":  # Ollama's clients print the text
         return {"error": message, "detail": every, "code": code}
     if family == "openai":  # OpenAI: the map; Haystack's components for Jina: the words in `detail`
         return {"error": every, "detail": {"code": code.lower(), "message": message}, "code": code}
     if family == "cohere":
         return {"error": every, "message": message, "id": request_id, "code": code}
-    snake = {"error": code.lower()} if "error" in told["detail"] else {}  # which older clients of the config API read
+    snake = {"error": code.lower()} if "error" in body["detail"] else {}  # which older clients of the config API read
     return {"error": every, "detail": every | snake, "code": code}
 
 
@@ -569,16 +573,16 @@ def check_raised(case: Case, raised: client_errors.SIEError) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.provoke.__name__}-{case.status}")
 async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -> None:
-    heard = await case.provoke(place)
-    assert heard
-    for family, response in heard:
+    answers = await case.provoke(place)
+    assert answers
+    for family, response in answers:
         check(case, family, response)
         if family in ("native", "cohere"):
             check_raised(case, failure_of(Received(response.status_code, response.headers, response.content)))
     if place.raised is not None:
         check_raised(case, place.raised)
     if case.code == "ALL_ITEMS_FAILED":
-        assert all([entry["index"] for entry in response.json()["errors"]] == [0, 1] for _, response in heard)
+        assert all([entry["index"] for entry in response.json()["errors"]] == [0, 1] for _, response in answers)
 
 
 def test_every_code_of_the_tree_has_a_case() -> None:
@@ -653,22 +657,22 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                 if response.status_code < 300:
                     assert method in ("GET", "HEAD"), (method, path)
                     continue
-                told = f"{method} {path}: {response.status_code} {response.text}"
-                assert 400 <= response.status_code < 500 or response.headers["x-sie-error-code"] == "NOT_READY", told
-                assert response.headers["content-type"] == "application/json", told
-                assert response.headers["x-sie-error-code"], told
+                message = f"{method} {path}: {response.status_code} {response.text}"
+                assert 400 <= response.status_code < 500 or response.headers["x-sie-error-code"] == "NOT_READY", message
+                assert response.headers["content-type"] == "application/json", message
+                assert response.headers["x-sie-error-code"], message
                 check_retry(response.status_code, response.headers)
                 if response.status_code == 405:
                     # empty where the config service has the path and a gateway takes nothing
-                    assert "allow" in response.headers, told
+                    assert "allow" in response.headers, message
                 if method == "HEAD":
-                    assert not response.content, told
+                    assert not response.content, message
                 else:
                     body = response.json()
                     every = facts(response)
-                    assert body["code"] == response.headers["x-sie-error-code"], told
-                    assert every["request_id"] == response.headers["x-sie-request-id"], told
-                    assert every["message"], told
+                    assert body["code"] == response.headers["x-sie-error-code"], message
+                    assert every["request_id"] == response.headers["x-sie-request-id"], message
+                    assert every["message"], message
     assert len(ports) == 1, "the connection stayed open"
 
 
@@ -703,17 +707,17 @@ async def test_what_is_no_request_is_told_so_in_the_envelope(gateway: GatewayPro
         async with asyncio.timeout(30):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-            told = json.loads(await reader.readexactly(int(lines["content-length"])))
+            body = json.loads(await reader.readexactly(int(lines["content-length"])))
     status = int(head.split()[1])
     code = "PAYLOAD_TOO_LARGE" if status == 413 else "INVALID_INPUT"
-    assert (status, told["code"], lines["x-sie-error-code"]) == (
+    assert (status, body["code"], lines["x-sie-error-code"]) == (
         413 if "too large" in name else 400,
         code,
         code.lower(),
     )
     assert (lines["content-type"], lines["x-should-retry"]) == ("application/json", "false")
-    assert told == {"error": told["error"], "detail": told["error"], "code": code}
-    assert told["error"]["request_id"] == lines["x-sie-request-id"]
+    assert body == {"error": body["error"], "detail": body["error"], "code": code}
+    assert body["error"]["request_id"] == lines["x-sie-request-id"]
 
 
 TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
@@ -744,12 +748,12 @@ async def test_tei_has_its_own_statuses(place: Place) -> None:
     await place.cluster.sidecar()
     for path, body, status, kind, reason in TEI_REFUSED:
         answer = await gateway.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
-        told = answer.json()
-        assert (answer.status_code, told["error_type"], told["detail"]["reason"]) == (status, kind, reason), (
+        report = answer.json()
+        assert (answer.status_code, report["error_type"], report["detail"]["reason"]) == (status, kind, reason), (
             path,
-            told,
+            report,
         )
-        assert (told["error"], told["code"]) == (told["detail"]["message"], "INVALID_INPUT")
+        assert (report["error"], report["code"]) == (report["detail"]["message"], "INVALID_INPUT")
         assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
 
 
@@ -793,8 +797,8 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
         if "route" in wrong:  # where auth would be told first: who may not read is not told what there is
             headers["authorization"] = token
         answer = await gateway.client.post(path + model, content=body + " " * 500 * ("size" in wrong), headers=headers)
-        told = facts(answer)
-        assert expected in (told["code"], told.get("reason")), (STEPS[number], told)
+        facts_read = facts(answer)
+        assert expected in (facts_read["code"], facts_read.get("reason")), (STEPS[number], facts_read)
         if expected != "PROVISIONING":
             assert stream.last_sequence == 0, STEPS[number]
 
@@ -823,8 +827,8 @@ def test_the_page_is_the_code() -> None:
 
 def test_every_reason_is_on_the_page_beside_its_code() -> None:
     lines = errors_page.PAGE.read_text("utf-8").splitlines()
-    found = errors_page.reasons()
-    assert found["schema"] == {"INVALID_INPUT"}
-    for reason, codes in found.items():
+    reasons = errors_page.reasons()
+    assert reasons["schema"] == {"INVALID_INPUT"}
+    for reason, codes in reasons.items():
         (row,) = [line for line in lines if line.startswith(f"| `{reason}` |")]
         assert all(f"`{code}`" in row for code in codes), row

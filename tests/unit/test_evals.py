@@ -55,12 +55,12 @@ class Table:
             raise KeyboardInterrupt
         self.asked += len(texts)
         rows = np.array([self._rows[text] for text in texts], np.float32)
-        asked = (output.queries if is_query else output.documents)["output_dtype"]
-        if asked == "float16":
+        dtype = (output.queries if is_query else output.documents)["output_dtype"]
+        if dtype == "float16":
             return list(rows.astype(np.float16))
-        if asked == "int8":
+        if dtype == "int8":
             return list(np.round(rows / abs(rows).max(axis=1, keepdims=True) * 127).astype(np.int8))
-        return list(np.packbits(rows > 0, axis=1).view(np.int8) if asked == "binary" else rows)
+        return list(np.packbits(rows > 0, axis=1).view(np.int8) if dtype == "binary" else rows)
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         return [float(np.dot(self._rows[query], self._rows[document])) for document in documents]
@@ -86,9 +86,9 @@ def folder(
 
 
 def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
-    made = folder(tmp_path / "fruits")
+    task_folder = folder(tmp_path / "fruits")
     expected = Retrieval("fruits", {"a": "An apple", "b": "bread"}, {"1": "fruit"}, {"1": {"a": 2, "b": 0}})
-    assert tasks.find(str(made)) == tasks.find(f"beir/{made}") == expected
+    assert tasks.find(str(task_folder)) == tasks.find(f"beir/{task_folder}") == expected
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
 
 
 def test_the_shipped_tasks_are_those_of_the_package() -> None:
-    pairs, found = tasks.stsb(), tasks.stsb_retrieval()
+    pairs, task = tasks.stsb(), tasks.stsb_retrieval()
     assert len(pairs.gold) == 1379
     assert (pairs.left[0], pairs.gold[0]) == ("A girl is styling her hair.", 2.5)
-    assert set(found.qrels) == set(found.queries)
-    assert all(document in found.corpus for own in found.qrels.values() for document in own)
+    assert set(task.qrels) == set(task.queries)
+    assert all(document in task.corpus for own in task.qrels.values() for document in own)
     alike = {(a, b) for a, b, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True) if gold >= 4}
-    told = {(found.queries[query], found.corpus[key]) for query, own in found.qrels.items() for key in own}
-    assert told == alike
+    judged = {(task.queries[query], task.corpus[key]) for query, own in task.qrels.items() for key in own}
+    assert judged == alike
 
 
 def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> None:
@@ -168,23 +168,23 @@ def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
     rng = np.random.default_rng(1)
     documents = {f"d{number}": f"document {number}" for number in range(40)}
     queries = {f"q{number}": f"query {number}" for number in range(6)}
-    qrels = {query: {f"d{each}": int(rng.integers(1, 4)) for each in rng.choice(40, 5, False)} for query in queries}
+    qrels = {query: {f"d{number}": int(rng.integers(1, 4)) for number in rng.choice(40, 5, False)} for query in queries}
     rows = {text: rng.normal(size=8).tolist() for text in (*documents.values(), *queries.values())}
     task = Retrieval("random", documents, queries, qrels)
-    found = measured(task, Table(rows))
+    measurement = measured(task, Table(rows))
     for place, (query, text) in enumerate(queries.items()):
         asking = np.array(rows[text]) / np.linalg.norm(rows[text])
         cosine = {key: float(asking @ rows[own] / np.linalg.norm(rows[own])) for key, own in documents.items()}
         ranked = sorted(cosine, key=lambda key: -cosine[key])
         gains = [qrels[query].get(key, 0) for key in ranked]
         ideal = sorted(qrels[query].values(), reverse=True)
-        dcg, best = (sum(g / np.log2(rank + 2) for rank, g in enumerate(each[:10])) for each in (gains, ideal))
+        dcg, best = (sum(g / np.log2(rank + 2) for rank, g in enumerate(gain[:10])) for gain in (gains, ideal))
         hits = [rank for rank, gain in enumerate(gains) if gain]
-        assert found.values["ndcg@10"][place] == pytest.approx(dcg / best)
-        assert found.values["map"][place] == pytest.approx(
+        assert measurement.values["ndcg@10"][place] == pytest.approx(dcg / best)
+        assert measurement.values["map"][place] == pytest.approx(
             sum((number + 1) / (rank + 1) for number, rank in enumerate(hits)) / 5
         )
-        assert found.values["recall@10"][place] == pytest.approx(sum(rank < 10 for rank in hits) / 5)
+        assert measurement.values["recall@10"][place] == pytest.approx(sum(rank < 10 for rank in hits) / 5)
 
 
 @pytest.mark.parametrize("scores_pairs", [False, True])
@@ -193,9 +193,9 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
     texts = [f"text {number}" for number in range(20)]
     rows = {text: (row / np.linalg.norm(row)).tolist() for text in texts for row in [rng.normal(size=4)]}
     task = Similarity("pairs", texts[:10], texts[10:], rng.random(10).tolist())
-    found = measured(task, Table(rows, scores_pairs=scores_pairs))
+    measurement = measured(task, Table(rows, scores_pairs=scores_pairs))
     alike = [np.dot(rows[a], rows[b]) for a, b in zip(task.left, task.right, strict=True)]
-    assert found.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
+    assert measurement.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
 
 
 def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
@@ -203,13 +203,13 @@ def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
     sparse.main = outputs.find("sparse")
     plan = LoadPlan([], 1.0, 1.0)
     task = Mteb("any", None)
-    for source, given, message in (
+    for source, outputs_given, message in (
         (sparse, (), "table has sparse vectors: the library mteb compares only dense vectors"),
         (Table({}), ("int8",), "--outputs and --rerank"),
     ):
-        asked = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=given)
+        spec = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=outputs_given)
         with pytest.raises(CommandRefused, match=message):
-            list(evaluation._steps(evaluation._EvalContext(asked, task, [source], "cpu"), []))
+            list(evaluation._steps(evaluation._EvalContext(spec, task, [source], "cpu"), []))
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])
@@ -220,31 +220,31 @@ def test_a_similarity_of_another_output_is_near_that_of_floats(name: str) -> Non
     for number in range(40):  # pairs that are ever less alike
         rows[texts[40 + number]] = np.add(rows[texts[number]], rng.normal(size=256) * number / 10).tolist()
     task = Similarity("pairs", texts[:40], texts[40:], [float(40 - number) for number in range(40)])
-    floats, found = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
+    floats, measurement = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
     assert floats.scores["spearman"] > 0.95
-    assert found.scores["spearman"] > 0.9
+    assert measurement.scores["spearman"] > 0.9
 
 
 def test_a_reranker_orders_the_judged_documents_among_others() -> None:
     documents = {f"d{number}": f"document {number}" for number in range(100)}
     rows = {text: [1.0 / (number + 1), 0.0] for number, text in enumerate(documents.values())}
     task = Retrieval("reranked", documents, {"q": "query"}, {"q": {"d99": 1}})
-    found = measured(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
-    assert found.values["recall@100"] == [1.0]
-    assert found.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the worst of those that it was shown
+    measurement = measured(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
+    assert measurement.values["recall@100"] == [1.0]
+    assert measurement.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the worst of those that it was shown
 
 
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     rng = np.random.default_rng(3)
     good = rng.random(300)
-    one = Measurement("one", {"map": good.tolist()})
+    measurement = Measurement("one", {"map": good.tolist()})
     same = Measurement("same", {"map": (good + rng.normal(0, 0.05, 300)).tolist()})
     worse = Measurement("worse", {"map": (good - 0.1 + rng.normal(0, 0.05, 300)).tolist()})
-    near = quality.difference(one, same, "map")
+    near = quality.difference(measurement, same, "map")
     assert near.low < 0 < near.high
-    far = quality.difference(one, worse, "map")
+    far = quality.difference(measurement, worse, "map")
     assert 0.08 < far.low < far.value < far.high < 0.12
-    assert quality.difference(one, worse, "map") == far
+    assert quality.difference(measurement, worse, "map") == far
 
 
 def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> None:
@@ -252,10 +252,10 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
     reached = {"ndcg@10": 0.6, "map": 0.4}
     targets.save(file, "a/b", {"mine": targets.expected(reached, is_speed=False)})
     targets.save(file, "a/b", {"other": {"map": ScoreTarget(0.1)}})
-    known = targets.load(file, "a/b", "mine")
-    assert known == {"ndcg@10": ScoreTarget(0.6), "map": ScoreTarget(0.4)}
-    assert targets.missed(known, reached, "sie") == []
-    assert targets.missed(known, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
+    targets_read = targets.load(file, "a/b", "mine")
+    assert targets_read == {"ndcg@10": ScoreTarget(0.6), "map": ScoreTarget(0.4)}
+    assert targets.missed(targets_read, reached, "sie") == []
+    assert targets.missed(targets_read, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
         "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
     assert targets.missed({"map": ScoreTarget(0.1)}, {"spearman": 0.0}, "sie") == [
@@ -268,10 +268,10 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
     assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
-    known = targets.expected(scores, is_speed=True)
-    assert known["p99_ms"] == ScoreTarget(10.0, 1.0)
-    assert targets.missed(known, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
-    assert len(targets.missed(known, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
+    expectations = targets.expected(scores, is_speed=True)
+    assert expectations["p99_ms"] == ScoreTarget(10.0, 1.0)
+    assert targets.missed(expectations, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
+    assert len(targets.missed(expectations, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
 
 
 @pytest.mark.parametrize("text", ["a: 1", "a/b: {t: {map: {value: x}}}", "a/b: {t: {map: {valu: 1}}}", "]"])
@@ -287,23 +287,23 @@ def test_the_targets_of_the_catalogue_can_be_read() -> None:
 
 
 def test_a_report_has_a_row_of_each_source() -> None:
-    one, two = (
+    first, two = (
         Measurement(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
     )
-    made = report.of_quality(
-        "a/b", "mine", "2 queries", [one, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"], {}
+    report_made = report.of_quality(
+        "a/b", "mine", "2 queries", [first, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"], {}
     )
-    assert made.table == [
+    assert report_made.table == [
         ["source", "map", "bytes"],
         ["sie", "0.5000", "8"],
         ["<st>", "0.2500", "8"],
         ["targets", "0.6000 - 0.01", ""],
     ]
-    (row,) = made.figures()["differences"]
+    (row,) = report_made.figures()["differences"]
     assert (row["source"], row["reference"], row["value"]) == ("sie", "<st>", 0.25)
-    assert "| <st> | 0.2500 |" in made.markdown()
-    assert "* map: 0.5 is low" in made.markdown()
-    page = made.html()
+    assert "| <st> | 0.2500 |" in report_made.markdown()
+    assert "* map: 0.5 is low" in report_made.markdown()
+    page = report_made.html()
     assert "<td>&lt;st&gt;</td>" in page
     assert page.count("<svg") == 1
     alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [], {})
@@ -319,11 +319,11 @@ def test_the_cost_of_a_document_counts_documents_that_were_encoded(tmp_path: Pat
     documents = {"a": "one two three", "b": "four", "c": "five six"}
     rows = {text: [1.0, float(place)] for place, text in enumerate([*documents.values(), "a long question of words"])}
     task = Retrieval("made", documents, {"q": "a long question of words"}, {"q": {"a": 1}})
-    made = []
+    reports = []
     for _ in range(2):
         work = EvalWork(ResultCache(tmp_path), lambda done: None)
-        made.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
-    first, again = made
+        reports.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
+    first, again = reports
     assert first.cost is not None
     assert (first.cost.tokens, first.cost.ms > 0) == (2, True)
     assert again.cost is None, "the cache had all answers"
@@ -343,12 +343,12 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
         queries[query]: np.add(rows[documents[key]], rng.normal(0, 0.6, 64)).tolist() for query, key in near.items()
     }
     task = Retrieval("made", documents, queries, {query: {key: 1} for query, key in near.items()})
-    found = {
+    measurements = {
         name: measured(task, Table(rows), outputs.find(name)) for name in ("dense", "float16", "int8", "binary+rescore")
     }
-    assert [each.bytes_per_item for each in found.values()] == [256, 128, 64, 8]
-    for each in found.values():
-        assert each.scores["ndcg@10"] > 0.95, each.source
+    assert [entry.bytes_per_item for entry in measurements.values()] == [256, 128, 64, 8]
+    for measurement in measurements.values():
+        assert measurement.scores["ndcg@10"] > 0.95, measurement.source
     assert measured(task, Table(rows), outputs.find("binary")).scores["ndcg@10"] > 0.8
     with pytest.raises(CommandRefused, match="there is no output int4: expected some of dense, float16, int8"):
         outputs.find("int4")
@@ -356,11 +356,11 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
 
 
 def test_sparse_vectors_and_those_of_tokens_are_compared_by_their_definitions() -> None:
-    one = {"indices": np.array([1, 5], np.int32), "values": np.array([1.0, 2.0], np.float32)}
+    sparse_row = {"indices": np.array([1, 5], np.int32), "values": np.array([1.0, 2.0], np.float32)}
     two = {"indices": np.array([5, 9], np.int32), "values": np.array([3.0, 7.0], np.float32)}
     sparse = outputs.find("sparse")
-    assert sparse.similar([one], [one, two]).tolist() == [[5.0, 6.0]]
-    assert sparse.size(one) == 16
+    assert sparse.similar([sparse_row], [sparse_row, two]).tolist() == [[5.0, 6.0]]
+    assert sparse.size(sparse_row) == 16
     tokens = [np.eye(3, dtype=np.float32)[:2], np.eye(3, dtype=np.float32)[1:]]
     assert outputs.find("multivector").similar(tokens[:1], tokens).tolist() == [[2.0, 1.0]]
     assert outputs.find("muvera").similar([[2.0, 0.0]], [[3.0, 1.0]]).tolist() == [[6.0]]  # no cosine
@@ -373,8 +373,8 @@ def test_documents_in_chunks_are_ranked_by_their_nearest_chunk() -> None:
     result = {"chunks": [{"dense": np.array(row, np.float32)} for row in ([1, 0], [0, 2])]}
     document = late.vector(result)
     assert (document.tolist(), late.size(document)) == ([[1, 0], [0, 2]], 16)
-    other = np.array([[-1, 0]], np.float32)
-    assert late.similar([[0, 3], [1, 0]], [document, other, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
+    ints = np.array([[-1, 0]], np.float32)
+    assert late.similar([[0, 3], [1, 0]], [document, ints, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
     with pytest.raises(CommandRefused, match="there is no output chunks=0"):
         outputs.find("chunks=0")
 
@@ -400,9 +400,11 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     task = Retrieval("made", documents, {"q": "query"}, {"q": {"d20": 1}})
 
     def run(source: Table) -> tuple[Measurement, int]:
-        kept = ResultCache(tmp_path)
-        with kept.until_done():
-            return quality.measure(task, EvalStep(source, DENSE), EvalWork(kept, lambda done: None)), kept.reused_texts
+        cache = ResultCache(tmp_path)
+        with cache.until_done():
+            return quality.measure(
+                task, EvalStep(source, DENSE), EvalWork(cache, lambda done: None)
+            ), cache.reused_texts
 
     whole = run(Table(rows, identity=["model 1"]))[0]
     assert list(tmp_path.iterdir()) == []
@@ -420,17 +422,17 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(KeyboardInterrupt):
         run(failing())
-    other = Table(rows, identity=["model 2"])
-    assert run(other) == (whole, 0)
-    assert other.asked == 36
+    second_table = Table(rows, identity=["model 2"])
+    assert run(second_table) == (whole, 0)
+    assert second_table.asked == 36
 
 
 def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None:
     def made(values: list[float], version: str) -> results.StoredReport:
         queries = {f"q{number}": f"text {number}" for number in range(20)}
-        found = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
+        report_made = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
         about = {**results.about({"fingerprint": version}, "cpu"), "version": version}
-        return results.read(results.store(tmp_path, found, about))
+        return results.read(results.store(tmp_path, report_made, about))
 
     old, new = made([0.5] * 20, "1"), made([0.5] * 19 + [0.1], "2")
     assert results.last(tmp_path, "a/b", "mine", "quality", "cpu") == new
@@ -482,18 +484,20 @@ def test_a_source_that_nobody_knows_is_refused(sources: str, message: str) -> No
 @contextmanager
 def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, list[Any]]]:
     """Gives these answers, by path; what it is asked is kept."""
-    asked: list[Any] = []
+    bodies: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append((self.path, body))
-            made = answers[self.path]
-            told = made if isinstance(made, bytes) else json.dumps(made(body) if callable(made) else made).encode()
+            bodies.append((self.path, body))
+            reply = answers[self.path]
+            reply_body = (
+                reply if isinstance(reply, bytes) else json.dumps(reply(body) if callable(reply) else reply).encode()
+            )
             self.send_response(status)
-            self.send_header("content-length", str(len(told)))
+            self.send_header("content-length", str(len(reply_body)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(reply_body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -502,7 +506,7 @@ def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, li
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_port}", asked
+            yield f"http://127.0.0.1:{listening.server_port}", bodies
         finally:
             listening.shutdown()
             thread.join()
@@ -517,12 +521,12 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         rows = [{"index": place, "relevance_score": float(text)} for place, text in enumerate(body["documents"])]
         return {"results": rows[::-1]}
 
-    with server({"/embeddings": vectors, "/rerank": ranked}) as (url, asked), httpx.Client(base_url=url) as client:
+    with server({"/embeddings": vectors, "/rerank": ranked}) as (url, requests), httpx.Client(base_url=url) as client:
         source = ServerSource("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False)
         texts = [str(number) for number in range(BATCH + 3)]
         assert [row[0] for row in source.vectors(texts, DENSE, is_query=False)] == list(range(BATCH + 3))
         assert source.scores("q", texts) == list(range(BATCH + 3))
-        assert [len(body.get("input", body.get("documents"))) for _, body in asked] == [BATCH, 3, BATCH, 3]
+        assert [len(body.get("input", body.get("documents"))) for _, body in requests] == [BATCH, 3, BATCH, 3]
 
 
 @pytest.mark.parametrize(

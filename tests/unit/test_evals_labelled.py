@@ -54,9 +54,9 @@ def scores_by_kind(measurement: Measurement) -> dict[str, dict[str, float]]:
 
 def test_an_entity_is_right_if_its_place_and_its_kind_are() -> None:
     task = task_of("entities", ("Ada in Paris", [(0, 3, "a"), (7, 12, "b")]), ("Bob", [(0, 3, "a")]))
-    found = measured(task, [[(0, 3, "a"), (7, 12, "a")], [(0, 2, "a")]])
-    assert found.scores == pytest.approx({"precision": 1 / 3, "recall": 1 / 3, "f1": 1 / 3})
-    by_kind = scores_by_kind(found)
+    measurement = measured(task, [[(0, 3, "a"), (7, 12, "a")], [(0, 2, "a")]])
+    assert measurement.scores == pytest.approx({"precision": 1 / 3, "recall": 1 / 3, "f1": 1 / 3})
+    by_kind = scores_by_kind(measurement)
     assert by_kind["a (2)"] == pytest.approx({"precision": 1 / 3, "recall": 1 / 2, "f1": 2 / 5})
     assert by_kind["b (1)"]["recall"] == 0
     assert math.isnan(by_kind["b (1)"]["precision"]), "nothing of this kind was found"
@@ -64,16 +64,16 @@ def test_an_entity_is_right_if_its_place_and_its_kind_are() -> None:
 
 def test_a_relation_is_right_if_both_ends_and_their_order_are() -> None:
     task = task_of("relations", ("", [("Ada", "a", "Bank"), ("Bob", "b", "Rome")]))
-    found = measured(task, [[("Ada", "a", "Bank"), ("Rome", "b", "Bob"), ("Ada", "a", "Bank")]])
-    assert found.scores == pytest.approx({"precision": 1 / 2, "recall": 1 / 2, "f1": 1 / 2})
-    assert scores_by_kind(found)["b (1)"]["recall"] == 0
+    measurement = measured(task, [[("Ada", "a", "Bank"), ("Rome", "b", "Bob"), ("Ada", "a", "Bank")]])
+    assert measurement.scores == pytest.approx({"precision": 1 / 2, "recall": 1 / 2, "f1": 1 / 2})
+    assert scores_by_kind(measurement)["b (1)"]["recall"] == 0
 
 
 def test_a_class_is_right_if_it_is_the_one_of_the_text() -> None:
     task = task_of("classes", ("x", [("a",)]), ("y", [("b",)]), ("z", [("b",)]))
-    found = measured(task, [[("a",)], [("a",)], [("b",)]])
-    assert found.scores["f1"] == pytest.approx(2 / 3)
-    assert scores_by_kind(found)["a (1)"] == pytest.approx({"precision": 1 / 2, "recall": 1, "f1": 2 / 3})
+    measurement = measured(task, [[("a",)], [("a",)], [("b",)]])
+    assert measurement.scores["f1"] == pytest.approx(2 / 3)
+    assert scores_by_kind(measurement)["a (1)"] == pytest.approx({"precision": 1 / 2, "recall": 1, "f1": 2 / 3})
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,11 @@ def test_a_class_is_right_if_it_is_the_one_of_the_text() -> None:
 )
 def test_a_part_leaks_if_a_letter_or_digit_of_it_stays(spans: list[Fact], scores: Mapping[str, float]) -> None:
     task = task_of("redaction", ("Ada Lee paid.", [(0, 7, "person")]))
-    found = measured(task, [spans])
-    assert found.scores == pytest.approx(scores, nan_ok=True)
-    assert scores_by_kind(found) == {"person (1)": {name: pytest.approx(scores[name]) for name in ("recall", LEAK)}}
+    measurement = measured(task, [spans])
+    assert measurement.scores == pytest.approx(scores, nan_ok=True)
+    assert scores_by_kind(measurement) == {
+        "person (1)": {name: pytest.approx(scores[name]) for name in ("recall", LEAK)}
+    }
 
 
 def test_an_interval_of_a_ratio_comes_from_its_texts() -> None:
@@ -106,18 +108,18 @@ def test_a_report_has_a_row_of_each_kind_and_two_results_are_compared_by_them(tm
     task = task_of("redaction", ("Ada Lee paid.", [(0, 7, "person")]), ("At 1.2.3.4", [(3, 10, "ip")]))
 
     def stored(answers: Sequence[Sequence[Fact]]) -> tuple[EvalReport, results.StoredReport]:
-        made = report.of_quality("a/b", "mine", "2 texts", [measured(task, answers)], {}, [], {})
-        return made, results.read(results.store(tmp_path, made, results.about({}, "cpu")))
+        report_made = report.of_quality("a/b", "mine", "2 texts", [measured(task, answers)], {}, [], {})
+        return report_made, results.read(results.store(tmp_path, report_made, results.about({}, "cpu")))
 
-    made, old = stored([[(0, 7, "x")], [(3, 10, "x")]])
-    assert made.table == [
+    cached, old = stored([[(0, 7, "x")], [(3, 10, "x")]])
+    assert cached.table == [
         ["source", "leak", "f1", "precision", "recall"],
         ["answers", "0.0000", "1.0000", "1.0000", "1.0000"],
         ["answers, ip (1)", "0.0000", "-", "-", "1.0000"],
         ["answers, person (1)", "0.0000", "-", "-", "1.0000"],
     ]
-    json.dumps(made.figures(), allow_nan=False)
-    assert "weights" not in json.dumps(made.figures(with_values=False))
+    json.dumps(cached.figures(), allow_nan=False)
+    assert "weights" not in json.dumps(cached.figures(with_values=False))
     _, new = stored([[(0, 7, "x")], []])
     table, _ = results.compared(old, new)
     changes = {(row[0], row[1]): row[2:4] for row in table}
@@ -135,8 +137,8 @@ def test_answers_are_kept_until_the_evaluation_ends(tmp_path: Path) -> None:
     task = task_of("entities", ("Ada", [(0, 3, "a")]))
     for reused in (0, 1):
         cache = ResultCache(tmp_path)
-        found = quality.measure(task, EvalStep(source, DENSE), EvalWork(cache, lambda done: None))
-        assert found.scores["f1"] == 1
+        measurement = quality.measure(task, EvalStep(source, DENSE), EvalWork(cache, lambda done: None))
+        assert measurement.scores["f1"] == 1
         assert (cache.reused_texts, source.asked) == (reused, 1)
 
 
@@ -175,9 +177,9 @@ def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
 def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
     """Each format of docs/redaction.md's table is replaced for all values, or missed for all."""
     task = labelled_tasks.redaction_forms()
-    found = of_source(task, Patterns())
+    measurement = of_source(task, Patterns())
     rows: dict[str, list[tuple[str, float]]] = {}
-    for name, scores in scores_by_kind(found).items():
+    for name, scores in scores_by_kind(measurement).items():
         kind, _, form = name.rpartition(" (")[0].partition(", ")
         rows.setdefault(kind, []).append((form, 1 - scores[LEAK]))
     page = (DOCS / "redaction.md").read_text("utf-8")
@@ -191,9 +193,9 @@ def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
 
 def test_a_plain_value_of_each_kind_is_found() -> None:
     """Otherwise the values would not be valid, and the figures would say nothing."""
-    found = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
+    scores = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
     for kind, formats in labelled_tasks.FORMATS.items():
-        assert found[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
+        assert scores[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
 
 
 class Client:
@@ -217,9 +219,9 @@ class Client:
 
 
 def cluster(**info: Any) -> tuple[Sie, Client]:
-    known = {"outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "needs_labels": True, **info}
+    expected_names = {"outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "needs_labels": True, **info}
     client: Any = Client()
-    return Sie("sie", client, "a/b", "http://127.0.0.1", None, known), client
+    return Sie("sie", client, "a/b", "http://127.0.0.1", None, expected_names), client
 
 
 FACTS: dict[FactKind, Fact] = {

@@ -14,21 +14,21 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in found if getattr(call.func, "id", getattr(call.func, "attr", "")) == "failpoint"]
+    result = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in result if getattr(call.func, "id", getattr(call.func, "attr", "")) == "failpoint"]
 
 
 @functools.cache
 def names() -> list[tuple[str, str]]:
     """Folder and name of every failpoint in the product."""
-    found = []
+    result = []
     for folder in measure.PACKAGES:
         for module in measure.modules(folder):
             for call in calls(module.tree):
                 (argument,) = call.args
                 assert isinstance(argument, ast.Constant), f"{module.file}:{call.lineno}: its name is not written there"
-                found.append((folder, argument.value))
-    return found
+                result.append((folder, argument.value))
+    return result
 
 
 def test_every_failpoint_is_armed_by_a_test_and_nothing_else_is() -> None:

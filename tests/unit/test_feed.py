@@ -54,9 +54,9 @@ class Config:
         if self.down:
             raise ConfigUnavailable("down")
         models = (ConfigModel("a/one", entry("a/one", self.number), self.number, written=self.number),)
-        found = ConfigExport(self.at, models if self.models is None else self.models, BUNDLES)
+        result = ConfigExport(self.at, models if self.models is None else self.models, BUNDLES)
         await self.open.wait()
-        return found
+        return result
 
     async def epoch(self) -> ConfigEpoch:
         self.polls += 1
@@ -74,8 +74,8 @@ class Reader:
     def __init__(self, server: MemoryServer, config: Config, **options: Any) -> None:
         self.server, self.config, self.stop = server, config, Stop()
         self.broker = server.connect("reader")
-        given = {"trusted": ("sie-config",), "poll_s": 3600.0, "full_export_s": 0.0, **options}
-        self.feed = CatalogueFeed(self.broker, config, **given)
+        arguments = {"trusted": ("sie-config",), "poll_s": 3600.0, "full_export_s": 0.0, **options}
+        self.feed = CatalogueFeed(self.broker, config, **arguments)
         self.served: list[str] = []
         self.feed.on_change(lambda: self.served.append(self.feed.catalogue.epoch))
         self.task = asyncio.create_task(self.feed.run(self.stop))

@@ -43,8 +43,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         yield cluster
 
 
-def texts(found: Iterable[ClusterFinding]) -> list[str]:
-    return [finding.wrong for finding in found]
+def texts(result: Iterable[ClusterFinding]) -> list[str]:
+    return [finding.wrong for finding in result]
 
 
 def error(error_class: LoadErrorClass, message: str = "why") -> ErrorInfo:
@@ -96,10 +96,10 @@ REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("error_class", CLASSES)
 def test_the_remedy_of_a_failed_load_is_that_of_its_error_class(error_class: LoadErrorClass) -> None:
-    (found,) = of_loads([("w0", {"m:half": error(error_class)})])
+    (finding,) = of_loads([("w0", {"m:half": error(error_class)})])
     needed, misleading = REMEDIES[error_class]
-    assert [words for words in needed if words not in found.fix] == []
-    assert [words for words in misleading if words in found.fix] == []
+    assert [words for words in needed if words not in finding.fix] == []
+    assert [words for words in misleading if words in finding.fix] == []
 
 
 def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
@@ -121,9 +121,9 @@ def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
     ],
 )
 def test_an_unhealthy_worker_is_listed_with_its_reason(reason: str, remedy: str) -> None:
-    (found,) = of_workers([msgspec.structs.replace(WORKER, healthy=False, reason=reason)])
-    assert found.wrong == f"worker w0 (_default.l4.default) is not healthy{': ' if reason else ''}{reason}"
-    assert remedy in found.fix
+    (finding,) = of_workers([msgspec.structs.replace(WORKER, healthy=False, reason=reason)])
+    assert finding.wrong == f"worker w0 (_default.l4.default) is not healthy{': ' if reason else ''}{reason}"
+    assert remedy in finding.fix
 
 
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
@@ -134,15 +134,15 @@ def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "errors", "found"),
+    ("requests", "errors", "expected"),
     [
         (0, {}, []),
         (1000, {"QUEUE_FULL": 10}, []),
         (1000, {"RATE_LIMITED": 11, "QUEUE_FULL": 373, "INVALID_INPUT": 600}, ["373 of 1000", "11 of 1000"]),
     ],
 )
-def test_refusals_count_from_one_percent_on(requests: int, errors: dict[str, int], found: list[str]) -> None:
-    assert [text.partition(" requests")[0] for text in texts(of_refusals(requests, errors))] == found
+def test_refusals_count_from_one_percent_on(requests: int, errors: dict[str, int], expected: list[str]) -> None:
+    assert [text.partition(" requests")[0] for text in texts(of_refusals(requests, errors))] == expected
 
 
 def test_a_queue_is_found_if_its_work_is_old_or_its_length_grows() -> None:
@@ -154,25 +154,26 @@ def test_a_queue_is_found_if_its_work_is_old_or_its_length_grows() -> None:
     assert at(filled(10, 20, 90)) == [], "it is short"
     assert at(filled(400, 450, 500)) == [], "it grew by less than half"
     trend = filled(100, 200, 300)
-    (found,) = at(trend, QUEUE, WORKER)
+    (finding,) = at(trend, QUEUE, WORKER)
     assert (
-        found.wrong == "the queue of _default.l4.default grew from 100 to 300 messages in 60 s; its healthy workers: 1"
+        finding.wrong
+        == "the queue of _default.l4.default grew from 100 to 300 messages in 60 s; its healthy workers: 1"
     )
-    assert "`--workers`" in found.fix
+    assert "`--workers`" in finding.fix
     trend.sample(None)
     assert at(trend) == [], "the length was not known meanwhile"
-    (found,) = at(trend, msgspec.structs.replace(QUEUE, oldest_s=61.0))
+    (finding,) = at(trend, msgspec.structs.replace(QUEUE, oldest_s=61.0))
     assert (
-        found.wrong
+        finding.wrong
         == "the queue of _default.l4.default has 10 messages, the oldest is 61 s old; its healthy workers: 0"
     )
-    assert found.fix.startswith("start one: `sie sidecar`")
+    assert finding.fix.startswith("start one: `sie sidecar`")
 
 
 def test_the_pool_of_another_key_is_not_named() -> None:
     queue = msgspec.structs.replace(QUEUE, pool="secret", oldest_s=61.0)
-    (found,) = of_queues([queue], [], filled(10), lambda pool: False)
-    assert "secret" not in found.wrong
+    (finding,) = of_queues([queue], [], filled(10), lambda pool: False)
+    assert "secret" not in finding.wrong
 
 
 def test_each_command_of_a_remedy_exists() -> None:
@@ -199,7 +200,7 @@ async def test_a_page_reads_the_findings_of_its_gateway(cluster: InProcess) -> N
     gateway = await cluster.gateway()
 
     async def found() -> list[str]:
-        return [each["check"] for each in (await gateway.client.get("/v1/cluster")).json()["findings"]]
+        return [finding["check"] for finding in (await gateway.client.get("/v1/cluster")).json()["findings"]]
 
     async def is_well() -> bool:
         return await found() == []

@@ -97,7 +97,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
     now_s = 0.0
     trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
     with caplog.at_level(logging.INFO):
-        for now_s, told in (
+        for now_s, count in (
             (0.0, 0),
             (QUIET_S - 0.1, 0),
             (QUIET_S, 1),
@@ -106,7 +106,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
             (2 * START_S, 2),
         ):
             trouble.met("nobody is there")
-            assert len(caplog.records) == told, now_s
+            assert len(caplog.records) == count, now_s
         trouble.passed()
         trouble.met("nobody is there")
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
@@ -114,12 +114,12 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
 
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
     """Other processes drain meanwhile, so the line of the one that refused it is far above."""
-    said: list[tuple[str, str]] = []
-    supervisor = Supervisor(lambda child, line, level: said.append((child, line)))
+    lines: list[tuple[str, str]] = []
+    supervisor = Supervisor(lambda child, line, level: lines.append((child, line)))
     code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
-    assert said == [("adapter", "error: SIE_DEVICE: there is none")]
+    assert lines == [("adapter", "error: SIE_DEVICE: there is none")]
 
 
 def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,10 +185,10 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
         run._greet()
         return 0
 
-    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    expected_names = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--standalone", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
     with (
-        mock.patch.dict(os.environ, known | environ, clear=True),
+        mock.patch.dict(os.environ, expected_names | environ, clear=True),
         mock.patch.object(processes.LocalCluster, "run", greeted),
     ):
         done = CliRunner().invoke(main, argv)
@@ -227,6 +227,6 @@ def test_the_request_to_try_is_one_that_this_server_answers(
 
 @pytest.mark.parametrize(("mode", "has_keys"), [("none", False), ("static", False), ("token", True)])
 def test_how_a_key_is_made_is_said_where_there_are_keys(tmp_path: Path, mode: str, has_keys: bool) -> None:
-    told = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
-    assert ("sie keys create" in told.get("keys", "")) == has_keys
-    assert ("-H 'Authorization: Bearer TOKEN'" in told["try"]) == (mode != "none")
+    output = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
+    assert ("sie keys create" in output.get("keys", "")) == has_keys
+    assert ("-H 'Authorization: Bearer TOKEN'" in output["try"]) == (mode != "none")

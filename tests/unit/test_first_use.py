@@ -29,16 +29,16 @@ print("get_class_annotations" in names)
     "use", [f"entries.parse_entry({ENTRY!r})", f"manifest.decode(json.dumps({MANIFEST!r}).encode())"]
 )
 def test_a_type_that_threads_decode_is_learnt_at_import(use: str) -> None:
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert told.stdout.split() == ["False"]
+    assert process.stdout.split() == ["False"]
 
 
 def test_a_type_that_was_never_used_is_learnt_at_its_first_use() -> None:
     """Or else the test above would not see it."""
     use = "import msgspec; T = msgspec.defstruct('T', [('a', 'int')]); msgspec.json.decode(b'{\"a\": 1}', type=T)"
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert told.stdout.split() == ["True"]
+    assert process.stdout.split() == ["True"]

@@ -74,8 +74,8 @@ class Plain:
     seen: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
     def healthy(self, now_s: float) -> list[Heartbeat]:
-        found = sorted(self.seen.items())
-        return [beat for _, (at_s, beat) in found if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
+        workers = sorted(self.seen.items())
+        return [beat for _, (at_s, beat) in workers if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
 
     def starting(self, now_s: float) -> list[Heartbeat]:
         return [
@@ -89,7 +89,7 @@ class Plain:
         return [
             beat
             for beat in self.of_lane(lane, now_s)
-            if any(each.model == model and each.state == "loaded" for each in beat.models)
+            if any(entry.model == model and entry.state == "loaded" for entry in beat.models)
         ]
 
 
@@ -100,35 +100,35 @@ def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[
     fleet = fleet_of(clock)
     for beat, passed_s in events:
         fleet.note(beat)
-        plain.seen = {name: each for name, each in plain.seen.items() if clock.now_s - each[0] < 10 * TIMEOUT_S}
+        plain.seen = {name: worker for name, worker in plain.seen.items() if clock.now_s - worker[0] < 10 * TIMEOUT_S}
         plain.seen[beat.worker] = (clock.now_s, beat)
         clock.now_s += passed_s
         healthy = plain.healthy(clock.now_s)
         assert fleet.healthy() == healthy
-        assert fleet.workers() == [(each, each in healthy) for _, (_, each) in sorted(plain.seen.items())]
+        assert fleet.workers() == [(name, name in healthy) for _, (_, name) in sorted(plain.seen.items())]
         for pool in ("_default", "team"):
             for model in ("m0", "m1"):
-                serving = [each for each in healthy if each.pool == pool]
+                serving = [name for name in healthy if name.pool == pool]
                 hosts = [host for lane in lanes(pool) for host in plain.hosts(lane, model, clock.now_s)]
-                loaded = [each for each in serving if each in hosts]
-                expected = min((each.machine_profile for each in loaded or serving), default=SETTINGS.profile)
+                loaded = [name for name in serving if name in hosts]
+                expected = min((name.machine_profile for name in loaded or serving), default=SETTINGS.profile)
                 lane = fleet.lane(resolved(model), pool=pool, machine_profile="", known_pools=("_default", "team"))
                 assert lane == Lane(pool, expected, "default")
                 assert fleet.of_lane(lane) == plain.of_lane(lane, clock.now_s)
                 assert fleet.hosts(lane, model) == plain.hosts(lane, model, clock.now_s)
-                told = [(each, ("loading", "failed")) for each in plain.starting(clock.now_s)]
-                told = sorted([*told, *((each, STATES) for each in healthy)], key=lambda pair: pair[0].worker)
+                report = [(name, ("loading", "failed")) for name in plain.starting(clock.now_s)]
+                report = sorted([*report, *((name, STATES) for name in healthy)], key=lambda pair: pair[0].worker)
                 reports = [
-                    (each, status)
-                    for each, states in told
-                    for status in each.models
+                    (name, status)
+                    for name, states in report
+                    for status in name.models
                     if status.model == model and status.state in states
                 ]
                 assert fleet.model(model)[1] == reports
                 is_loading = any(
                     status.state == "unloading" or (status.model == model and status.state == "loading")
-                    for each in plain.of_lane(lane, clock.now_s)
-                    for status in each.models
+                    for name in plain.of_lane(lane, clock.now_s)
+                    for status in name.models
                 )
                 assert (fleet.loading_left_s(lane, model) is not None) == is_loading
 
@@ -137,10 +137,10 @@ def lanes(pool: str) -> list[Lane]:
     return [Lane(pool, profile, "default") for profile in ("cpu", "l4")]
 
 
-def filled(workers: int, each: int = 10) -> Fleet:
+def filled(workers: int, count: int = 10) -> Fleet:
     fleet = fleet_of(Clock())
     for number in range(workers):
-        statuses = tuple(ModelStatus(f"m{number * each + index}", "loaded", load_s=1.0) for index in range(each))
+        statuses = tuple(ModelStatus(f"m{number * count + index}", "loaded", load_s=1.0) for index in range(count))
         fleet.note(Heartbeat(f"w{number:04}", "_default", "cpu", "default", True, "", models=statuses))
     return fleet
 
@@ -160,13 +160,13 @@ def test_what_a_request_asks_costs_the_same_with_one_worker_and_with_a_thousand(
     ask = QUESTIONS[question]
 
     def cost_s(fleet: Fleet) -> float:
-        found = []
+        result = []
         for _ in range(7):
             before_s = time.perf_counter()
             for _ in range(100):
                 ask(fleet)
-            found.append(time.perf_counter() - before_s)
-        return min(found)
+            result.append(time.perf_counter() - before_s)
+        return min(result)
 
     assert cost_s(filled(1000)) < 5 * cost_s(filled(1)), "a look at all workers would be hundreds of times as much"
 
@@ -195,9 +195,11 @@ def placed(
     for profile, is_loaded in live.items():
         statuses = (ModelStatus("m", "loaded"),) if is_loaded else ()
         fleet.note(Heartbeat(profile, pool, profile, bundle, True, "", models=statuses))
-    found = resolved("m", bundle)
-    found.entry.machine_profiles = entry  # type: ignore[misc]  # of the plain object that stands for an entry
-    return fleet.lane(found, pool=pool, machine_profile=named, known_pools=("_default", "team")).machine_profile
+    resolved_model = resolved("m", bundle)
+    resolved_model.entry.machine_profiles = entry  # type: ignore[misc]  # of the plain object that stands for an entry
+    return fleet.lane(
+        resolved_model, pool=pool, machine_profile=named, known_pools=("_default", "team")
+    ).machine_profile
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_parts_are_kept_once_and_in_any_order() -> None:
 
 def test_two_attempts_at_a_chunk_do_not_mix() -> None:
     fragments = Fragments()
-    one, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
-    assert (one.missing, two.missing) == (2, 2)
+    fragment, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
+    assert (fragment.missing, two.missing) == (2, 2)
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
@@ -329,12 +329,12 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
     collector = side.inbox.open("r", 1)
     harmless: list[bytes] = []
     relay = await relayed(side, harmless)
-    seen = 0
+    count = 0
 
     async def drop_once(message: CoreMessage) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 4:
+        nonlocal count
+        count += 1
+        if count == 4:
             side.inbox._fragments.drop_request("r")
         await side.worker.send(relay, message.data, message.reply)
 
@@ -342,7 +342,7 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
     delivery = await side.answer(result_of("r", 100), reply="lossy")
     await collector.wait(WAIT_S)
     assert (delivery.acks, side.outcomes("damaged")) == (1, 0)
-    assert seen > len(parts_of(result_of("r", 100)))
+    assert count > len(parts_of(result_of("r", 100)))
 
 
 async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) -> None:

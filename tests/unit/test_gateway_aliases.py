@@ -36,9 +36,9 @@ ONE, TWO = toy_entry("toy/one"), toy_entry("toy/two", prompts={"document": "pass
 
 
 def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
-    found = parse_document({"id": name, "alias": list(targets), **more})
-    assert isinstance(found, Alias)
-    return found
+    parsed = parse_document({"id": name, "alias": list(targets), **more})
+    assert isinstance(parsed, Alias)
+    return parsed
 
 
 class Aliased(Source):
@@ -49,11 +49,11 @@ class Aliased(Source):
         self.aliases: dict[str, Alias] = {}
 
     async def export(self) -> ConfigExport:
-        made = await super().export()
+        created = await super().export()
         more = tuple(
-            ConfigModel(name, msgspec.to_builtins(each), self._revision) for name, each in self.aliases.items()
+            ConfigModel(name, msgspec.to_builtins(entry), self._revision) for name, entry in self.aliases.items()
         )
-        return msgspec.structs.replace(made, models=(*made.models, *more))
+        return msgspec.structs.replace(created, models=(*created.models, *more))
 
 
 class Served(NamedTuple):
@@ -62,12 +62,12 @@ class Served(NamedTuple):
     adapter: FakeAdapter
     source: Aliased
 
-    async def write(self, found: Alias) -> None:
+    async def write(self, result: Alias) -> None:
         """As the config service does: stored, then told."""
         before = self.source.present_epoch
-        self.source.aliases[found.id] = found
+        self.source.aliases[result.id] = result
         self.source._revision += 1
-        delta = ConfigDelta("sie-config", before, self.source.present_epoch, found.id, 1, msgspec.to_builtins(found))
+        delta = ConfigDelta("sie-config", before, self.source.present_epoch, result.id, 1, msgspec.to_builtins(result))
         await self.cluster.send(topology.config_subject("default"), messages.encode(delta))
 
     async def shadows(self, result: str) -> float:
@@ -125,17 +125,17 @@ async def test_the_models_api_and_the_config_reads_show_aliases(served: Served) 
     await served.write(alias({"model": "toy/one", "weight": 3}, "toy/two", shadow="toy/two", force=True))
     info = await served.targets(2)
     targets = [{"model": "toy/one", "weight": 3}, {"model": "toy/two", "weight": 1}]
-    nothing = {"copies": {}, "cosine": None, "rank": None, "served_ms": None, "shadow_ms": None}
-    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0, "figures": nothing}}
-    one = await served.get("/v1/models/toy/one")
+    empty = {"copies": {}, "cosine": None, "rank": None, "served_ms": None, "shadow_ms": None}
+    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0, "figures": empty}}
+    response = await served.get("/v1/models/toy/one")
     same = {name: value for name, value in info.items() if name not in ("id", "name", "owned_by", "alias")}
-    assert same == {name: value for name, value in one.items() if name not in ("id", "name", "owned_by")}
+    assert same == {name: value for name, value in response.items() if name not in ("id", "name", "owned_by")}
     listed = (await served.get("/v1/models"))["data"]
-    assert [each["id"] for each in listed] == ["toy/one", "toy/two", "search"]
+    assert [entry["id"] for entry in listed] == ["toy/one", "toy/two", "search"]
     assert listed[-1] == info
     configs = (await served.get("/v1/configs/models"))["models"]
     written = [{"model": "toy/one", "weight": 3}, {"model": "toy/two"}]
-    assert [each for each in configs if "alias" in each] == [
+    assert [config for config in configs if "alias" in config] == [
         {"model_id": "search", "profiles": ["default"], "source": "catalogue", "alias": written}
     ]
     assert (await served.get("/v1/configs/models/search"))["shadow"] == {"model": "toy/two"}
@@ -149,17 +149,17 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
     await served.write(both)
     await served.targets(2)
     keys = [f"index {number}" for number in range(12)]
-    wanted = {key: choose(both, f"named {key}").model for key in keys}
-    assert set(wanted.values()) == {"toy/one", "toy/two"}
+    models = {key: choose(both, f"named {key}").model for key in keys}
+    assert set(models.values()) == {"toy/one", "toy/two"}
     for _ in range(2):
         for key in keys:
             assert (await served.gateway.encode("x", model="search", X_SIE_Route_Key=key)).headers[
                 "x-sie-model"
-            ] == wanted[key]
+            ] == models[key]
     body = {"model": "search", "input": "x"}
     for key in keys[:4]:
         answer = await served.gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Route-Key": key})
-        assert answer.headers["x-sie-model"] == wanted[key]
+        assert answer.headers["x-sie-model"] == models[key]
     nobody = {(await served.gateway.encode("x", model="search")).headers["x-sie-model"] for _ in range(6)}
     assert nobody == {choose(both, "client 127.0.0.1").model}
     wrong = await served.gateway.encode("x", model="search", X_SIE_Route_Key="k" * 129)
@@ -260,7 +260,7 @@ def finished(
     count = len(scores or values)
     items = tuple(RequestItem(text=f"text {number}") for number in range(count))
     options = RequestOptions(RunOptions(**run))
-    found = RequestResult(
+    output = RequestResult(
         PlannedRequest("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {}
     )
     outcomes: list[Any] = [Ok({}, score=score) for score in scores]
@@ -272,8 +272,8 @@ def finished(
         outcomes.append(Ok({"dense": messages.ArraySlice("<f4", value.shape, len(block))}))
         block += value.astype("<f4").tobytes()
     result = WorkResult("r", 0, "w", tuple(outcomes), block)
-    found.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
-    return found
+    output.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
+    return output
 
 
 class Harness:
@@ -307,19 +307,20 @@ class Harness:
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
         return self.wait_s if priority == self.waits else 0.0
 
-    async def run(self, call: Call, asked: InferRequest) -> RequestResult:
-        self.ran.append((call, asked))
+    async def run(self, call: Call, request: InferRequest) -> RequestResult:
+        self.ran.append((call, request))
         await self.gate.wait()
         if isinstance(self.answer, SIEError):
             raise self.answer
         return self.answer
 
-    async def after(self, found: RequestResult | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
+    async def after(self, result: RequestResult | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
         """What the counter says after one more request."""
-        found = found or finished()
-        asked = InferRequest("encode", found.request.resolved, found.request.items, {"items": []})
+        result = result or finished()
+        request = InferRequest("encode", result.request.resolved, result.request.items, {"items": []})
         self.shadows.after(
-            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": asked, **call}), found
+            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": request, **call}),
+            result,
         )
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
@@ -341,10 +342,10 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     harness = Harness()
     texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MAX_ITEMS + 3))
     assert await harness.after(finished(values=texts)) == {"done": 1}
-    ((call, asked),) = harness.ran
+    ((call, request),) = harness.ran
     assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
     assert call.key == shadow.KEY
-    assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
+    assert (request.priority, request.resolved.canonical, len(request.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 
 async def test_the_share_is_exact() -> None:
@@ -456,12 +457,12 @@ async def test_what_is_not_copied() -> None:
 )
 async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
     """A copy keeps them after the answer, until it is done, and the budget of bodies does not know of it."""
-    harness, found = Harness(), finished()
-    items, query = large.get("items", found.request.items), large.get("query")
-    asked = InferRequest("encode", found.request.resolved, items, {}, query)
-    assert await harness.after(found, infer_request=asked, body=large.get("body", b"")) == {"large": 1}
+    harness, result = Harness(), finished()
+    items, query = large.get("items", result.request.items), large.get("query")
+    request = InferRequest("encode", result.request.resolved, items, {}, query)
+    assert await harness.after(result, infer_request=request, body=large.get("body", b"")) == {"large": 1}
     assert harness.ran == []
-    assert await harness.after(found) == {"large": 1, "done": 1}
+    assert await harness.after(result) == {"large": 1, "done": 1}
 
 
 async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,22 +64,22 @@ async def test_extract_answers_in_the_format_of_the_client(cluster: InProcess) -
     options = await answered(cluster, Ok({}, 3, data={"entities": listed}))
     assert (options.labels, options.truncate) == (("person", "city"), "NONE")
     assert (options.parameters["threshold"], options.parameters["flat_ner"]) == (0.5, False)
-    told = (await reply).json()
-    values = [TEXT[row["start_position"] : row["end_position"]] for row in told["entities"]]
-    assert [row["value"] for row in told["entities"]] == values == ["Ada Lovelace", "José\u0301", "Paris"]
-    assert [row["suggested_label"] for row in told["entities"]] == ["person", "person", "city"]
-    assert [row["score"] for row in told["entities"]] == [0.9, 0.7, 0.9]
-    assert told["total_entities"] == 3
-    assert told["tagged_text"] == "[Ada Lovelace](person) met 👩 [José\u0301](person) in [Paris](city)."
+    body = (await reply).json()
+    values = [TEXT[row["start_position"] : row["end_position"]] for row in body["entities"]]
+    assert [row["value"] for row in body["entities"]] == values == ["Ada Lovelace", "José\u0301", "Paris"]
+    assert [row["suggested_label"] for row in body["entities"]] == ["person", "person", "city"]
+    assert [row["score"] for row in body["entities"]] == [0.9, 0.7, 0.9]
+    assert body["total_entities"] == 3
+    assert body["tagged_text"] == "[Ada Lovelace](person) met 👩 [José\u0301](person) in [Paris](city)."
 
 
 async def test_nested_entities_become_one_so_that_the_client_masks_the_right_characters(cluster: InProcess) -> None:
     gateway = await cluster.gateway()
     reply = asyncio.create_task(post(gateway, {**BODY, "model": "toy/find", "labels": LABELS}))
     await answered(cluster, Ok({}, 3, data={"entities": [entity(0, 12, "person"), entity(4, 15, "city", 0.4)]}))
-    told = (await reply).json()
-    assert [(row["value"], row["suggested_label"]) for row in told["entities"]] == [("Ada Lovelace me", "person")]
-    assert told["tagged_text"] == f"[Ada Lovelace me](person){TEXT[15:]}"
+    body = (await reply).json()
+    assert [(row["value"], row["suggested_label"]) for row in body["entities"]] == [("Ada Lovelace me", "person")]
+    assert body["tagged_text"] == f"[Ada Lovelace me](person){TEXT[15:]}"
 
 
 async def test_a_model_without_nested_entities_is_not_asked_for_them(cluster: InProcess) -> None:
@@ -88,8 +88,8 @@ async def test_a_model_without_nested_entities_is_not_asked_for_them(cluster: In
     reply = asyncio.create_task(post(gateway, {**BODY, "model": "toy/kinds"}))
     options = await answered(cluster, Ok({}, 3, data={"entities": []}))
     assert "flat_ner" not in options.parameters
-    told = (await reply).json()
-    assert (told["total_entities"], told["tagged_text"], told.get("warnings")) == (0, TEXT, None)
+    body = (await reply).json()
+    assert (body["total_entities"], body["tagged_text"], body.get("warnings")) == (0, TEXT, None)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: Requ
     end(history, code="PROVISIONING", status=202)  # "not yet" is no error
     clock.now_s += STEP_S
     end(history)
-    told = history.since()
-    assert [(step["at"], step["requests"], step["errors"]) for step in told["steps"]] == [
+    history_read = history.since()
+    assert [(step["at"], step["requests"], step["errors"]) for step in history_read["steps"]] == [
         (START_S, 3, {"INVALID_INPUT": 1}),
         (START_S + STEP_S, 1, {}),
     ]
@@ -81,9 +81,12 @@ def test_what_is_kept_is_bounded(history: RequestHistory, clock: Clock) -> None:
             end(history, ms=numbers.expovariate(0.01), code=numbers.choice(["", "INFERENCE_ERROR"]), status=500)
         end(history, ms=1e6, code="QUEUE_FULL", status=503)
     assert len(history.since()["steps"]) <= STEPS
-    kept = history.requests(10_000, ANYBODY)
-    assert 60 * SLOWEST <= len(kept) <= 61 * (SLOWEST + FAILED)
-    assert {each["code"] for each in kept} == {"", "INFERENCE_ERROR"}  # refusals are counted, and never crowd out
+    requests_kept = history.requests(10_000, ANYBODY)
+    assert 60 * SLOWEST <= len(requests_kept) <= 61 * (SLOWEST + FAILED)
+    assert {request["code"] for request in requests_kept} == {
+        "",
+        "INFERENCE_ERROR",
+    }  # refusals are counted, and never crowd out
 
 
 def test_the_slowest_of_each_minute_are_kept_in_order(history: RequestHistory, clock: Clock) -> None:
@@ -91,16 +94,18 @@ def test_the_slowest_of_each_minute_are_kept_in_order(history: RequestHistory, c
     random.Random(1).shuffle(took)
     for ms in took:
         end(history, f"r{ms:.0f}", ms)
-    assert [each["id"] for each in history.requests(1000, ANYBODY)] == [f"r{100 - number}" for number in range(SLOWEST)]
+    assert [request["id"] for request in history.requests(1000, ANYBODY)] == [
+        f"r{100 - number}" for number in range(SLOWEST)
+    ]
     assert history.requests(1, ANYBODY)[0]["total_ms"] == 100.0
     end(history, "bad", 0.1, "INFERENCE_ERROR", 500)
-    found = history.find("bad", ANYBODY)
-    assert found is not None
-    assert (found["code"], found["status"]) == ("INFERENCE_ERROR", 500)
+    record = history.find("bad", ANYBODY)
+    assert record is not None
+    assert (record["code"], record["status"]) == ("INFERENCE_ERROR", 500)
     assert history.find("r1", ANYBODY) is None
     clock.now_s += MINUTE_S
     end(history, "later", 2.0)
-    assert [each["id"] for each in history.requests(1000, ANYBODY)][-2:] == ["later", "bad"]
+    assert [request["id"] for request in history.requests(1000, ANYBODY)][-2:] == ["later", "bad"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
@@ -135,18 +140,18 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         assert ran.status_code == 200
         refused = await client.post(f"{gateway.url}/v1/encode/toy/none", json={"items": ["canary-42"]})
         assert refused.status_code == 404
-        told = await get("/v1/history?step_s=60")
-        assert told["stages"] == list(STAGES_TOLD)
-        assert sum(step["requests"] for step in told["steps"]) == 2
-        assert [step["errors"] for step in told["steps"] if step["errors"]] == [{"MODEL_NOT_FOUND": 1}]
-        (timed,) = (step for step in told["steps"] if "p99_ms" in step)
+        history_read = await get("/v1/history?step_s=60")
+        assert history_read["stages"] == list(STAGES_TOLD)
+        assert sum(step["requests"] for step in history_read["steps"]) == 2
+        assert [step["errors"] for step in history_read["steps"] if step["errors"]] == [{"MODEL_NOT_FOUND": 1}]
+        (timed,) = (step for step in history_read["steps"] if "p99_ms" in step)
         total_ms = float(ran.headers["x-total-time"])
         assert 0.9 * total_ms <= timed["p99_ms"][-1] <= 1.3 * total_ms + 0.1
-        kept = await get("/v1/requests")
-        (failed,) = (each for each in kept["requests"] if each["status"] == 404)
+        requests = await get("/v1/requests")
+        (failed,) = (request for request in requests["requests"] if request["status"] == 404)
         assert (failed["model"], failed["code"]) == ("toy/none", "MODEL_NOT_FOUND")
         assert failed["message"] == refused.json()["error"]["message"]
-        (slow,) = (each for each in kept["requests"] if each["status"] == 200)
+        (slow,) = (request for request in requests["requests"] if request["status"] == 200)
         assert "message" not in slow
         assert slow["id"] == ran.headers["x-sie-request-id"]
         assert (slow["model"], slow["items"], slow["endpoint"]) == ("toy/one", 2, "encode")
@@ -156,7 +161,7 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         assert slow["chunks"][0]["batch"]["items"] == 2
         assert await get(f"/v1/requests/{slow['id']}") == slow
         assert len((await get("/v1/requests?limit=1"))["requests"]) == 1
-        assert "canary" not in str(kept)
+        assert "canary" not in str(requests)
         for path, param in (
             ("/v1/history?step_s=15", "step_s"),
             ("/v1/history?since=soon", "since"),
@@ -176,7 +181,7 @@ def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: Reque
             call = Call(f"{key}-{number}", 0.0, {}, {"model": "toy/one"}, code="INTERNAL_ERROR", grant=Grant(key))
             history.ended(call, "encode", 500, 1 + number if key == "k1" else 0.001 * number)
     for key in keys[:MAX_OWNERS]:
-        told = [each["id"] for each in history.requests(1000, Grant(key))]
-        assert told == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
+        ids = [request["id"] for request in history.requests(1000, Grant(key))]
+        assert ids == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
     everything = history.requests(10_000, Grant("admin", frozenset({"admin"})))
     assert len(everything) <= (MAX_OWNERS + 1) * (SLOWEST + FAILED)

@@ -210,10 +210,10 @@ async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
     assert b"x-sie-error-code: INVALID_INPUT" in head
     async with asyncio.timeout(30):
         assert await reader.read() == b""
-    found = json.loads(body)
-    assert found["error"] == found["detail"]
-    assert (found["error"]["reason"], found["error"]["retryable"]) == ("malformed", False)
-    return dict(found["error"])
+    document = json.loads(body)
+    assert document["error"] == document["detail"]
+    assert (document["error"]["reason"], document["error"]["retryable"]) == ("malformed", False)
+    return dict(document["error"])
 
 
 NO_HTTP = {

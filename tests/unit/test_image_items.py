@@ -114,8 +114,8 @@ UNDECODABLE = [
 @pytest.mark.parametrize("text", UNDECODABLE, ids=repr)
 def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     for value, path in (([b"x", text], "items[2].images[1]"), (text, "items[2].images")):
-        found, fault, _ = images.read(value, "items[2].images")
-        assert found == ()
+        files, fault, _ = images.read(value, "items[2].images")
+        assert files == ()
         assert fault is not None
         assert (fault.code, fault.reason, fault.param) == ("INVALID_INPUT", "invalid_media", path)
         assert fault.message.startswith(f"{path}: expected ")
@@ -139,8 +139,8 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
     """Without a setting nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
-        found = images.read(value, "p")
-        item = RequestItem(None, images=found.files, unfit=found.fault, links=found.links)
+        files = images.read(value, "p")
+        item = RequestItem(None, images=files.files, unfit=files.fault, links=files.links)
         with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
             ImageUrls(None).check([item], None)
         assert caught.value.reason == "invalid_media"
@@ -167,7 +167,7 @@ def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -
 )
 def test_what_is_no_image_by_its_type_fails_the_request(value: Any, path: str) -> None:
     if isinstance(value, dict):
-        value = {key.decode() if isinstance(key, bytes) else key: each for key, each in value.items()}
+        value = {key.decode() if isinstance(key, bytes) else key: element for key, element in value.items()}
     with pytest.raises(InvalidInput) as caught:
         images.read(value, "p")
     assert (caught.value.reason, caught.value.param) == ("schema", path)
@@ -176,8 +176,8 @@ def test_what_is_no_image_by_its_type_fails_the_request(value: Any, path: str) -
 
 def test_an_input_has_at_most_64_images() -> None:
     assert len(images.read([b"x"] * 64, "p").files) == 64
-    found, fault, _ = images.read([b"x"] * 65, "items[0].images")
-    assert found == ()
+    files, fault, _ = images.read([b"x"] * 65, "items[0].images")
+    assert files == ()
     assert fault is not None
     assert (fault.reason, fault.param, fault.extras) == ("invalid_media", "items[0].images", {"limit": 64})
     assert "got 65 images, at most 64" in fault.message
@@ -201,10 +201,10 @@ def odd(chance: random.Random, depth: int = 0) -> Any:
 def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
     """What is read, and what is wrong with it, be it with one input or with the request."""
     try:
-        found = images.read(value, "items[0].images")
+        files = images.read(value, "items[0].images")
     except InvalidInput as error:
         return images.Images(), error.info()
-    return found, found.fault
+    return files, files.fault
 
 
 def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None:
@@ -212,13 +212,13 @@ def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None
     kinds = set()
     for _ in range(1000):
         value = odd(chance)
-        found, fault = read(value)
-        places = {link.place for link in found.links}
-        assert all(isinstance(each, bytes) and bool(each) != (at in places) for at, each in enumerate(found.files))
+        files, fault = read(value)
+        places = {link.place for link in files.links}
+        assert all(isinstance(entry, bytes) and bool(entry) != (at in places) for at, entry in enumerate(files.files))
         kinds.add(fault.reason if fault else "")
         if fault is not None:
             assert fault.param.startswith("items[0].images"), value
-            assert found.files == ()
+            assert files.files == ()
     assert kinds == {"", "schema", "invalid_media"}
 
 
@@ -239,8 +239,8 @@ def pieces(sizes: list[int], files: list[ItemFiles], **limits: int) -> list[Chun
 
 def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
     """A file of 40 kB is not 10,000 tokens, nor the limit of the model's texts."""
-    (one,) = pieces([40_008], [ItemFiles(1, 40_000)])
-    assert (one.cost, one.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
+    (first,) = pieces([40_008], [ItemFiles(1, 40_000)])
+    assert (first.cost, first.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
     (several,) = pieces([40_000, 8], [ItemFiles(3, 40_000), ItemFiles()])
     assert several.cost == 2 + 3 * IMAGE_TOKENS + 4
     assert [piece.stop for piece in pieces([1000] * 6, [ItemFiles(1, 1000)] * 6, cost=2 * IMAGE_TOKENS + 4)] == [
@@ -309,8 +309,8 @@ def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, change
     bent = bytearray(data)
     for place, value in changes:
         bent[place % len(bent)] = value
-    found = image_headers.header(bytes(bent[:cut]))
-    assert found is None or all(isinstance(number, int) for number in (found.width, found.height, found.bit_depth))
+    header = image_headers.header(bytes(bent[:cut]))
+    assert header is None or all(isinstance(number, int) for number in (header.width, header.height, header.bit_depth))
 
 
 # through a gateway, to the work item
@@ -328,7 +328,7 @@ class Worker:
     @property
     def inputs(self) -> list[Input]:
         """Those of all chunks, in the order of their requests."""
-        return [each for item in sorted(self.items, key=lambda item: item.first) for each in item.inputs]
+        return [entry for item in sorted(self.items, key=lambda item: item.first) for entry in item.inputs]
 
     async def run(self) -> None:
         while True:
@@ -348,13 +348,13 @@ class Worker:
             Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, 3, score=float(number))
             for number, _ in enumerate(item.inputs)
         )
-        block = b"".join(vector_of(each).tobytes() for each in item.inputs)
+        block = b"".join(vector_of(entry).tobytes() for entry in item.inputs)
         result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
         await self._cluster.send(item.reply, messages.encode(result))
 
 
-def vector_of(given: Input) -> np.ndarray:
-    digest = hashlib.sha256((given.text or "").encode() + b"|".join(given.images) + given.audio).digest()
+def vector_of(source: Input) -> np.ndarray:
+    digest = hashlib.sha256((source.text or "").encode() + b"|".join(source.images) + source.audio).digest()
     return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
 
 
@@ -382,8 +382,8 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayPr
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
-    async with running(tmp_path) as found:
-        yield found
+    async with running(tmp_path) as cluster:
+        yield cluster
 
 
 async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool = False) -> httpx.Response:
@@ -400,25 +400,26 @@ async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProce
     gateway, worker = place
     large = np.random.default_rng(1).bytes(3 << 20)
     files = [file("JPEG"), file("PNG"), b"no image at all", large]
-    given = [{"id": str(number), "images": [each]} for number, each in enumerate(files)]
-    given += [{"text": "both", "images": files[:2]}, {"text": "a text"}]
-    expected = [Input(each.get("text"), images=tuple(each.get("images", ()))) for each in given]
+    items_sent = [{"id": str(number), "images": [entry]} for number, entry in enumerate(files)]
+    items_sent += [{"text": "both", "images": files[:2]}, {"text": "a text"}]
+    expected = [Input(source.get("text"), images=tuple(source.get("images", ()))) for source in items_sent]
     as_json = [
-        {**each, "images": [b64(file) for file in each["images"]]} if "images" in each else each for each in given
+        {**source, "images": [b64(file) for file in source["images"]]} if "images" in source else source
+        for source in items_sent
     ]
     answers = []
-    for body, msgpack in ((given, True), (as_json, False)):
+    for body, msgpack in ((items_sent, True), (as_json, False)):
         worker.items.clear()
         answer = await post(gateway, f"/v1/encode/{SEEN}", {"items": body}, msgpack=msgpack)
         assert answer.status_code == 200, answer.text
-        found = worker.inputs
-        assert [list(map(digest, each.images)) for each in found] == [
-            list(map(digest, each.images)) for each in expected
+        inputs = worker.inputs
+        assert [list(map(digest, result.images)) for result in inputs] == [
+            list(map(digest, result.images)) for result in expected
         ]
-        assert [each.text for each in found] == [each.text for each in expected]
+        assert [result.text for result in inputs] == [result.text for result in expected]
         answers.append([slot["dense"]["values"] for slot in answer.json()["items"]])
         assert all(not item.inputs or item.cost < 10 * IMAGE_TOKENS for item in worker.items)
-    assert answers[0] == answers[1] == [vector_of(each).tolist() for each in expected]
+    assert answers[0] == answers[1] == [vector_of(result).tolist() for result in expected]
     assert await gateway.metric("sie_gateway_queue_payload_offloads_total") == 2
 
 
@@ -459,8 +460,8 @@ async def test_one_bad_image_costs_its_own_input_alone(
         assert error["message"] == "items[5].images[1]: expected base64 or a data URI, got a string that is neither"
         assert (slots[7]["error"]["reason"], slots[7]["error"]["limit"]) == ("invalid_media", 64)
         alone = await post(gateway, f"/v1/encode/{SEEN}", {"items": [items[5]]}, msgpack=msgpack)
-        told = alone.json()["error"]
-        assert (alone.status_code, told["param"], told["message"]) == (
+        report = alone.json()["error"]
+        assert (alone.status_code, report["param"], report["message"]) == (
             400,
             "items[0].images[1]",
             "items[0].images[1]: expected base64 or a data URI, got a string that is neither",
@@ -480,10 +481,10 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
     assert failed["error"]["message"] == (
         "toy/one takes text, not image; models that take it: toy/dual, toy/eye-0, toy/eye-1"
     )
-    for kind, told in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
-        other = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
-        assert other.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {told}"
-    assert [each.images for each in worker.inputs] == [()]
+    for kind, hint in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
+        second = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
+        assert second.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {hint}"
+    assert [entry.images for entry in worker.inputs] == [()]
 
 
 async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
@@ -494,9 +495,9 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     image = b64(DATA)
     items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
     assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
-    told = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
-    assert told == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that has both"]
-    assert [each.text for each in worker.items[-1].inputs] == ["a", None, "c", ""]
+    warnings = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
+    assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that has both"]
+    assert [entry.text for entry in worker.items[-1].inputs] == ["a", None, "c", ""]
     assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 
 
@@ -563,7 +564,7 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
         reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
         hosts = "pictures.test,inside.test"
         async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
-            of_images = [each for each in OTHERS if not any(given.audio for given in each[2])]
+            of_images = [kind for kind in OTHERS if not any(source.audio for source in kind[2])]
             for path, body, expected in of_images:  # sounds are not fetched
                 worker.items.clear()
                 text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
@@ -597,13 +598,13 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
 async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:
     gateway, _ = place
     body = {"model": SEEN, "input_type": "image", "images": [uri(A), uri(B)]}
-    told = (await post(gateway, "/v2/embed", body)).json()
-    assert told["images"] == [
+    body_read = (await post(gateway, "/v2/embed", body)).json()
+    assert body_read["images"] == [
         {"width": 5, "height": 3, "format": "png", "bit_depth": 24},
         {"width": 8, "height": 2, "format": "jpeg", "bit_depth": 24},
     ]
-    assert (told["texts"], told["meta"]["billed_units"]) == ([], {"images": 2})
-    assert told["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
+    assert (body_read["texts"], body_read["meta"]["billed_units"]) == ([], {"images": 2})
+    assert body_read["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
     unknown = (await post(gateway, "/v2/embed", {**body, "images": [uri(A), uri(b"?")]})).json()
     assert "images" not in unknown
     parts = {"model": SEEN, "input_type": "search_document", "inputs": [{"content": PARTS}]}
@@ -615,8 +616,8 @@ async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]
 async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
     gateway, _ = place
     body = {"model": "toy/shown", "query": "q", "documents": ["a", {"image": b64(A)}], "return_documents": True}
-    found = {each["index"]: each for each in (await post(gateway, "/v2/rerank", body)).json()["results"]}
-    assert (found[0]["document"], "document" in found[1]) == ({"text": "a"}, False)
+    ranks = {result["index"]: result for result in (await post(gateway, "/v2/rerank", body)).json()["results"]}
+    assert (ranks[0]["document"], "document" in ranks[1]) == ({"text": "a"}, False)
 
 
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
@@ -669,29 +670,33 @@ async def test_clients_send_every_kind_of_image(place: tuple[GatewayProcess, Wor
     path = tmp_path / "a.png"
     path.write_bytes(data)
     pixels = np.arange(30, dtype=np.uint8).reshape(2, 5, 3)
-    given: list[Any] = [path, str(path), data, bytearray(data), uri(data), io.BytesIO(data), {"data": data}]
-    made: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
+    sources: list[Any] = [path, str(path), data, bytearray(data), uri(data), io.BytesIO(data), {"data": data}]
+    pictures: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
 
     def items() -> list[Any]:
-        for each in given:
-            if isinstance(each, io.BytesIO):
-                each.seek(0)
-        return [*({"images": [each]} for each in given), *({"images": each} for each in made), {"images": given[:5]}]
+        for source in sources:
+            if isinstance(source, io.BytesIO):
+                source.seek(0)
+        return [
+            *({"images": [entry]} for entry in sources),
+            *({"images": picture} for picture in pictures),
+            {"images": sources[:5]},
+        ]
 
     async with SIEAsyncClient(gateway.url) as client:
-        found = [await client.encode(SEEN, items())]
+        output = [await client.encode(SEEN, items())]
     with SIEClient(gateway.url) as sync:
-        found.append(await asyncio.to_thread(sync.encode, SEEN, items()))
-    for results in found:
-        assert len(results) == len(given) + len(made) + 1
+        output.append(await asyncio.to_thread(sync.encode, SEEN, items()))
+    for results in output:
+        assert len(results) == len(sources) + len(pictures) + 1
         for result, sent in zip(results, items(), strict=True):
             assert "error" not in result, (result, sent)
     by_request: dict[str, list[WorkItem]] = {}
     for item in worker.items:
         by_request.setdefault(item.request, []).append(item)
     for request in by_request.values():
-        inputs = [each for item in sorted(request, key=lambda item: item.first) for each in item.inputs]
-        assert [each.images for each in inputs[: len(given)]] == [(data,)] * len(given)
-        shown = [np.asarray(Image.open(io.BytesIO(each.images[0]))) for each in inputs[len(given) : -1]]
-        assert [each.tolist() for each in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
+        inputs = [entry for item in sorted(request, key=lambda item: item.first) for entry in item.inputs]
+        assert [entry.images for entry in inputs[: len(sources)]] == [(data,)] * len(sources)
+        shown = [np.asarray(Image.open(io.BytesIO(entry.images[0]))) for entry in inputs[len(sources) : -1]]
+        assert [entry.tolist() for entry in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
         assert inputs[-1].images == (data,) * 5

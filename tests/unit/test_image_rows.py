@@ -35,17 +35,19 @@ def prepared(seed: int, height: int = 4, width: int = 6) -> PreparedImage:
     return PreparedImage(1, height, width, 100 + seed, 50, False, hashlib.sha256(pixels).digest(), pixels)
 
 
-def work(*inputs: Input, **seen: list[PreparedImage] | InvalidInput) -> WorkItemInput:
-    return WorkItemInput(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
+def work(*inputs: Input, **images_of_item: list[PreparedImage] | InvalidInput) -> WorkItemInput:
+    return WorkItemInput(
+        inputs, None, RunOptions(), {int(name[1:]): image_list for name, image_list in images_of_item.items()}
+    )
 
 
 def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:
     """A text beside them is not read."""
-    asked = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
-    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    seen, said = made.rows
-    assert (len(seen.ids), seen.cost, len(seen.images), seen.truncated) == (0, 18, 2, False)
-    assert (said.ids.tolist(), said.cost, said.images) == ([1], 1, ())
+    item = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
+    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
+    row, refusal = batch.rows
+    assert (len(row.ids), row.cost, len(row.images), row.truncated) == (0, 18, 2, False)
+    assert (refusal.ids.tolist(), refusal.cost, refusal.images) == ([1], 1, ())
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, Recipe("crop", 4, 6, 8, tokens=9), Recipe("page", 4, 6, tokens=9)])
@@ -53,38 +55,38 @@ def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_ba
     tokenizer: ModelTokenizer, recipe: Recipe
 ) -> None:
     """Memory, credit and time count its tokens. The ids that stand for it count as those of a text."""
-    asked = work(
+    item = work(
         Input(images=(FILE, FILE)), Input("river"), Input(images=(FILE,)), _0=[prepared(0)] * 2, _2=[prepared(1)]
     )
-    (made,) = layouts.make(tokenizer, Rows(images=recipe), [asked])
-    assert [(row.cost, row.batch_cost) for row in made.rows] == [(18, 2), (1, 1), (9, 1)]
+    (batch,) = layouts.make(tokenizer, Rows(images=recipe), [item])
+    assert [(row.cost, row.batch_cost) for row in batch.rows] == [(18, 2), (1, 1), (9, 1)]
     page = work(Input(images=(FILE,)), _0=[prepared(0)])
     tokens = ImageTokens(2, count=5, before=(1,), after=(1,))
-    (made,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
-    assert (made.rows[0].cost, made.rows[0].batch_cost) == (7 + 9, 7 + 1)
+    (batch,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
+    assert (batch.rows[0].cost, batch.rows[0].batch_cost) == (7 + 9, 7 + 1)
 
 
 def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
     recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
-    (made,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
-    assert made.rows[0].cost == made.rows[0].batch_cost == 1 + 3 * 6
+    (batch,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
+    assert batch.rows[0].cost == batch.rows[0].batch_cost == 1 + 3 * 6
 
 
 def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:
     """They bound a batch as well as its tokens do."""
     large = prepared(0, 640, 480)
-    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
-    assert (made.rows[0].cost, made.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
+    (batch,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
+    assert (batch.rows[0].cost, batch.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
 
 
 def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(
     tokenizer: ModelTokenizer,
 ) -> None:
     broken = InvalidInput("images[0]: undecodable: the image file is empty", reason="invalid_media")
-    asked = work(Input(images=(FILE,)), Input("river"), Input(images=(FILE,)), _0=broken, _2=[prepared(0)])
-    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    assert dict(made.unfit) == {0: broken}
-    assert [len(row.images) for row in made.rows] == [0, 0, 1]
+    item = work(Input(images=(FILE,)), Input("river"), Input(images=(FILE,)), _0=broken, _2=[prepared(0)])
+    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
+    assert dict(batch.unfit) == {0: broken}
+    assert [len(row.images) for row in batch.rows] == [0, 0, 1]
     (blind,) = layouts.make(tokenizer, Rows(), [work(Input(images=(FILE,)), Input("river"))])
     assert blind.unfit[0].reason == "unsupported_modality"
     assert set(blind.unfit) == {0}
@@ -94,25 +96,27 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     """Of two work items in one batch."""
     first = work(Input(images=(FILE,)), Input("river"), _0=[prepared(0)])
     second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
-    parts = [BatchPart(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
+    parts = [
+        BatchPart(created.rows, item) for item in (first, second) for created in layouts.make(tokenizer, LAYOUT, [item])
+    ]
     batch = to_batch("b", "m", "encode", "text", parts)
-    found = images(batch.images, batch.pixels, RECIPE)
-    assert found is not None
-    decoded = items(batch.lengths, batch.ids, batch.types, found)
+    images_read = images(batch.images, batch.pixels, RECIPE)
+    assert images_read is not None
+    decoded = items(batch.lengths, batch.ids, batch.types, images_read)
     assert decoded.lengths.tolist() == [0, 1, 0]
     assert decoded.costs.tolist() == [9, 1, 18]
-    shown = [image for row in found.for_items(np.arange(3)) for image in row]
+    shown = [image for row in images_read.for_items(np.arange(3)) for image in row]
     assert [(image.height, image.width) for image in shown] == [(100, 50), (101, 50), (102, 50)]
-    for image, given in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
-        assert image.pixels.shape == (given.height, given.width, 3)
-        assert image.pixels.tobytes() == given.pixels
-    assert [len(row) for row in found.for_items(np.array([2, 0]))] == [2, 1]
+    for image, source in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
+        assert image.pixels.shape == (source.height, source.width, 3)
+        assert image.pixels.tobytes() == source.pixels
+    assert [len(row) for row in images_read.for_items(np.array([2, 0]))] == [2, 1]
 
 
 def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
-    asked = work(Input("river"))
-    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    batch = to_batch("b", "m", "encode", "text", [BatchPart(made.rows, asked)])
+    item = work(Input("river"))
+    (created,) = layouts.make(tokenizer, LAYOUT, [item])
+    batch = to_batch("b", "m", "encode", "text", [BatchPart(created.rows, item)])
     assert (batch.images, batch.pixels) == (b"", b"")
     assert images(batch.images, batch.pixels, RECIPE) is None
 
@@ -136,20 +140,20 @@ def test_images_that_do_not_belong_to_their_batch_are_refused(
 
 
 def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
-    found = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
+    images_read = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
     with pytest.raises(MalformedBatch, match="row 3"):
-        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", found)
+        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", images_read)
 
 
 def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:
     """Without a name nobody is known to have asked: such an image serves no other."""
-    asked = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
-    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    parts = [BatchPart(made.rows, asked, asker=asker) for asker in ("a", "b", "", "a")]
+    item = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
+    (created,) = layouts.make(tokenizer, LAYOUT, [item])
+    parts = [BatchPart(created.rows, item, asker=asker) for asker in ("a", "b", "", "a")]
     batch = to_batch("b", "m", "encode", "text", parts)
-    found = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
-    assert found is not None
-    mine, theirs, nobodys, again = ([image.key for image in row] for row in found.for_items(np.arange(4)))
+    images_read = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
+    assert images_read is not None
+    mine, theirs, nobodys, again = ([image.key for image in row] for row in images_read.for_items(np.arange(4)))
     assert mine[0] == mine[2] != mine[1]
     assert not set(mine) & set(theirs)
     assert nobodys == [b"", b"", b""]

@@ -30,23 +30,25 @@ async def running(folder: Path, **environ: str) -> AsyncIterator[tuple[InProcess
         yield cluster, gateway, await cluster.sidecar(SIE_IMAGE_WORKERS="1", **environ)
 
 
-async def encode(gateway: GatewayProcess, *given: bytes | str, **headers: str) -> dict[str, Any]:
-    items = [each if isinstance(each, str) else {"images": [base64.b64encode(each).decode()]} for each in given]
+async def encode(gateway: GatewayProcess, *sources: bytes | str, **headers: str) -> dict[str, Any]:
+    items = [
+        source if isinstance(source, str) else {"images": [base64.b64encode(source).decode()]} for source in sources
+    ]
     answer = await gateway.client.post(f"/v1/encode/{MODEL}", json={"items": items}, headers=headers)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def priced(cluster: InProcess) -> ModelStatus | None:
     """The model whose worker says what an image of it costs."""
     beat = cluster.last_beat("")
-    return next((each for each in beat.models if each.image_tokens), None) if beat is not None else None
+    return next((model for model in beat.models if model.image_tokens), None) if beat is not None else None
 
 
 def image_workers() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [each for each in found if "sie_sidecar.prepare.media_worker" in each.cmdline()]
+    children = psutil.Process().children()
+    return [child for child in children if "sie_sidecar.prepare.media_worker" in child.cmdline()]
 
 
 async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:
@@ -115,8 +117,8 @@ async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path
 async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, gateway, _):
         animated = several("GIF", "red", "blue")
-        found = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
-        assert found["warnings"] == [
+        results = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
+        assert results["warnings"] == [
             "images: 2 of 4 inputs have a file of several images, of which only the first was read"
         ]
         assert "warnings" not in await encode(gateway, GOOD, "a text")
@@ -124,14 +126,14 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
 
 async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:
     """What is made of a page serves the next question about it, and nobody else's."""
-    other = encoded(picture(80, 50, 1))
+    second_picture = encoded(picture(80, 50, 1))
     async with running(tmp_path, SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b") as (cluster, gateway, _):
         keys = []
-        for token, given in (("key-a", (GOOD, GOOD, other)), ("key-a", (GOOD,)), ("key-b", (GOOD,))):
-            await encode(gateway, *given, authorization=f"Bearer {token}")
+        for token, sources in (("key-a", (GOOD, GOOD, second_picture)), ("key-a", (GOOD,)), ("key-b", (GOOD,))):
+            await encode(gateway, *sources, authorization=f"Bearer {token}")
             sent = cluster.adapters[0].batches[-1].image_keys
             keys.append([sent[place : place + 16] for place in range(0, len(sent), 16)])
-        (first, again, another), (later,), (others,) = keys
-        assert first == again == later != another
-        assert others not in (first, another)
-        assert all(map(any, (first, another, others)))
+        (first, again, key_of_animation), (later,), (keys_of_second,) = keys
+        assert first == again == later != key_of_animation
+        assert keys_of_second not in (first, key_of_animation)
+        assert all(map(any, (first, key_of_animation, keys_of_second)))

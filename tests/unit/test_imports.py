@@ -119,14 +119,14 @@ def files(package: str) -> Iterator[tuple[str, ast.Module]]:
 
 def imported(tree: ast.AST) -> set[str]:
     """All modules that are imported anywhere below, functions included."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            found.add(node.module or "")
-    return found
+            names.add(node.module or "")
+    return names
 
 
 def tops(tree: ast.AST) -> set[str]:
@@ -149,17 +149,17 @@ def test_only_the_adapter_imports_what_is_heavy(package: str) -> None:
 
 def test_the_core_is_pure() -> None:
     """No broker, no HTTP, no torch: nothing but data in and data out."""
-    found = {module: tree for package in FOLDERS for module, tree in files(package) if module in CORE | TOKENISING}
-    assert found.keys() == CORE | TOKENISING
-    for module, tree in found.items():
+    trees = {module: tree for package in FOLDERS for module, tree in files(package) if module in CORE | TOKENISING}
+    assert trees.keys() == CORE | TOKENISING
+    for module, tree in trees.items():
         own = LIBRARIES | {"sie_sidecar"} if module in TOKENISING else {module.partition(".")[0]}
         foreign = {name for name in tops(tree) if name not in sys.stdlib_module_names}
         assert foreign <= CORE_MAY_USE | own, module
         ours = {name for name in imported(tree) if name.startswith("sie_")}
         # the broker's interface is a contract too: protocols and plain data
-        known = CORE | {"sie_broker"} | (TOKENISING if module in TOKENISING else set())
-        known |= {name.rpartition(".")[0] for name in known}  # `from package import module`
-        assert {name for name in ours if name.count(".")} <= known, module
+        permitted = CORE | {"sie_broker"} | (TOKENISING if module in TOKENISING else set())
+        permitted |= {name.rpartition(".")[0] for name in permitted}  # `from package import module`
+        assert {name for name in ours if name.count(".")} <= permitted, module
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_the_gateway_imports_quickly(module: str, most: float) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    found = [(seconds(module), seconds("fastapi")) for _ in range(3)]
-    ours, framework = (statistics.median(each) for each in zip(*found, strict=True))
+    timings = [(seconds(module), seconds("fastapi")) for _ in range(3)]
+    ours, framework = (statistics.median(column) for column in zip(*timings, strict=True))
     assert ours < most * framework
 
 
@@ -330,8 +330,8 @@ def test_the_public_surface_of_the_sdk() -> None:
 
 def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:
     """What they need took a third of the processor time of its start."""
-    asked = (
+    program = (
         "import sys, sie_cli.main; print(*(m for m in ('httpx', 'numpy', 'rich', 'sie_broker') if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []

@@ -124,8 +124,8 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Ada
     )
     oracle = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
     for is_query, name in ((True, "query"), (False, "document")):
-        found = np.stack([each["dense"] for each in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
-        assert np.abs(found - oracle.encode(TEXTS, prompt_name=name)).max() <= NEAR
+        vectors = np.stack([row["dense"] for row in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
+        assert np.abs(vectors - oracle.encode(TEXTS, prompt_name=name)).max() <= NEAR
 
 
 def test_a_cross_encoder_with_the_activation_of_its_files(tmp_path: Path, engine: AdapterEngine) -> None:
@@ -147,9 +147,9 @@ def test_a_splade_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     assert entry.outputs == {"sparse": json.loads((folder / "config.json").read_text())["vocab_size"]}
     assert entry.head.sparse_activation == "log1p_log1p_relu"
     expected = SparseEncoder(str(folder), device="cpu").encode(TEXTS, convert_to_sparse_tensor=False).numpy()
-    for found, row in zip(run(engine, entry, "encode", TEXTS), expected, strict=True):
+    for result, row in zip(run(engine, entry, "encode", TEXTS), expected, strict=True):
         vector = np.zeros_like(row)
-        vector[found["sparse.indices"]] = found["sparse.values"]
+        vector[result["sparse.indices"]] = result["sparse.values"]
         assert np.abs(vector - row).max() <= NEAR
 
 
@@ -162,9 +162,9 @@ def test_a_late_interaction_folder_of_pylate(tmp_path: Path, engine: AdapterEngi
     assert (entry.head.query_expansion, entry.head.attend_expansion, entry.head.skip_punctuation) == (True, True, True)
     oracle = MultiVectorEncoder(str(folder), device="cpu")
     for is_query, encode in ((True, oracle.encode_query), (False, oracle.encode_document)):
-        for found, rows in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), encode(TEXTS), strict=True):
-            assert found["multivector"].shape == tuple(rows.shape)
-            assert np.abs(found["multivector"] - np.asarray(rows)).max() <= NEAR
+        for row, rows in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), encode(TEXTS), strict=True):
+            assert row["multivector"].shape == tuple(rows.shape)
+            assert np.abs(row["multivector"] - np.asarray(rows)).max() <= NEAR
 
 
 def test_a_late_interaction_folder_whose_skip_list_no_entry_can_write_is_left_to_its_files(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_a_token_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("token-classifier", {"entities": 0}, MAX_TOKENS)
     tag = pipeline("token-classification", model=str(folder), device="cpu", aggregation_strategy="simple")
-    (found,) = run(engine, entry, "extract", TEXTS[:1])
+    (result,) = run(engine, entry, "extract", TEXTS[:1])
     expected = tag(TEXTS[0])
     assert expected
-    places = [(each["start"], each["end"], each["label"]) for each in found["entities"]]
-    assert places == [(each["start"], each["end"], each["entity_group"]) for each in expected]
+    places = [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]]
+    assert places == [(entity["start"], entity["end"], entity["entity_group"]) for entity in expected]
 
 
 def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
@@ -193,9 +193,11 @@ def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     assert any("head.activation softmax" in line for line in report.assumed)  # what a score of two labels needs
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("text-classifier", {"classifications": 0}, MAX_TOKENS)
-    (found,) = run(engine, entry, "extract", TEXTS[:1])
+    (result,) = run(engine, entry, "extract", TEXTS[:1])
     (expected,) = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)(TEXTS[:1])
-    assert [each["label"] for each in found["classifications"]] == [each["label"] for each in expected]
+    assert [classification["label"] for classification in result["classifications"]] == [
+        entity["label"] for entity in expected
+    ]
 
 
 def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
@@ -203,14 +205,14 @@ def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 512)
     assert {"gliner_config.json", "model.safetensors"} <= entry.weights.digests.keys()
-    (found,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
-    assert found["entities"]
+    (result,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
+    assert result["entities"]
 
 
 def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(gliner_checkpoints.gliner_folder(tmp_path / "gliner", "relations"))
     assert (entry.family, entry.outputs) == ("gliner-relations", {"entities": 0, "relations": 0})
-    (found,) = run(
+    (result,) = run(
         engine,
         entry,
         "extract",
@@ -220,7 +222,7 @@ def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -
         relation_labels=["lives in"],
         relation_threshold=0.0,
     )
-    assert found["relations"]
+    assert result["relations"]
 
 
 def stanford_folder(folder: Path) -> Path:
@@ -257,7 +259,9 @@ OTHER_FOLDERS: list[Any] = [
 
 @pytest.mark.parametrize(
     ("make", "family", "outputs"),
-    long_but(OTHER_FOLDERS, [each for each in OTHER_FOLDERS if each[0] in (heads_checkpoints.bge_m3, idf_folder)]),
+    long_but(
+        OTHER_FOLDERS, [folder for folder in OTHER_FOLDERS if folder[0] in (heads_checkpoints.bge_m3, idf_folder)]
+    ),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_other_folders_load_and_answer_too(

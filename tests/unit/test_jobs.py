@@ -54,7 +54,7 @@ class Place:
         self.payloads = cluster.folder / "payloads"
 
     async def upload(self, rows: list[Any], name: str = "a.jsonl") -> str:
-        data = b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in rows)
+        data = b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
         answer = await self.gateway.client.post("/v1/files", files={"file": (name, data)}, data={"purpose": "jobs"})
         assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
@@ -71,8 +71,8 @@ class Place:
 
     async def job(self, job: str, state: str = "completed") -> Any:
         async def reached() -> Any:
-            told = (await self.get(job)).json()
-            return told if told["state"] == state else None
+            info = (await self.get(job)).json()
+            return info if info["state"] == state else None
 
         return await until_told(reached, f"the job is {state}")
 
@@ -82,13 +82,13 @@ class Place:
 
     async def table(self, job: str) -> Any:
         """The output as one list of rows."""
-        found: list[Any] = []
+        rows_read: list[Any] = []
         for part in (await self.get(f"{job}/manifest")).json()["parts"]:
             data = (await self.get(f"{job}/part?name={part['name']}")).content
             assert hashlib.sha256(data).hexdigest() == part["sha256"]
             assert len(data) == part["bytes"]
-            found += parquet.read_table(io.BytesIO(data)).to_pylist()
-        return found
+            rows_read += parquet.read_table(io.BytesIO(data)).to_pylist()
+        return rows_read
 
 
 async def place_of(cluster: InProcess, **settings: str) -> Place:
@@ -126,8 +126,8 @@ async def test_a_model_that_cannot_be_loaded_is_no_error_of_rows(
         await until_told(waits, "the job waits for its model")
         del place.adapter.refusals[MODEL]
     else:
-        told = await place.job(job, "paused")
-        assert (told["error"]["code"], told["counts"]["failed"]) == ("MODEL_LOAD_FAILED", 0)
+        info = await place.job(job, "paused")
+        assert (info["error"]["code"], info["counts"]["failed"]) == ("MODEL_LOAD_FAILED", 0)
         await place.gateway.client.post(f"/v1/jobs/{job}/cancel")
         return
     assert (await place.job(job))["counts"]["failed"] == 0
@@ -138,28 +138,28 @@ async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
     rows: list[Any] = [*texts(50), b"no json", {"id": "x"}, {"id": "same", "t": "text 3", "n": 1}]
     file = await place.upload(rows)
     job = (await place.submit({"file": file, "text": "{t}", "id": "id", "keep": ["n"]}, shard_rows=20))["id"]
-    told = await place.job(job)
-    assert told["counts"] == {
+    info = await place.job(job)
+    assert info["counts"] == {
         "rows": 53,
         "done": 53,
         "failed": 2,
         "reused": 0,
-        "tokens": told["counts"]["tokens"],
+        "tokens": info["counts"]["tokens"],
         "shards": 3,
         "shards_done": 3,
         "shards_failed": 0,
     }
-    assert told["errors"] == {"INVALID_INPUT": 2}
-    assert told["model"] == MODEL
-    found = await place.table(job)
-    assert [row["id"] for row in found] == [*(f"r{n}" for n in range(50)), "a.jsonl#50", "x", "same"]
-    assert [row["n"] for row in found] == [*range(50), None, None, 1]
+    assert info["errors"] == {"INVALID_INPUT": 2}
+    assert info["model"] == MODEL
+    rows_read = await place.table(job)
+    assert [row["id"] for row in rows_read] == [*(f"r{n}" for n in range(50)), "a.jsonl#50", "x", "same"]
+    assert [row["n"] for row in rows_read] == [*range(50), None, None, 1]
     for number in (0, 17, 49):
-        assert np.allclose(found[number]["dense"], vector_of(ids_of(f"text {number}")))
-    assert found[52]["dense"] == found[3]["dense"]
-    assert [row["error"] is None for row in found] == [True] * 50 + [False, False, True]
-    assert found[50]["dense"] is None
-    assert "no json" not in json.dumps(found[50]["error"])
+        assert np.allclose(rows_read[number]["dense"], vector_of(ids_of(f"text {number}")))
+    assert rows_read[52]["dense"] == rows_read[3]["dense"]
+    assert [row["error"] is None for row in rows_read] == [True] * 50 + [False, False, True]
+    assert rows_read[50]["dense"] is None
+    assert "no json" not in json.dumps(rows_read[50]["error"])
     manifest = json.loads((place.payloads / "jobs" / job / "output" / "manifest.json").read_text())
     assert manifest == {**(await place.get(f"{job}/manifest")).json(), "parts": manifest["parts"]}
     sample = (await place.get(f"{job}/rows?failed=true")).json()["rows"]
@@ -258,7 +258,7 @@ async def test_jobs_are_selected_by_the_names_of_their_states(place: Place) -> N
     async def selected(state: str, **headers: str) -> list[str]:
         answer = await place.gateway.client.get(f"/v1/jobs?state={state}", headers=headers)
         assert answer.status_code == 200, answer.text
-        return [each["id"] for each in answer.json()["data"]]
+        return [job_info["id"] for job_info in answer.json()["data"]]
 
     assert [await selected(state) for state in ("", "completed", "failed")] == [[job], [job], []]
     public = {"x-sie-sdk-version": "0.6.31"}
@@ -269,21 +269,21 @@ async def test_jobs_are_selected_by_the_names_of_their_states(place: Place) -> N
 
 async def test_two_jobs_never_share_a_folder(place: Place) -> None:
     """The second would take the parts of the first for its own. A retry writes beside what it answers again."""
-    file, other = await place.upload(texts(3)), await place.upload([{"t": "other"}] * 3)
+    file, second_file = await place.upload(texts(3)), await place.upload([{"t": "other"}] * 3)
     output = {"url": f"{place.folder}/out", "format": "jsonl"}
     place.adapter.failures = {"text 1": ErrorInfo("INFERENCE_ERROR", "why")}
     first = (await place.submit({"file": file, "text": "{t}"}, output=output))["id"]
     await place.job(first)
-    second = (await place.submit({"file": other, "text": "{t}"}, output=output))["id"]
-    told = await place.job(second, "failed")
-    assert told["error"]["param"] == "output.url"
+    second = (await place.submit({"file": second_file, "text": "{t}"}, output=output))["id"]
+    info = await place.job(second, "failed")
+    assert info["error"]["param"] == "output.url"
     (place.folder / "out/.sie-job").unlink()
-    third = (await place.submit({"file": other, "text": "{t}"}, output=output))["id"]
+    third = (await place.submit({"file": second_file, "text": "{t}"}, output=output))["id"]
     assert (await place.job(third, "failed"))["error"]["param"] == "output.url"
     place.adapter.failures = {}
     again = (await place.gateway.client.post(f"/v1/jobs/{first}/retry")).json()
-    told = await place.job(again["id"])
-    assert told["output_url"] == f"{place.folder}/out/retry-{again['id']}/"
+    info = await place.job(again["id"])
+    assert info["output_url"] == f"{place.folder}/out/retry-{again['id']}/"
     (part,) = (place.folder / "out" / f"retry-{again['id']}").glob("part-*")
     assert json.loads(part.read_text())["id"] == "a.jsonl#1"
 
@@ -301,9 +301,9 @@ async def test_a_key_of_idempotency_that_comes_again_takes_nothing_of_a_forgotte
         (place.folder / "out/.sie-job").write_text(claimed)
         (place.folder / "in.jsonl").write_text('{"t": "new"}\n')
         assert (await place.submit(source, output=output, headers=headers))["id"] == job
-        told = await place.job(job, "failed")
-        assert (told["error"]["param"], told["counts"]["done"]) == ("output.url", 0)
-        assert "another job" in told["error"]["message"]
+        info = await place.job(job, "failed")
+        assert (info["error"]["param"], info["counts"]["done"]) == ("output.url", 0)
+        assert "another job" in info["error"]["message"]
 
 
 async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Place) -> None:
@@ -315,18 +315,18 @@ async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Pla
     row = {"id": "a", "tokens": 1, "truncated": False, "fingerprint": "f", "dense": [1.0]}
     (place.folder / "out/part-00000.jsonl").write_text(json.dumps(row) + "\n")
     place.adapter.let_go()
-    told = await place.job(job, "paused")
-    assert told["error"]["param"] == "output.url"
-    assert "1 rows, but in this job it has 5" in told["error"]["message"]
+    info = await place.job(job, "paused")
+    assert info["error"]["param"] == "output.url"
+    assert "1 rows, but in this job it has 5" in info["error"]["message"]
 
 
 async def test_columns_that_there_are_not_are_named_with_those_that_there_are(place: Place) -> None:
     file = await place.upload([b"id,t", b"a,b"], "a.csv")
     job = (await place.submit({"file": file, "text": "{body}", "id": "id"}))["id"]
-    told = await place.job(job, "failed")
-    assert told["error"]["param"] == "input.text"
-    assert "'body'" in told["error"]["message"]
-    assert "id, t" in told["error"]["message"]
+    info = await place.job(job, "failed")
+    assert info["error"]["param"] == "input.text"
+    assert "'body'" in info["error"]["message"]
+    assert "id, t" in info["error"]["message"]
 
 
 async def test_a_job_names_a_database_of_the_installation(cluster: InProcess) -> None:
@@ -382,32 +382,32 @@ async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(
     assert {entry.key.partition(".")[0] for entry in await shards.entries()} == {new}
 
 
-@pytest.mark.parametrize("kept", [True, False])
-async def test_what_changed_is_computed_where_answers_are_kept(cluster: InProcess, kept: bool) -> None:
+@pytest.mark.parametrize("is_cached", [True, False])
+async def test_what_changed_is_computed_where_answers_are_kept(cluster: InProcess, is_cached: bool) -> None:
     """SIE_JOBS_CACHE_BYTES."""
-    place = await place_of(cluster, **({} if kept else {"SIE_JOBS_CACHE_BYTES": "0"}))
+    place = await place_of(cluster, **({} if is_cached else {"SIE_JOBS_CACHE_BYTES": "0"}))
     rows = texts(100)
     source = {"text": "{t}", "id": "id"}
     first = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
     assert (await place.job(first))["counts"]["reused"] == 0
     rows[7]["t"] = "another text"
-    asked = place.asked()
+    requests = place.asked()
     second = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
-    told = await place.job(second)
-    computed = place.asked() - asked
-    assert told["counts"]["reused"] == (99 if kept else 0)
+    info = await place.job(second)
+    computed = place.asked() - requests
+    assert info["counts"]["reused"] == (99 if is_cached else 0)
     # a model says by an answer which state it is in
-    assert computed <= 2 if kept else computed == 100
-    found = await place.table(second)
-    assert np.allclose(found[7]["dense"], vector_of(ids_of("another text")))
-    assert np.allclose(found[99]["dense"], vector_of(ids_of("text 99")))
+    assert computed <= 2 if is_cached else computed == 100
+    rows_read = await place.table(second)
+    assert np.allclose(rows_read[7]["dense"], vector_of(ids_of("another text")))
+    assert np.allclose(rows_read[99]["dense"], vector_of(ids_of("text 99")))
 
 
 async def test_equal_rows_are_computed_once(place: Place) -> None:
     rows = [{"t": f"text {number % 4}"} for number in range(40)]
     job = (await place.submit({"file": await place.upload(rows), "text": "{t}"}))["id"]
-    told = await place.job(job)
-    assert told["counts"]["reused"] == 36
+    info = await place.job(job)
+    assert info["counts"]["reused"] == 36
     assert place.asked() == 4
     assert len({tuple(row["dense"]) for row in await place.table(job)}) == 4
 
@@ -421,10 +421,10 @@ async def test_the_rows_that_failed_are_answered_again_alone(place: Place, monke
     assert (await place.job(job))["counts"]["failed"] == 3
     place.adapter.failures = {"text 26": failing["text 26"]}
     again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
-    told = await place.job(again)
-    assert (told["counts"]["rows"], told["counts"]["failed"], told["counts"]["shards"]) == (3, 1, 2)
-    found = await place.table(again)
-    assert [(row["id"], row["error"] is None) for row in found] == [("r3", True), ("r25", True), ("r26", False)]
+    info = await place.job(again)
+    assert (info["counts"]["rows"], info["counts"]["failed"], info["counts"]["shards"]) == (3, 1, 2)
+    rows_read = await place.table(again)
+    assert [(row["id"], row["error"] is None) for row in rows_read] == [("r3", True), ("r25", True), ("r26", False)]
     place.adapter.failures = {}
     last = (await place.gateway.client.post(f"/v1/jobs/{again}/retry")).json()["id"]
     assert (await place.job(last))["counts"]["rows"] == 1
@@ -467,8 +467,8 @@ async def test_a_retry_keeps_the_model_of_its_job_after_the_alias_leads_to_anoth
 
     await until_told(moved, "the alias leads to the other model")
     again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
-    told = await place.job(again)
-    assert (told["model"], told["fingerprint"]) == (MODEL, first["fingerprint"])
+    info = await place.job(again)
+    assert (info["model"], info["fingerprint"]) == (MODEL, first["fingerprint"])
 
 
 async def test_a_retry_of_a_retry_fails_with_the_name_of_the_deleted_job(place: Place) -> None:
@@ -479,9 +479,9 @@ async def test_a_retry_of_a_retry_fails_with_the_name_of_the_deleted_job(place: 
     await place.job(again)
     assert (await place.gateway.client.delete(f"/v1/jobs/{job}")).status_code == 200
     last = (await place.gateway.client.post(f"/v1/jobs/{again}/retry")).json()["id"]
-    told = await place.job(last, "failed")
-    assert told["error"]["code"] == "NOT_FOUND"
-    assert told["error"]["message"].startswith(f"{job}, an earlier job of this retry, was deleted")
+    info = await place.job(last, "failed")
+    assert info["error"]["code"] == "NOT_FOUND"
+    assert info["error"]["message"].startswith(f"{job}, an earlier job of this retry, was deleted")
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["no part", "a part of other rows"])
@@ -496,9 +496,9 @@ async def test_a_part_that_somebody_damaged_is_named_by_its_rows_and_by_a_retry(
     assert answer.status_code == (200 if is_other else 409)
     assert is_other or answer.json()["error"]["message"].startswith(f"{part.name}: ")
     again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
-    told = await place.job(again, "failed")
-    assert told["error"]["code"] == "CONTENT_CONFLICT"
-    assert told["error"]["message"].startswith(f"{part.name}: ")
+    info = await place.job(again, "failed")
+    assert info["error"]["code"] == "CONTENT_CONFLICT"
+    assert info["error"]["message"].startswith(f"{part.name}: ")
 
 
 async def test_a_part_in_numpy_whose_ids_would_fill_the_memory_is_an_error_with_the_remedy(
@@ -534,19 +534,19 @@ async def test_another_state_of_the_model_pauses_the_job_and_the_former_one_resu
     place.cluster.source.put(toy_entry(MODEL, max_tokens=300))
     await until_told(lambda: _max_tokens(place, 300), "the gateway knows the entry")
     place.adapter.let_go()
-    told = await place.job(job, "paused")
-    assert told["error"]["code"] == "MODEL_CHANGED"
+    info = await place.job(job, "paused")
+    assert info["error"]["code"] == "MODEL_CHANGED"
     place.cluster.source.put(toy_entry(MODEL))
     await until_told(lambda: _max_tokens(place, 512), "the former entry is there again")
     assert (await place.gateway.client.post(f"/v1/jobs/{job}/resume")).json()["state"] == "queued"
-    told = await place.job(job)
-    assert told["counts"]["done"] == 30
+    info = await place.job(job)
+    assert info["counts"]["done"] == 30
     assert len(await place.table(job)) == 30
 
 
-async def _max_tokens(place: Place, wanted: int) -> bool:
-    told = (await place.gateway.client.get(f"/v1/models/{MODEL}")).json()
-    return bool(told["max_sequence_length"] == wanted)
+async def _max_tokens(place: Place, max_tokens: int) -> bool:
+    info = (await place.gateway.client.get(f"/v1/models/{MODEL}")).json()
+    return bool(info["max_sequence_length"] == max_tokens)
 
 
 async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> None:
@@ -585,14 +585,14 @@ async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
     place.adapter.let_go()
 
     async def waits() -> bool:
-        told = (await place.get(job)).json()
-        return bool(told["trouble"] and told["trouble"]["code"] == "OUTSIDE_WINDOW" and told["counts"]["done"])
+        report = (await place.get(job)).json()
+        return bool(report["trouble"] and report["trouble"]["code"] == "OUTSIDE_WINDOW" and report["counts"]["done"])
 
     await until_told(waits, "it waits")
     assert place.asked() == 20
     opens_in_s = 0.0
-    told = await place.job(job)
-    assert (told["counts"]["done"], told["trouble"], place.asked()) == (200, None, 200)
+    info = await place.job(job)
+    assert (info["counts"]["done"], info["trouble"], place.asked()) == (200, None, 200)
 
 
 async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
@@ -605,19 +605,19 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
     entry = await bucket.get(f"job.{job}")
     assert entry is not None
     assert entry.value is not None
-    known = records.decode_job(entry.value)
-    assert known.lane == str(LANE)
-    assert known.request is not None
+    record = records.decode_job(entry.value)
+    assert record.lane == str(LANE)
+    assert record.request is not None
     late = replace(
-        known,
+        record,
         id="job-late",
-        request=replace(known.request, deadline=time.time() + 100),
+        request=replace(record.request, deadline=time.time() + 100),
         rows=3000,
         done=0,
         rows_per_s=2.0,
     )
-    other = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late one
-    assert await LeaderLease(other, "job.job-late").acquire()
+    second_leases = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late one
+    assert await LeaderLease(second_leases, "job.job-late").acquire()
     await bucket.write([Write("job.job-late", records.encode(late))])
 
     async def wanted() -> bool:
@@ -642,7 +642,7 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
         assert (await client.post(f"/v1/jobs/{job}/{action}")).status_code == 404, action
     assert (await client.delete(f"/v1/jobs/{job}")).status_code == 404
     client.headers["authorization"] = "Bearer admin-token-of-a-test"
-    assert [each["id"] for each in (await client.get("/v1/jobs")).json()["data"]] == [job]
+    assert [job_info["id"] for job_info in (await client.get("/v1/jobs")).json()["data"]] == [job]
     assert (await client.delete(f"/v1/jobs/{job}")).json() == {"id": job, "object": "job", "deleted": True}
     assert (await place.get(job)).status_code == 404
 
@@ -683,36 +683,38 @@ async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProces
     use("one")
     file = await place.upload(texts(1))
     answers = await asyncio.gather(*(submitted(file) for _ in range(10)))
-    taken = [each.json()["id"] for each in answers if each.status_code == 201]
-    assert len(taken) == 3
-    refused = [each for each in answers if each.status_code != 201]
-    assert {each.status_code for each in refused} == {429}
-    assert all(int(each.headers["retry-after"]) >= 30 for each in refused)
+    ids = [answer.json()["id"] for answer in answers if answer.status_code == 201]
+    assert len(ids) == 3
+    refused = [answer for answer in answers if answer.status_code != 201]
+    assert {entry.status_code for entry in refused} == {429}
+    assert all(int(entry.headers["retry-after"]) >= 30 for entry in refused)
     message = refused[0].json()["error"]["message"]
     assert message == "this key has 3 jobs and batches (SIE_JOBS_PER_KEY): delete some that have ended"
     batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
     assert (await client.post("/v1/batches", json=batch)).status_code == 429
     use("two")
-    other = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}])
-    made = await client.post("/v1/batches", json={**batch, "input_file_id": other})
-    assert made.status_code == 200, made.text
-    large = await submitted(other, params={"labels": "x" * 40_000})
+    second_file = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}])
+    response = await client.post("/v1/batches", json={**batch, "input_file_id": second_file})
+    assert response.status_code == 200, response.text
+    large = await submitted(second_file, params={"labels": "x" * 40_000})
     assert large.status_code == 400, "no model takes it"
     wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
-    assert (await submitted(other, **wide)).status_code == 201
-    assert (message := (await submitted(other)).json()["error"]["message"]).startswith("all keys together have 5 jobs")
+    assert (await submitted(second_file, **wide)).status_code == 201
+    assert (message := (await submitted(second_file)).json()["error"]["message"]).startswith(
+        "all keys together have 5 jobs"
+    )
     assert "SIE_MAX_JOBS" in message
 
     async def ended() -> bool:
-        told = (await client.get(f"/v1/batches/{made.json()['id']}")).json()
-        return told["status"] == "completed"
+        info = (await client.get(f"/v1/batches/{response.json()['id']}")).json()
+        return info["status"] == "completed"
 
     await until_told(ended, "the batch has ended")
-    assert (await client.delete(f"/v1/batches/{made.json()['id']}")).json()["deleted"] is True
-    assert (await submitted(other)).status_code == 201
+    assert (await client.delete(f"/v1/batches/{response.json()['id']}")).json()["deleted"] is True
+    assert (await submitted(second_file)).status_code == 201
     use("one")
-    await place.job(taken[0])
-    assert (await client.delete(f"/v1/jobs/{taken[0]}")).status_code == 200
+    await place.job(ids[0])
+    assert (await client.delete(f"/v1/jobs/{ids[0]}")).status_code == 200
     assert (await submitted(file)).status_code == 201
 
 
@@ -748,8 +750,8 @@ async def test_metrics_tell_of_jobs(place: Place) -> None:
 
 async def test_a_list_of_jobs_has_pages(place: Place) -> None:
     file = await place.upload(texts(1))
-    made = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
-    for job in made:
+    ids = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
+    for job in ids:
         await place.job(job)
     first = (await place.gateway.client.get("/v1/jobs?limit=2")).json()
     assert [job["name"] for job in first["data"]] == ["n4", "n3"]
@@ -783,17 +785,17 @@ async def test_metadata_of_a_job_or_batch_beyond_its_limits_is_refused_by_name(
         assert (error["code"].upper(), error["param"]) == ("INVALID_INPUT", param)
         assert "x" * 100 not in error["message"]
         assert "k" * 65 not in error["message"]
-        taken = await place.gateway.client.post(path, json={**body, "metadata": limits})
-        assert taken.status_code == status, taken.text
+        response = await place.gateway.client.post(path, json={**body, "metadata": limits})
+        assert response.status_code == status, response.text
 
 
 async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> None:
     source = {"file": await place.upload(texts(1)), "text": "{t}"}
-    one = await place.submit(source, headers={"idempotency-key": "k"})
-    other = await place.submit(source, headers={"idempotency-key": "k"})
-    assert one["id"] == other["id"]
+    first = await place.submit(source, headers={"idempotency-key": "k"})
+    second = await place.submit(source, headers={"idempotency-key": "k"})
+    assert first["id"] == second["id"]
     again = {**source, "file": await place.upload(texts(1))}
-    assert (await place.submit(again, headers={"idempotency-key": "k"}))["id"] == one["id"], (
+    assert (await place.submit(again, headers={"idempotency-key": "k"}))["id"] == first["id"], (
         "the same bytes, sent twice"
     )
     for differs in (
@@ -803,7 +805,7 @@ async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> N
     ):
         refused = await place.submit(differs, 422, headers={"idempotency-key": "k"})
         assert refused["code"] == "IDEMPOTENCY_MISMATCH"
-    await place.job(one["id"])
+    await place.job(first["id"])
 
 
 async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refused(cluster: InProcess) -> None:
@@ -812,13 +814,13 @@ async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refus
     place.adapter.failures = {"text 0": ErrorInfo("INVALID_INPUT", "why")}
     job = (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"]
     batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    made = (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
+    batch_id = (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
     await place.job(job)
     assert (await place.gateway.client.delete(f"/v1/files/{file}")).status_code == 200
     refused = await place.submit({"file": await place.upload(texts(1)), "text": "{t}"}, 429)
     assert refused["code"] == "RATE_LIMITED"
     assert (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"] == job
-    assert (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"] == made
+    assert (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"] == batch_id
     refused = await place.submit({"file": file, "text": "{t}!"}, 422, headers=headers)
     assert refused["code"] == "IDEMPOTENCY_MISMATCH"
     answer = await place.gateway.client.post(f"/v1/jobs/{job}/retry", headers=headers)

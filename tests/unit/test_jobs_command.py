@@ -55,7 +55,7 @@ def sie(server: JobServer, *arguments: object) -> Result:
     return CliRunner().invoke(main, ["jobs", *map(str, arguments), "--url", server.url])
 
 
-def info(**told: Any) -> JobInfo:
+def info(**fields: Any) -> JobInfo:
     base = {
         "id": f"{JOB}0",
         "state": "queued",
@@ -64,14 +64,14 @@ def info(**told: Any) -> JobInfo:
         "model": "m",
         "operation": "encode",
     }
-    return msgspec.convert({**base, "counts": {}, "request": {}, **told}, JobInfo)
+    return msgspec.convert({**base, "counts": {}, "request": {}, **fields}, JobInfo)
 
 
 # ---- submit
 
 
 def test_a_file_goes_up_and_the_id_alone_is_printed(server: JobServer, docs: Path) -> None:
-    found = sie(
+    result = sie(
         server,
         "submit",
         "org/m",
@@ -108,7 +108,7 @@ def test_a_file_goes_up_and_the_id_alone_is_printed(server: JobServer, docs: Pat
         "--collection",
         "docs",
     )
-    assert (found.exit_code, found.stdout) == (0, f"{JOB}0\n"), found.output
+    assert (result.exit_code, result.stdout) == (0, f"{JOB}0\n"), result.output
     assert server.files[f"{FILE}0"].filename == "docs.jsonl"
     assert server.bodies[f"{JOB}0"] == JobRequest(
         model="org/m",
@@ -149,23 +149,23 @@ def test_submit_names_the_column_of_documents_and_their_parser(server: JobServer
 
 
 def test_templates_of_a_query_make_it_a_score_between_addresses(server: JobServer) -> None:
-    found = sie(
+    result = sie(
         server, "submit", "org/m", "s3://b/in/", "--query", "{q}", "--document", "{d}", "-o", "s3://b/out/", "--json"
     )
-    assert json.loads(found.stdout)["state"] == "queued"
-    asked = server.bodies[f"{JOB}0"]
-    assert (asked.operation, asked.input.url, asked.output) == ("score", "s3://b/in/", JobOutput(url="s3://b/out/"))
+    assert json.loads(result.stdout)["state"] == "queued"
+    body = server.bodies[f"{JOB}0"]
+    assert (body.operation, body.input.url, body.output) == ("score", "s3://b/in/", JobOutput(url="s3://b/out/"))
     assert len(server.asked("GET")) == 0
 
 
 def test_an_output_that_is_a_folder_is_filled_at_the_end(server: JobServer, docs: Path, tmp_path: Path) -> None:
     server.script = [{"state": "planning"}, RUNNING, COMPLETED]
     server.parts = {"part-00000.parquet": b"x" * 2048}
-    found = sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / "out")
-    assert (found.exit_code, found.stdout) == (0, f"{JOB}0\n"), found.output
+    result = sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (0, f"{JOB}0\n"), result.output
     assert (tmp_path / "out" / "part-00000.parquet").read_bytes() == b"x" * 2048
-    assert "planning" in found.stderr
-    assert f"1 file, 2.0 KiB, in {tmp_path / 'out'}" in found.stderr
+    assert "planning" in result.stderr
+    assert f"1 file, 2.0 KiB, in {tmp_path / 'out'}" in result.stderr
     again = sie(server, "submit", "org/m", docs, "-o", tmp_path / "out")
     assert (again.exit_code, "has the files of another job" in again.output) == (1, True)
     assert len(server.files) == 1, "nothing was sent for it"
@@ -182,8 +182,8 @@ def test_an_output_that_is_a_folder_is_filled_at_the_end(server: JobServer, docs
     ],
 )
 def test_what_cannot_be_submitted_is_refused(server: JobServer, arguments: list[str], why: str) -> None:
-    found = sie(server, "submit", "org/m", *arguments)
-    assert (found.exit_code in (1, 2), why in found.output, server.jobs) == (True, True, {}), found.output
+    result = sie(server, "submit", "org/m", *arguments)
+    assert (result.exit_code in (1, 2), why in result.output, server.jobs) == (True, True, {}), result.output
 
 
 def test_a_job_that_is_refused_or_fails_leaves_no_folder_and_takes_none(
@@ -197,21 +197,21 @@ def test_a_job_that_is_refused_or_fails_leaves_no_folder_and_takes_none(
     del server.refuses["POST /v1/jobs"]
     why = {"code": "INVALID_INPUT", "message": "input.text: no column titel", "param": "input.text"}
     server.script = [{"state": "failed", "error": why}]
-    found = sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / "new")
-    assert (found.exit_code, found.output.count("input.text")) == (1, 1), found.output
+    result = sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / "new")
+    assert (result.exit_code, result.output.count("input.text")) == (1, 1), result.output
     assert not (tmp_path / "new").exists()
 
 
 def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: JobServer, docs: Path) -> None:
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel\x1b[2J; did you mean title?"
-    found = sie(server, "submit", "org/m", docs, "--text", "{title}")
-    assert found.exit_code == 1
-    assert "no column titel?[2J; did you mean title?" in found.output
+    result = sie(server, "submit", "org/m", docs, "--text", "{title}")
+    assert result.exit_code == 1
+    assert "no column titel?[2J; did you mean title?" in result.output
     server.refuses["POST /v1/jobs"] = 404, "MODEL_NOT_FOUND", "no model org/m"
     assert "`sie models list` shows all" in sie(server, "submit", "org/m", docs).output
     server.refuses["POST /v1/jobs"] = 401, "UNAUTHENTICATED", "no token"
-    found = sie(server, "submit", "org/m", docs)
-    assert (found.exit_code, "SIE_API_KEY to a token with the scope infer" in found.output) == (2, True)
+    result = sie(server, "submit", "org/m", docs)
+    assert (result.exit_code, "SIE_API_KEY to a token with the scope infer" in result.output) == (2, True)
 
 
 # ---- look
@@ -224,8 +224,8 @@ def test_jobs_are_listed(server: JobServer) -> None:
     lines = sie(server, "list").output.splitlines()
     assert [line.split()[0] for line in lines] == ["ID", f"{JOB}1", f"{JOB}0"]
     assert lines[2].split()[3:] == ["running", "1,000,000", "12", "%", "3", "org/m", "night?"]
-    found = json.loads(sie(server, "list", "--json", "--state", "running", "--limit", 1).output)
-    assert [each["id"] for each in found] == [f"{JOB}0"]
+    result = json.loads(sie(server, "list", "--json", "--state", "running", "--limit", 1).output)
+    assert [job["id"] for job in result] == [f"{JOB}0"]
     assert sie(server, "list", "--limit", 1).output.splitlines()[-1] == "these are the newest 1; --limit shows more"
     assert sie(server, "list", "--state", "paused").output == "no jobs are paused\n"
 
@@ -246,8 +246,8 @@ def test_all_that_is_known_is_shown(server: JobServer) -> None:
     ):
         assert re.search(f"^{line}$", output, re.MULTILINE), (line, output)
     assert set(json.loads(sie(server, "show", f"{JOB}0", "--failed", "--json").output)) == {"job", "failed"}
-    found = sie(server, "show", f"{JOB}9")
-    assert (found.exit_code, "NOT_FOUND" in found.output) == (1, True)
+    result = sie(server, "show", f"{JOB}9")
+    assert (result.exit_code, "NOT_FOUND" in result.output) == (1, True)
 
 
 def test_a_deadline_without_a_date_is_shown_in_words(server: JobServer) -> None:
@@ -261,9 +261,9 @@ def test_a_deadline_without_a_date_is_shown_in_words(server: JobServer) -> None:
 
 
 def test_a_parameter_that_is_not_utf_8_is_refused(server: JobServer, docs: Path) -> None:
-    found = sie(server, "submit", "org/m", docs, "--param", "instruction=caf\udce9")
-    assert found.exit_code == 2
-    assert "instruction: expected a value in UTF-8" in found.output
+    result = sie(server, "submit", "org/m", docs, "--param", "instruction=caf\udce9")
+    assert result.exit_code == 2
+    assert "instruction: expected a value in UTF-8" in result.output
     assert server.seen == []
 
 
@@ -272,9 +272,9 @@ def test_a_forecast_is_told_with_its_spread_and_the_deadline(monkeypatch: pytest
     time.tzset()
     try:
         now_s = FORECAST["done_at"] - 3600
-        found = info(**RUNNING)
-        assert progress_lines(found, now_s)[1] == "1,234 rows/s by 2 workers, done at 18:13 ± 20 min"
-        assert "done at 2026-09-21 18:13 ± 20 min" in progress_lines(found, now_s - 86400)[1]
+        job_info = info(**RUNNING)
+        assert progress_lines(job_info, now_s)[1] == "1,234 rows/s by 2 workers, done at 18:13 ± 20 min"
+        assert "done at 2026-09-21 18:13 ± 20 min" in progress_lines(job_info, now_s - 86400)[1]
         late = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 60})
         assert progress_lines(late, now_s)[1].endswith("perhaps after its deadline 18:14: 4 workers would keep it")
         early = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 1201})
@@ -298,12 +298,12 @@ def test_a_forecast_is_told_with_its_spread_and_the_deadline(monkeypatch: pytest
 def test_the_status_of_watch_is_the_outcome(server: JobServer, told_of_it: dict[str, Any], status: int) -> None:
     server.add()
     server.script = [told_of_it]
-    found = sie(server, "watch", f"{JOB}0")
-    assert found.exit_code == status, found.output
-    assert str(told_of_it["state"]) in found.output
-    assert ("--failed` says why" in found.output) is (status == 3 and "broken" not in told_of_it)
+    result = sie(server, "watch", f"{JOB}0")
+    assert result.exit_code == status, result.output
+    assert str(told_of_it["state"]) in result.output
+    assert ("--failed` says why" in result.output) is (status == 3 and "broken" not in told_of_it)
     if "error" in told_of_it:
-        assert "MODEL_LOAD_FAILED: no weights" in found.output
+        assert "MODEL_LOAD_FAILED: no weights" in result.output
 
 
 def test_watching_ends_at_a_pause_that_only_people_can_end(server: JobServer) -> None:
@@ -311,8 +311,8 @@ def test_watching_ends_at_a_pause_that_only_people_can_end(server: JobServer) ->
     job = server.add()
     refused = {"state": "paused", "error": {"code": "SINK_REFUSED", "message": "the collection is 768 wide"}}
     server.script = [RUNNING, {"state": "paused"}, RUNNING, refused]
-    found = sie(server, "watch", job["id"])
-    assert (found.exit_code, "SINK_REFUSED: the collection is 768 wide" in found.output) == (1, True), found.output
+    result = sie(server, "watch", job["id"])
+    assert (result.exit_code, "SINK_REFUSED: the collection is 768 wide" in result.output) == (1, True), result.output
     assert len(server.asked("GET", f"/v1/jobs/{job['id']}")) == 4
 
 
@@ -327,8 +327,8 @@ def test_a_pipe_gets_a_line_for_each_change(server: JobServer) -> None:
     ]
     assert "waits: PROVISIONING: no worker" in lines[2]
     server.script = [RUNNING, COMPLETED]
-    found = [json.loads(line) for line in sie(server, "watch", f"{JOB}0", "--json").output.splitlines()]
-    assert [each["state"] for each in found] == ["completed"]
+    result = [json.loads(line) for line in sie(server, "watch", f"{JOB}0", "--json").output.splitlines()]
+    assert [job["state"] for job in result] == ["completed"]
 
 
 def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server: JobServer) -> None:
@@ -345,7 +345,7 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
     )
     os.close(follower)
-    shown, seen = bytearray(), threading.Event()
+    shown, followed = bytearray(), threading.Event()
 
     def read() -> None:
         while True:
@@ -354,12 +354,12 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
             except OSError:  # the terminal is closed: all have left it
                 return
             if "━".encode() in shown and b"done at" in shown:
-                seen.set()
+                followed.set()
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert seen.wait(3 * HANGING), shown
+        assert followed.wait(3 * HANGING), shown
         watching.send_signal(signal.SIGINT)
         assert watching.wait(HANGING) == 130
     finally:
@@ -389,8 +389,8 @@ def test_a_job_is_steered_by_commands(server: JobServer) -> None:
     later = "and will be cancelled when the parts under way have stopped"
     assert sie(server, "cancel", job).output == f"{job} is running, {later}\n"
     del server.jobs[job]
-    found = sie(server, "delete", f"{JOB}1", "--yes")
-    assert (found.exit_code, "has not ended" in found.output) == (1, True)
+    result = sie(server, "delete", f"{JOB}1", "--yes")
+    assert (result.exit_code, "has not ended" in result.output) == (1, True)
     assert (sie(server, "delete", f"{JOB}0").exit_code, len(server.jobs)) == (1, 2), "nobody said yes"
     assert sie(server, "delete", f"{JOB}0", "--yes").output == f"{JOB}0 is deleted\n"
     assert list(server.jobs) == [f"{JOB}1"]
@@ -400,14 +400,14 @@ def test_the_result_is_fetched_once(server: JobServer, tmp_path: Path) -> None:
     server.add(**COMPLETED)
     server.parts = {f"part-0000{number}.parquet": b"x" * 100 for number in range(3)}
     for fetched in (3, 3):
-        found = sie(server, "result", f"{JOB}0", tmp_path / "out")
-        assert (found.exit_code, "3 files, 300 B, in" in found.stderr) == (0, True), found.output
+        result = sie(server, "result", f"{JOB}0", tmp_path / "out")
+        assert (result.exit_code, "3 files, 300 B, in" in result.stderr) == (0, True), result.output
         assert len(server.asked("GET", f"/v1/jobs/{JOB}0/part")) == fetched
     server.add(state="running")
-    found = sie(server, "result", f"{JOB}1", tmp_path / "other")
-    assert (found.exit_code, "is running: these are its files so far" in found.stderr) == (1, True)
-    found = sie(server, "result", f"{JOB}1", tmp_path / "out")
-    assert (found.exit_code, "has the files of" in found.output) == (1, True)
+    result = sie(server, "result", f"{JOB}1", tmp_path / "other")
+    assert (result.exit_code, "is running: these are its files so far" in result.stderr) == (1, True)
+    result = sie(server, "result", f"{JOB}1", tmp_path / "out")
+    assert (result.exit_code, "has the files of" in result.output) == (1, True)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
@@ -423,9 +423,9 @@ def test_a_column_that_a_file_of_this_machine_lacks_is_named_before_the_file_is_
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
     for options, param in ((["--text", "{titel}"], "text"), (["--text", "{title}", "--id", "titel"], "id")):
-        found = sie(server, "submit", "org/m", file, *options)
+        result = sie(server, "submit", "org/m", file, *options)
         message = f"Error: input.{param}: docs.{suffix} has no column 'titel'; it has id, title, price"
-        assert (found.exit_code, found.output.strip()) == (1, message)
+        assert (result.exit_code, result.output.strip()) == (1, message)
     assert server.seen == [], "nothing was sent"
     (cut := tmp_path / "cut.parquet").write_bytes(b"PAR1 is no footer PAR1")
     assert sie(server, "submit", "org/m", cut, "--text", "{title}").exit_code == 0, "the server says what is wrong"

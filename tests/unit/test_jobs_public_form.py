@@ -24,22 +24,22 @@ SENT: dict[str, Any] = {
 
 def request_of(**changes: Any) -> JobRequest:
     """The job of ours, whose input passes the check of inputs."""
-    found = msgspec.convert(requested({**SENT, **changes}), JobRequest)
-    templates.check(found.input, found.operation)
-    return found
+    job_request = msgspec.convert(requested({**SENT, **changes}), JobRequest)
+    templates.check(job_request.input, job_request.operation)
+    return job_request
 
 
 def test_the_fields_of_a_job_have_their_counterparts() -> None:
-    found = request_of(output_types=["dense"], options={"instruction": "find"}, sink="s3://bucket/out/")
-    assert (found.model, found.operation) == ("org/one", "encode")
-    assert (found.input.url, found.input.text, found.input.id, found.input.keep) == (
+    job_request = request_of(output_types=["dense"], options={"instruction": "find"}, sink="s3://bucket/out/")
+    assert (job_request.model, job_request.operation) == ("org/one", "encode")
+    assert (job_request.input.url, job_request.input.text, job_request.input.id, job_request.input.keep) == (
         "s3://bucket/in/",
         "{body}",
         "id",
         ("title",),
     )
-    assert found.output.url == "s3://bucket/out/"
-    assert found.params == {"output_types": ["dense"], "options": {"instruction": "find"}}
+    assert job_request.output.url == "s3://bucket/out/"
+    assert job_request.params == {"output_types": ["dense"], "options": {"instruction": "find"}}
 
 
 def test_an_uploaded_file_is_named_by_its_id() -> None:
@@ -47,9 +47,9 @@ def test_an_uploaded_file_is_named_by_its_id() -> None:
 
 
 def test_a_score_has_one_query_for_all_rows_whose_braces_are_text() -> None:
-    found = request_of(operation="score", options={"query": "what is {x}?"})
-    assert (found.input.document, found.input.text, found.params) == ("{body}", "", {})
-    assert templates.templates(found.input)["query"].text({}) == "what is {x}?"
+    job_request = request_of(operation="score", options={"query": "what is {x}?"})
+    assert (job_request.input.document, job_request.input.text, job_request.params) == ("{body}", "", {})
+    assert templates.templates(job_request.input)["query"].text({}) == "what is {x}?"
 
 
 @pytest.mark.parametrize(

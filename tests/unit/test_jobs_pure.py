@@ -96,10 +96,10 @@ def test_a_forecast_follows_from_the_rate_and_says_how_sure_it_is() -> None:
         pace.note(step * STEP_S, int(100 * step * STEP_S))
     assert pace.rate == 100
     running = job(state="running", rows=100_000, done=40_000, rows_per_s=pace.rate, spread=0.1, deadline=1300.0)
-    told = forecast(running, workers=2, now_s=1000.0)
-    assert told is not None
-    assert (told.done_at, told.plus_minus_s, told.workers) == (1600.0, 120.0, 2)
-    assert told.workers_needed == 4  # half of the time is left that two workers need
+    estimate = forecast(running, workers=2, now_s=1000.0)
+    assert estimate is not None
+    assert (estimate.done_at, estimate.plus_minus_s, estimate.workers) == (1600.0, 120.0, 2)
+    assert estimate.workers_needed == 4  # half of the time is left that two workers need
     assert forecast(job(state="running", rows=None, rows_per_s=1.0), 1, 0.0) is None
     assert forecast(job(state="paused", rows=1, rows_per_s=1.0), 1, 0.0) is None
 
@@ -131,8 +131,8 @@ def inputs(*texts: str, query: str | None = None) -> list[ModelInput]:
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.sampled_from([None, "q", "r"])), max_size=60))
-def test_each_input_is_in_one_group_and_no_group_has_two_queries(given: list[tuple[str, str | None]]) -> None:
-    every = [ModelInput(RequestItem(text), query) for text, query in given]
+def test_each_input_is_in_one_group_and_no_group_has_two_queries(pairs: list[tuple[str, str | None]]) -> None:
+    every = [ModelInput(RequestItem(text), query) for text, query in pairs]
     groups = grouped(every)
     assert sorted(place for group in groups for place in group) == list(range(len(every)))
     assert all(len({every[place].query for place in group}) == 1 for group in groups)
@@ -172,11 +172,11 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
 ) -> None:
     resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
     lane = Lane("_default", "_default", "default")
-    found = bounds(
+    bounds_read = bounds(
         PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images
     )
-    assert found.rows == SHARD_BYTES // bytes_of_row
-    assert found.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
+    assert bounds_read.rows == SHARD_BYTES // bytes_of_row
+    assert bounds_read.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_equal_inputs_are_computed_once() -> None:
         ModelInput(RequestItem(None, images=(b"a",))),
         *inputs(""),
     ]
-    found = unique(every)
-    assert [found.inputs[place] for place in found.places] == every
-    assert len(found.inputs) == 5
-    assert len(set(found.digests)) == 5
+    groups = unique(every)
+    assert [groups.inputs[place] for place in groups.places] == every
+    assert len(groups.inputs) == 5
+    assert len(set(groups.digests)) == 5
 
 
 def value(number: int) -> RowAnswer:
@@ -222,20 +222,20 @@ def value(number: int) -> RowAnswer:
     return RowAnswer(None, number, number % 2 == 0, {"dense": array}, float(number), {"n": [number]})
 
 
-def same(one: RowAnswer, other: RowAnswer) -> bool:
-    arrays = all(np.array_equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
-    return arrays and (one.score, one.data, one.tokens, one.truncated) == (
-        other.score,
-        other.data,
-        other.tokens,
-        other.truncated,
+def same(answer: RowAnswer, second: RowAnswer) -> bool:
+    arrays = all(np.array_equal(answer.arrays[name], second.arrays[name]) for name in answer.arrays)
+    return arrays and (answer.score, answer.data, answer.tokens, answer.truncated) == (
+        second.score,
+        second.data,
+        second.tokens,
+        second.truncated,
     )
 
 
 def test_a_segment_gives_back_what_was_kept() -> None:
-    kept = {ModelInput(RequestItem(str(number))).digest: value(number) for number in range(100)}
-    read = CacheSegment(segment(kept))
-    assert all(same(read.value(row), kept[digest]) for row, digest in enumerate(sorted(kept)))
+    values = {ModelInput(RequestItem(str(number))).digest: value(number) for number in range(100)}
+    read = CacheSegment(segment(values))
+    assert all(same(read.value(row), values[digest]) for row, digest in enumerate(sorted(values)))
     assert same(unpack_row(pack_row(value(3))), value(3))
 
 
@@ -251,15 +251,15 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     reader = StoredAnswers(store, space)
     await reader.open()
     assert len(reader) == 300
-    asked = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
-    found = await reader.find(asked)
-    assert found.keys() == {0, 2, 3}
-    assert same(found[0], value(5))
-    assert same(found[2], value(250))
-    assert same(found[3], value(0))
-    other = StoredAnswers(store, space_of("k", "f2", "encode", RunOptions()))
-    await other.open()
-    assert await other.find(digests) == {}
+    digests_asked = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
+    answers = await reader.find(digests_asked)
+    assert answers.keys() == {0, 2, 3}
+    assert same(answers[0], value(5))
+    assert same(answers[2], value(250))
+    assert same(answers[3], value(0))
+    second_space = StoredAnswers(store, space_of("k", "f2", "encode", RunOptions()))
+    await second_space.open()
+    assert await second_space.find(digests) == {}
 
 
 async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
@@ -296,12 +296,12 @@ async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     cache = StoredAnswers(store, "space")
     own_s, all_s = time.thread_time(), time.process_time()
     await cache.open()
-    found = await cache.find([*digests[:20_000], twin])
+    answers = await cache.find([*digests[:20_000], twin])
     own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
     assert len(cache) == count + 1
-    assert len(found) == 20_001
-    assert all(same(found[place], value(digests[place][0] % 5)) for place in range(20))
-    assert same(found[20_000], value(3))
+    assert len(answers) == 20_001
+    assert all(same(answers[place], value(digests[place][0] % 5)) for place in range(20))
+    assert same(answers[20_000], value(3))
     assert own_s < all_s / 3, "the thread of the event loop only waits for what others compute"
 
 
@@ -435,7 +435,7 @@ async def test_an_item_whose_error_may_disappear_is_sent_again_alone() -> None:
 
 async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(askings, "MAX_PAUSE_S", 0.01)
-    told: list[SIEError | None] = []
+    lines: list[SIEError | None] = []
 
     async def at_once() -> None:
         pass
@@ -443,7 +443,7 @@ async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: p
     async def attempt() -> None:
         raise FailedRequest(ResourceExhausted("the device has no memory left"), [])
 
-    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, told.append, at_once)
+    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, lines.append, at_once)
     with pytest.raises(FailedRequest):
         await asyncio.wait_for(asking.patiently(attempt), 5)
-    assert [each and each.code for each in told] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]
+    assert [line and line.code for line in lines] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]

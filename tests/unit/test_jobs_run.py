@@ -145,8 +145,8 @@ class World:
         _, task, keeper = self.stops.pop(name)
         ended = [running.task for running in keeper._running.values()]
         keeper._running.clear()
-        for each in (task, *ended):
-            each.cancel()
+        for entry in (task, *ended):
+            entry.cancel()
         await asyncio.gather(task, *ended, return_exceptions=True)
 
     async def leave(self, name: str) -> None:
@@ -175,7 +175,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Decorates a test that gets a world of its own. No lease ends because the machine is busy."""
     signature = inspect.signature(test)
-    (_, *others) = signature.parameters.values()
+    (_, *parameters) = signature.parameters.values()
 
     @functools.wraps(test)
     async def whole(**fixtures: Any) -> None:
@@ -185,17 +185,17 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
             await world.leave(name)
 
     run = in_virtual_time(whole)
-    run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # the fixtures that it asks for
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # the fixtures that it asks for
     return run
 
 
-async def state(world: World, ledger: JobLedger, wanted: str, job_id: str = JOB.id) -> JobRecord:
+async def state(world: World, ledger: JobLedger, expected: str, job_id: str = JOB.id) -> JobRecord:
     async def reached() -> JobRecord | None:
         job = await world.job(ledger, job_id)
-        return job if job.state == wanted else None
+        return job if job.state == expected else None
 
-    found: JobRecord = await until_told(reached, f"the job is {wanted}")
-    return found
+    record: JobRecord = await until_told(reached, f"the job is {expected}")
+    return record
 
 
 @virtual
@@ -222,14 +222,14 @@ async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_
     await first.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "a leader computes")
     leader = (await state(world, first, "running")).leader
-    other = "g2" if leader == "g1" else "g1"
+    follower = "g2" if leader == "g1" else "g1"
     await asyncio.sleep(1.5 * keepers.LEASE_S)
     assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one waits, for longer than a lease
     await world.leave(leader)
     world.output.held.set()
-    job = await state(world, second if other == "g2" else first, "completed")
+    job = await state(world, second if follower == "g2" else first, "completed")
     assert job.done == 60
-    assert set(world.output.parts.values()) == {other}
+    assert set(world.output.parts.values()) == {follower}
 
 
 @virtual
@@ -321,7 +321,7 @@ async def test_a_gateway_whose_copy_of_a_record_is_old_leaves_it_as_it_is(world:
     ledger._jobs._values[JOB.id] = runs.replace(JOB, state="running", is_planned=True)
     ledger.woken.set()
     await until(lambda: ledger.find(JOB.id) == stands, "it has read the record again")
-    await until(lambda: not [each for each in asyncio.all_tasks() if each.get_name() == f"job {JOB.id}"], "it left it")
+    await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == f"job {JOB.id}"], "it left it")
     assert await world.job(ledger) == stands
     assert world.output.made == 0
 
@@ -688,7 +688,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted", "code"),
+    ("error", "final_state", "code"),
     [
         (ModelNotFound("there is no such model"), "paused", "MODEL_NOT_FOUND"),
         (Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended")), "paused", "PERMISSION_DENIED"),
@@ -697,7 +697,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
 )
 @virtual
 async def test_what_only_people_can_change_ends_or_pauses_it(
-    world: World, error: Exception, wanted: str, code: str
+    world: World, error: Exception, final_state: str, code: str
 ) -> None:
     world.output.held.set()
 
@@ -708,7 +708,7 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
     world.output.before = before
     ledger = world.gateway("g1")
     await ledger.create(JOB)
-    job = await state(world, ledger, wanted)
+    job = await state(world, ledger, final_state)
     assert job.error is not None
     assert job.error.code == code
     assert job.leader == ""
@@ -874,7 +874,7 @@ async def test_a_leader_without_a_broker_stops_before_another_begins(world: Worl
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
-    running = [each for each in asyncio.all_tasks() if each.get_name() == f"job {JOB.id}"]
+    running = [task for task in asyncio.all_tasks() if task.get_name() == f"job {JOB.id}"]
     world.brokers["g1"].disconnect()
     second = world.gateway("g2")
     _, pending = await asyncio.wait(running, timeout=3 * keepers.FENCE_S)
@@ -954,17 +954,17 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
 @virtual
 async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
     """Jobs that others lead fill more than one look."""
-    others = keepers.LOOKS + 2
-    first, second = world.gateway("g1", at_once=others), world.gateway("g2", at_once=0)
-    for number in range(others):
+    looks = keepers.LOOKS + 2
+    first, second = world.gateway("g1", at_once=looks), world.gateway("g2", at_once=0)
+    for number in range(looks):
         await first.create(runs.replace(JOB, id=f"job-{number:02}", created_s=float(number)))
-    await until(lambda: sum(job.state == "running" for job in second) == others, "one gateway leads them")
+    await until(lambda: sum(job.state == "running" for job in second) == looks, "one gateway leads them")
     third = world.gateway("g3", at_once=1)
     await third.create(runs.replace(JOB, id="job-last", created_s=100.0))
     assert (await state(world, third, "running", "job-last")).leader == "g3"
     await world.kill("g1")
     world.output.held.set()
-    for number in range(others):
+    for number in range(looks):
         await state(world, third, "completed", f"job-{number:02}")
     assert world.stops["g3"][2]._observed == {}
 

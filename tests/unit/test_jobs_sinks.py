@@ -92,8 +92,8 @@ class Place:
         """The job, in one of these states. One that waits is in the state `waits`."""
 
         async def reached() -> Any:
-            told = (await self._client.get(f"/v1/jobs/{job}")).json()
-            return told if told["state"] in states or ("waits" in states and told["trouble"]) else None
+            info = (await self._client.get(f"/v1/jobs/{job}")).json()
+            return info if info["state"] in states or ("waits" in states and info["trouble"]) else None
 
         return await until_told(reached, f"the job is {' or '.join(states)}")
 
@@ -133,8 +133,8 @@ async def test_a_database_that_is_away_gets_its_rows_later_and_no_model_is_asked
 ) -> None:
     database.errors = [StoreError("away")] * 3
     job = (await place.submit(20, output=OUTPUT))["id"]
-    told = await place.until(job, "completed")
-    assert (told["counts"]["done"], place.asked(), database.upserts) == (20, 20, 4)
+    info = await place.until(job, "completed")
+    assert (info["counts"]["done"], place.asked(), database.upserts) == (20, 20, 4)
     assert database.rows.keys() == {f"r{number}" for number in range(20)}
     assert await place.rows(job) == 20
 
@@ -166,16 +166,16 @@ async def test_what_only_people_can_change_at_a_database_pauses_the_job(
 ) -> None:
     database.errors = [error] * 10
     job = (await place.submit(5, output=OUTPUT))["id"]
-    told = await place.until(job, "paused", "waits")
-    assert told["error"] == {"code": "SINK_REFUSED", "message": f"main: {error}", "param": "output.sink"}
+    info = await place.until(job, "paused", "waits")
+    assert info["error"] == {"code": "SINK_REFUSED", "message": f"main: {error}", "param": "output.sink"}
     assert (database.upserts, place.asked()) == (upserts, 5)
 
 
 async def test_a_row_that_the_database_cannot_store_fails_alone(place: Place, database: Database) -> None:
     database.refused = {"r3", "r4"}
     job = (await place.submit(20, output=OUTPUT))["id"]
-    told = await place.until(job, "completed", "paused")
-    assert (told["state"], told["counts"]["done"], told["counts"]["failed"]) == ("completed", 20, 2)
+    info = await place.until(job, "completed", "paused")
+    assert (info["state"], info["counts"]["done"], info["counts"]["failed"]) == ("completed", 20, 2)
     assert database.rows.keys() == {f"r{number}" for number in range(20)} - {"r3", "r4"}
     assert await place.errors(job) == {"r3": "SINK_REFUSED", "r4": "SINK_REFUSED"}
 
@@ -209,8 +209,8 @@ async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
     monkeypatch.setattr(obstore, "list", list_)
     job = (await place.submit(5, cache=True))["id"]
 
-    told = await place.until(job, "completed", "waits")
-    assert (told["state"], told["trouble"], place.asked()) == ("completed", None, 6)  # one tells the state of the model
+    info = await place.until(job, "completed", "waits")
+    assert (info["state"], info["trouble"], place.asked()) == ("completed", None, 6)  # one tells the state of the model
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def test_a_marker_is_given_in_the_file_of_its_tests(lane: lanes.Lane) -> None:
 def test_no_marker_is_added_while_tests_are_collected() -> None:
     """Those of GPUs, which no lane has, are skipped by their folder."""
     own = Path(__file__)
-    others = [path for path in TESTS.rglob("*.py") if path != own and not path.is_relative_to(TESTS / "gpu")]
-    assert [path.name for path in others if "add_marker" in path.read_text("utf-8")] == []
+    paths = [path for path in TESTS.rglob("*.py") if path != own and not path.is_relative_to(TESTS / "gpu")]
+    assert [path.name for path in paths if "add_marker" in path.read_text("utf-8")] == []
 
 
 def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
@@ -39,12 +39,12 @@ def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
 
 def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
     """Also those of folders that no other lane looks into."""
-    told = [lanes.command(lane, []) for lane in lanes.LONG]
-    assert [argv[argv.index("-m", 3) + 1] for argv in told] == [
+    commands = [lanes.command(lane, []) for lane in lanes.LONG]
+    assert [argv[argv.index("-m", 3) + 1] for argv in commands] == [
         "(long or hypothesis) and not serial",
         "(long or hypothesis) and serial",
     ]
-    for argv in told:
+    for argv in commands:
         assert {"-v", "--hypothesis-profile=long"} <= set(argv)
         assert argv[-1] == "tests"
 

@@ -50,8 +50,8 @@ class State:
             self.wanted[name] = rest[0]
             self.layout.set_model(name, rest[0])
         elif kind == "forgotten" and name in self.wanted:
-            for known in (self.wanted, self.demand, self.table):
-                known.pop(name, None)  # type: ignore[attr-defined]
+            for mapping in (self.wanted, self.demand, self.table):
+                mapping.pop(name, None)  # type: ignore[attr-defined]
             self.layout.drop_model(name)
         elif kind == "demand" and name in self.wanted:
             self.demand[name] = rest[0]
@@ -61,8 +61,8 @@ class State:
 
     def settle(self) -> None:
         demand = np.zeros(self.layout.size)
-        for model, each in self.demand.items():
-            demand[self.layout.indices[model]] = each
+        for model, demand_of_model in self.demand.items():
+            demand[self.layout.indices[model]] = demand_of_model
         self.table.update(self.layout.settle(demand))
 
 
@@ -76,24 +76,24 @@ def test_what_has_changed_is_placed_as_if_all_of_it_were_placed_anew(looks: list
     for look in looks:
         for change in look:
             state.change(*change)  # type: ignore[arg-type]
-        anew = place(state.table, state.wanted, state.workers, state.demand, state.slots)
+        table = place(state.table, state.wanted, state.workers, state.demand, state.slots)
         state.settle()
         if state.workers:
-            assert {model: state.table.get(model, ()) for model in state.wanted} == anew
+            assert {model: state.table.get(model, ()) for model in state.wanted} == table
 
 
 @given(st.integers(1, 40), st.integers(1, 300))
 @settings(max_examples=40, deadline=None)
 def test_models_of_a_worker_that_is_lost_go_to_different_ones(count: int, number: int) -> None:
     names = [f"w{index}" for index in range(count + 1)]
-    holdings, wanted = dict.fromkeys(names, Holdings()), {f"m{index}": 1 for index in range(number)}
-    table = place({}, wanted, holdings, {}, {})
+    holdings, counts = dict.fromkeys(names, Holdings()), {f"m{index}": 1 for index in range(number)}
+    table = place({}, counts, holdings, {}, {})
     lost = [model for model, hosts in table.items() if hosts == ("w0",)]
     del holdings["w0"]
-    after = place(table, wanted, holdings, {}, {})
-    assert {model for model in wanted if after[model] != table[model]} == set(lost)
-    given = [after[model][0] for model in lost]
-    assert max(map(given.count, given), default=0) <= -(-len(lost) // count) + 1
+    after = place(table, counts, holdings, {}, {})
+    assert {model for model in counts if after[model] != table[model]} == set(lost)
+    workers_chosen = [after[model][0] for model in lost]
+    assert max(map(workers_chosen.count, workers_chosen), default=0) <= -(-len(lost) // count) + 1
 
 
 @pytest.mark.parametrize(

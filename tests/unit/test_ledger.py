@@ -45,10 +45,10 @@ def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("renewed_s", "now_s", "found"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)]
+    ("renewed_s", "now_s", "is_taken"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)]
 )
 def test_leases_that_may_be_somebody_elses_are_left_alone(
-    tmp_path: Path, renewed_s: float, now_s: float, found: bool
+    tmp_path: Path, renewed_s: float, now_s: float, is_taken: bool
 ) -> None:
     times = iter([NOW_S, NOW_S + renewed_s])
     first = open_ledger(tmp_path / "w", lambda: next(times))
@@ -57,7 +57,7 @@ def test_leases_that_may_be_somebody_elses_are_left_alone(
     first.renewed()
     first.close()
     second = opened(tmp_path / "w", NOW_S + now_s)
-    assert second.take_over(8.0) == ([REPLY % 1] if found else [])
+    assert second.take_over(8.0) == ([REPLY % 1] if is_taken else [])
     second.close()
 
 
@@ -67,8 +67,8 @@ def test_a_damaged_ledger_gives_true_entries_or_none(
 ) -> None:
     path = tmp_path_factory.mktemp("damaged") / "w"
     first = opened(path)
-    wanted = {REPLY % number for number in range(8)}
-    for reply in wanted:
+    replies = {REPLY % number for number in range(8)}
+    for reply in replies:
         first.put(reply)
     first.close()
     whole = bytearray(path.read_bytes())
@@ -77,7 +77,7 @@ def test_a_damaged_ledger_gives_true_entries_or_none(
     cut = data.draw(st.sampled_from([len(whole), len(whole) - 1, SLOT_BYTES, 3, 0]))
     path.write_bytes(whole[:cut])
     second = opened(path)
-    assert set(second.take_over(8.0)) <= wanted
+    assert set(second.take_over(8.0)) <= replies
     second.close()
 
 

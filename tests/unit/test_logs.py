@@ -73,10 +73,12 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
         entries = [msgspec.json.decode(line) for line in written.getvalue().splitlines()]
         written.seek(0)
         written.truncate()
-        found = [(entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"]
+        entries_matched = [
+            (entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"
+        ]
         return [
             {**entry, **match.groupdict(), "told": dict(pair.split("=") for pair in match["told"].split())}
-            for entry, match in found
+            for entry, match in entries_matched
             if match is not None
         ]
 
@@ -141,9 +143,11 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         await post({"items": ["x"]}, authorization="Bearer other"),
         await post({"items": ["x"]}, **{"content-encoding": "br"}),
     ]
-    found = lines()
-    assert [line["request_id"] for line in found] == ids
-    assert [(line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in found] == [
+    lines_read = lines()
+    assert [line["request_id"] for line in lines_read] == ids
+    assert [
+        (line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in lines_read
+    ] == [
         ("200", None, "1", "toy/one"),
         ("400", "INVALID_INPUT", "1", "toy/one"),
         ("200", None, "2", "toy/one"),
@@ -152,9 +156,9 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         ("401", "UNAUTHENTICATED", None, None),
         ("415", "UNSUPPORTED_MEDIA_TYPE", None, None),  # refused before its model was looked for
     ]
-    assert [set(STAGES) <= line["told"].keys() for line in found] == [True, True, True, False, False, False, False]
-    assert [line["told"].get("tokens") for line in found[:2]] == ["6", "0"]
-    assert [line["key"] for line in found] == [*["static-1"] * 5, None, "static-1"]
+    assert [set(STAGES) <= line["told"].keys() for line in lines_read] == [True, True, True, False, False, False, False]
+    assert [line["told"].get("tokens") for line in lines_read[:2]] == ["6", "0"]
+    assert [line["key"] for line in lines_read] == [*["static-1"] * 5, None, "static-1"]
 
 
 async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(cluster: InProcess, lines: Lines) -> None:
@@ -172,10 +176,10 @@ async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(clust
     adapter.let_go()
     answer = await again
     assert answer.status_code == 200
-    body, found = answer.json(), {line["status"]: line for line in lines()}
-    assert found.keys() == {"200", "499"}
-    assert {line["model"] for line in found.values()} == {"toy/one"}
-    assert found["200"]["told"] == {
+    body, lines_by_status = answer.json(), {line["status"]: line for line in lines()}
+    assert lines_by_status.keys() == {"200", "499"}
+    assert {line["model"] for line in lines_by_status.values()} == {"toy/one"}
+    assert lines_by_status["200"]["told"] == {
         "items": "1",
         "tokens": str(body["usage"]["total_tokens"]),
         **{name: str(body["timing"][name]) for name in STAGES},
@@ -188,11 +192,11 @@ async def test_a_request_that_is_cut_off_at_the_end_of_its_gateway_has_its_line(
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     await cluster.sidecar(adapter)
     adapter.hold_batches = True
-    asked = asyncio.create_task(gateway.encode("one"))
+    request = asyncio.create_task(gateway.encode("one"))
     await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
     (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
     handler.cancel()
-    assert (await asked).status_code == 500
+    assert (await request).status_code == 500
     (line,) = lines()
     assert (line["status"], line["model"], line["told"]) == ("500", "toy/one", {"items": "1"})
 

@@ -66,11 +66,11 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Names a proxy in the environment, and no exceptions."""
 
     def name(url: str) -> None:
-        for each in NAMES:
-            monkeypatch.delenv(each, raising=False)
-            monkeypatch.delenv(each.upper(), raising=False)
-        for each in NAMES[:3]:
-            monkeypatch.setenv(each.upper(), url)
+        for entry in NAMES:
+            monkeypatch.delenv(entry, raising=False)
+            monkeypatch.delenv(entry.upper(), raising=False)
+        for entry in NAMES[:3]:
+            monkeypatch.setenv(entry.upper(), url)
 
     return name
 
@@ -123,7 +123,9 @@ def test_clients_read_certificates_for_https_alone(
 ) -> None:
     contexts = []
     own = ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda *given, **named: contexts.append(own(*given, **named)))
+    monkeypatch.setattr(
+        ssl, "create_default_context", lambda *arguments, **named: contexts.append(own(*arguments, **named))
+    )
     url = f"{scheme}://{host}:8080"
     SIEClient(url).close()
     with ConfigServiceClient(url, ""):

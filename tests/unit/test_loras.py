@@ -72,15 +72,15 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
 
 
 async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_lora_and_without(toy: Toy) -> None:
-    asked = [
+    requests = [
         ("", {}),
         ("", {"normalize": False}),
         ("", {"options": {"pooling": "cls"}}),
         ("org/x", {}),
         ("org/x", {"normalize": False}),
     ]
-    prints = [(await toy.ask("a", name, **options)).headers["x-sie-fingerprint"] for name, options in asked]
-    assert len(set(prints)) == len(asked)
+    prints = [(await toy.ask("a", name, **options)).headers["x-sie-fingerprint"] for name, options in requests]
+    assert len(set(prints)) == len(requests)
     same = await toy.ask("a", normalize=True, is_query=True, output_types=["dense"])
     assert same.headers["x-sie-fingerprint"] == prints[0]
 
@@ -116,11 +116,11 @@ async def test_only_equal_loras_share_a_batch(toy: Toy) -> None:
     first = asyncio.create_task(toy.ask("first"))
     await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
     names = ["", "org/x", "org/y"] * 4
-    asked = [asyncio.create_task(toy.ask(f"text {number}", lora)) for number, lora in enumerate(names)]
+    tasks = [asyncio.create_task(toy.ask(f"text {number}", lora)) for number, lora in enumerate(names)]
     await asyncio.sleep(0)
     toy.adapter.let_go()
     await first
-    for number, (answer, lora) in enumerate(zip(await asyncio.gather(*asked), names, strict=True)):
+    for number, (answer, lora) in enumerate(zip(await asyncio.gather(*tasks), names, strict=True)):
         assert right(answer, f"text {number}", lora)
 
 
@@ -132,14 +132,14 @@ async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(to
     await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
     waiting = asyncio.create_task(toy.ask("a", "org/x"))
     await toy.adapter.until(lambda adapter: adapter.lora_loads == ["org/x"], "the first LoRA")
-    other = asyncio.create_task(toy.ask("b", "org/y"))
+    second = asyncio.create_task(toy.ask("b", "org/y"))
     await toy.adapter.until(
         lambda adapter: adapter.loras["toy/one"] == ["org/y"], "the second LoRA in place of the first"
     )
     toy.adapter.let_go()
     assert right(await first, "first")
     assert right(await waiting, "a", "org/x")
-    assert right(await other, "b", "org/y")
+    assert right(await second, "b", "org/y")
     assert toy.adapter.lora_loads.count("org/x") >= 2
 
 
@@ -207,14 +207,14 @@ async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_load_time(to
         toy.adapter.loaded.clear()
     toy.adapter.hold_loads = True
     began_s = time.perf_counter()
-    asked = asyncio.create_task(toy.ask("b", "org/x"))
+    task = asyncio.create_task(toy.ask("b", "org/x"))
     loads, again = (toy.adapter.lora_loads, "org/x") if lost == "lora" else (toy.adapter.loads, "toy/one")
     await toy.adapter.until(lambda adapter: loads.count(again) == 2, f"the second load of the {lost}")
     waited_s = time.perf_counter() - began_s
     await asyncio.sleep(0.2)  # the time that the load takes
     loaded_s = time.perf_counter()
     toy.adapter.let_go()
-    timing = (await asked).json()["timing"]
+    timing = (await task).json()["timing"]
     rest_s = time.perf_counter() - loaded_s
     assert timing["load_time"] >= 200
     assert timing["batch_wait_time"] + timing["inference_time"] <= 1000 * (waited_s + rest_s) + 100

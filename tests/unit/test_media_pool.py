@@ -38,8 +38,8 @@ KEPT_BYTES = 64 << 20  # by the allocator of the C library at most, of what it w
 
 
 @contextlib.asynccontextmanager
-async def pool_of(workers: int = 1, *others: Any, **options: Any) -> AsyncIterator[MediaPool]:
-    pool = MediaPool(workers, *others, **options)
+async def pool_of(workers: int = 1, *arguments: Any, **options: Any) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(workers, *arguments, **options)
     try:
         yield pool
     finally:
@@ -65,13 +65,13 @@ async def frozen(pool: MediaPool) -> int:
 async def test_an_image_becomes_the_pixels_that_the_function_makes() -> None:
     async with pool_of() as pool:
         for data in (GOOD, encoded(picture(300, 200), "JPEG")):
-            expected, found = images.prepare(data, SMALL), await pool.prepare(data, SMALL)
-            assert (found.pixels, found.digest, found.upright) == (
+            expected, prepared_image = images.prepare(data, SMALL), await pool.prepare(data, SMALL)
+            assert (prepared_image.pixels, prepared_image.digest, prepared_image.upright) == (
                 expected.pixels,
                 expected.digest(),
                 expected.upright,
             )
-            assert (found.height, found.width, found.animated) == (16, 16, False)
+            assert (prepared_image.height, prepared_image.width, prepared_image.animated) == (16, 16, False)
 
 
 async def test_a_sound_becomes_the_features_that_the_function_makes_beside_images() -> None:
@@ -81,13 +81,13 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
     sound = sound_files.encoded(sound_files.tone(0.4), "FLAC")
     async with pool_of(2, lambda noun, result: counted.append((noun, result))) as pool:
         files = [pool.prepare(sound, recipe), pool.prepare(GOOD, SMALL), pool.prepare(GOOD, recipe)]
-        heard, seen, wrong = await asyncio.gather(*files, return_exceptions=True)
+        first, second, wrong = await asyncio.gather(*files, return_exceptions=True)
         assert len(pool.pids) <= 2
     expected = sounds.prepare(sound, recipe)
-    assert isinstance(heard, SoundFeatures)
-    features = SoundFeatures(heard.number, *recipe.shape, 0.4, expected.digest(), expected.values.tobytes())
-    assert heard == features
-    assert isinstance(seen, PreparedImage)
+    assert isinstance(first, SoundFeatures)
+    features = SoundFeatures(first.number, *recipe.shape, 0.4, expected.digest(), expected.values.tobytes())
+    assert first == features
+    assert isinstance(second, PreparedImage)
     assert isinstance(wrong, InvalidInput)
     assert wrong.message.startswith("undecodable: the first bytes are of no supported sound format")
     assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}
@@ -116,18 +116,18 @@ async def test_as_many_images_are_prepared_at_once_as_there_are_image_workers(
         await until(lambda: pool.waiting == 3, "the others wait")
         for pid in pool.pids:
             os.kill(pid, signal.SIGCONT)
-        assert len({each.digest for each in await asyncio.gather(*waiting)}) == 1
+        assert len({image.digest for image in await asyncio.gather(*waiting)}) == 1
         assert len(pool.pids) == workers
 
 
 async def test_an_unusable_file_says_why_and_its_neighbours_are_prepared() -> None:
     counted: list[str] = []
     async with pool_of(2, lambda noun, result: counted.append(result)) as pool:
-        found = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(pool.prepare(data, SMALL) for data in (GOOD, b"", GOOD, bomb(), GOOD[:200], GOOD)), return_exceptions=True
         )
         assert Counter(counted) == {"prepared": 3, "undecodable": 2, "too_large": 1}
-        causes = [each.message.partition(":")[0] if isinstance(each, SIEError) else "" for each in found]
+        causes = [outcome.message.partition(":")[0] if isinstance(outcome, SIEError) else "" for outcome in outcomes]
         assert causes == ["", "undecodable", "", "too_large", "undecodable", ""]
 
 
@@ -135,15 +135,15 @@ async def test_a_decoder_that_crashes_costs_one_image() -> None:
     """The worker has an image. It dies of SIGSEGV. That image fails, those behind it do not."""
     async with pool_of() as pool:
         pid = await frozen(pool)
-        first, *others = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
+        first, *rest = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
         await until(lambda: pool.waiting == 3, "the others wait")
         os.kill(pid, signal.SIGSEGV)
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(InvalidInput, match="undecodable: the decoder of the image crashed"):
             await first
-        assert {each.height for each in await asyncio.gather(*others)} == {16}
-        (other,) = pool.pids
-        assert other != pid
+        assert {image.height for image in await asyncio.gather(*rest)} == {16}
+        (second,) = pool.pids
+        assert second != pid
 
 
 async def test_a_worker_that_the_kernel_kills_does_not_make_the_file_a_bad_one() -> None:
@@ -201,14 +201,14 @@ async def test_a_caller_that_leaves_costs_no_worker_and_mixes_up_no_answers() ->
                 await asyncio.sleep(0.001)
             for task in tasks[turn % 2 :: 2]:
                 task.cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(
-                isinstance(each, asyncio.CancelledError) or each.digest == digest  # type: ignore[union-attr]
-                for each, digest in zip(found, expected, strict=True)
+                isinstance(outcome, asyncio.CancelledError) or outcome.digest == digest  # type: ignore[union-attr]
+                for outcome, digest in zip(outcomes, expected, strict=True)
             )
         pids = pool.pids
         assert [
-            each.digest for each in await asyncio.gather(*(pool.prepare(data, SMALL) for data in files))
+            image.digest for image in await asyncio.gather(*(pool.prepare(data, SMALL) for data in files))
         ] == expected
         assert pool.pids == pids
         assert pool.waiting == 0
@@ -235,8 +235,8 @@ async def test_the_end_of_the_pool_ends_its_workers_and_answers_everybody() -> N
         tasks = [asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(3)]
         await until(lambda: pool.waiting == 2, "the others wait")
         await pool.close()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(each) for each in found] == [ShuttingDown] * 3
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ShuttingDown] * 3
         assert not psutil.pid_exists(pid)
         with pytest.raises(ShuttingDown):
             await pool.prepare(GOOD, SMALL)
@@ -257,7 +257,7 @@ async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.Monk
         await pool.prepare(GOOD, SMALL)
         worker = psutil.Process(pool.pids[0])
         assert worker.environ().keys() <= {"PYTHONPATH", "LC_CTYPE", "OPENBLAS_NUM_THREADS"}
-        assert {Path(each.path).name for each in worker.open_files()} <= {"null"}
+        assert {Path(file.path).name for file in worker.open_files()} <= {"null"}
 
 
 LIES = {
@@ -273,11 +273,11 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
     """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
-    made = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
-    message = {"type": "PreparedImage", **msgspec.structs.asdict(made)}
+    prepared_image = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
+    message = {"type": "PreparedImage", **msgspec.structs.asdict(prepared_image)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
     hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
-    frames = b"".join(len(each).to_bytes(4, "big") + each for each in (hello, answer))
+    frames = b"".join(len(line).to_bytes(4, "big") + line for line in (hello, answer))
     script = tmp_path / "liar"
     script.write_text(f"#!{sys.executable}\nimport os, time\nos.write(0, {frames!r})\ntime.sleep(60)\n")
     script.chmod(0o755)
@@ -323,7 +323,7 @@ def test_no_worker_outlives_a_sidecar_that_is_killed(busy: bool) -> None:
             worker.send_signal(signal.SIGSTOP)
         sidecar.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [pid for pid in alive if pid.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def paths() -> dict[str, str]:
@@ -332,16 +332,16 @@ def paths() -> dict[str, str]:
 
 def test_a_worker_imports_little() -> None:
     """It starts while somebody waits, and there may be many of them."""
-    asked = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
-    found = {*done.stdout.split()}
-    assert {"sie_broker", "torch", "tokenizers", "obstore", "httpx"} & found == set()
-    assert {name for name in found if name.startswith("sie_runtime.")} == {"sie_runtime.confined"}
+    program = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    modules = {*done.stdout.split()}
+    assert {"sie_broker", "torch", "tokenizers", "obstore", "httpx"} & modules == set()
+    assert {name for name in modules if name.startswith("sie_runtime.")} == {"sie_runtime.confined"}
 
 
 def test_the_sidecar_itself_imports_no_decoder() -> None:
-    asked = "import sys, sie_sidecar.process, sie_sidecar.prepare.media_pool; print('PIL' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    program = "import sys, sie_sidecar.process, sie_sidecar.prepare.media_pool; print('PIL' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False"]
 
 
@@ -368,13 +368,15 @@ async def test_thousands_of_mutated_files_kill_nothing_and_memory_is_bounded() -
         began = time.monotonic()
         for start in range(0, MANY, 100):
             batch = [mutated(rng.choice(files), rng) for _ in range(start, start + 100)]
-            found = await asyncio.gather(*(pool.prepare(data, SMALL) for data in batch), return_exceptions=True)
-            assert all(isinstance(each, InvalidInput) or each.height == 16 for each in found)  # type: ignore[union-attr]
-            assert not [each for each in found if isinstance(each, SIEError) and "crashed" in each.message]
-            refused += sum(isinstance(each, InvalidInput) for each in found)
+            outcomes = await asyncio.gather(*(pool.prepare(data, SMALL) for data in batch), return_exceptions=True)
+            assert all(isinstance(outcome, InvalidInput) or outcome.height == 16 for outcome in outcomes)  # type: ignore[union-attr]
+            assert not [
+                outcome for outcome in outcomes if isinstance(outcome, SIEError) and "crashed" in outcome.message
+            ]
+            refused += sum(isinstance(outcome, InvalidInput) for outcome in outcomes)
             memory.append(max(psutil.Process(pid).memory_info().rss for pid in pool.pids))
-        told = [bytes_ >> 20 for bytes_ in memory[:: MANY // 1000]]
-        print(f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MiB: {told}")
+        megabytes = [bytes_ >> 20 for bytes_ in memory[:: MANY // 1000]]
+        print(f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MiB: {megabytes}")
         assert pool.pids == before
         assert MANY // 5 < refused < MANY
         assert max(memory) < memory[0] + KEPT_BYTES

@@ -34,7 +34,7 @@ def test_they_keep_the_order_of_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "path"),
+    ("entities", "path"),
     [
         ({"person": "Ada"}, "metadata.entities"),
         (["Ada"], "metadata.entities[0]"),
@@ -51,9 +51,9 @@ def test_they_keep_the_order_of_the_client() -> None:
         ([entity()] * (MAX_MENTIONS + 1), "metadata.entities"),
     ],
 )
-def test_what_is_no_place_of_the_text_is_refused_with_its_path(given: Any, path: str) -> None:
+def test_what_is_no_place_of_the_text_is_refused_with_its_path(entities: Any, path: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        mentions(RequestItem(TEXT, metadata={"entities": given}))
+        mentions(RequestItem(TEXT, metadata={"entities": entities}))
     assert (refused.value.reason, refused.value.param) == ("schema", path)
     assert "Ada" not in refused.value.message
 

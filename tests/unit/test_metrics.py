@@ -91,10 +91,10 @@ def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
     """Also the same one again; and in the last resort all share one."""
     fold = Fold(Metric("m", "counter", "", ("model", "status"), most=6, rest=3))
-    found = [fold((model, status)) for model in "abcab" for status in "xy"]
-    assert found[:2] == [("a", "x"), ("a", "y")]
-    assert found[2:6] == [("b", "x"), ("other", "y"), ("other", "x"), ("other", "y")]
-    assert found[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
+    output = [fold((model, status)) for model in "abcab" for status in "xy"]
+    assert output[:2] == [("a", "x"), ("a", "y")]
+    assert output[2:6] == [("b", "x"), ("other", "y"), ("other", "x"), ("other", "y")]
+    assert output[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
     assert fold(("c", "z")) == ("other", "other")
     assert fold(("d", "v")) == ("other", "other")
 
@@ -116,13 +116,13 @@ class Scraped:
             for sample in family.samples
             if not sample.name.endswith("_bucket")
         ]
-        found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
-        for key, value in found.items():
+        values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+        for key, value in values.items():
             before = self._last.get(key, 0.0)
             self.whole[key[0]] += int(value - before if value >= before else value)  # as rate() reads a counter
-        self._last = found
+        self._last = values
         self.make.registry.scraped()
-        return found
+        return values
 
     def names(self, metric: str) -> set[str]:
         return {key[1] for key in self.scrape() if key[0] == metric}
@@ -131,34 +131,40 @@ class Scraped:
 @pytest.mark.long
 def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
     """Zipf's traffic over a thousand models, of which others are popular in the second half."""
-    told = Scraped()
-    requests, seconds = told.make.counters("sie_requests"), told.make.histograms("sie_request_duration_seconds")
+    scraped_site = Scraped()
+    requests, seconds = (
+        scraped_site.make.counters("sie_requests"),
+        scraped_site.make.histograms("sie_request_duration_seconds"),
+    )
     table, chance = TABLE["worker"], random.Random(7)
     models = [f"org/model-{number}" for number in range(1000)]
     weights = [1 / (rank + 1) for rank in range(1000)]
-    asked, named = 0, set[str]()
+    scrapes, named = 0, set[str]()
     for half in (models, models[::-1]):
         for _ in range(200):
             for model in chance.choices(half, weights, k=100):
-                told.make.traffic.met(model)
+                scraped_site.make.traffic.met(model)
                 requests.labels(model, "encode", "success").inc()
                 for phase in ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess"):
                     seconds.labels(model, "encode", phase).observe(0.01)
-                asked += 1
-            found = told.scrape()
+                scrapes += 1
+            samples = scraped_site.scrape()
             for name in ("sie_requests", "sie_request_duration_seconds"):
-                sets = {key[1:] for key in found if key[0] in table[name].exported}
+                sets = {key[1:] for key in samples if key[0] in table[name].exported}
                 assert len(sets) <= table[name].most
-        named = told.names("sie_request_duration_seconds_count")
+        named = scraped_site.names("sie_request_duration_seconds_count")
         assert set(half[:5]) < named
-        assert set(half[:15]) < told.names("sie_requests_total")
+        assert set(half[:15]) < scraped_site.names("sie_requests_total")
     assert not named & set(models[:100]), "who was busy once has no series any more"
-    assert (told.whole["sie_requests_total"], told.whole["sie_request_duration_seconds_count"]) == (asked, 6 * asked)
+    assert (scraped_site.whole["sie_requests_total"], scraped_site.whole["sie_request_duration_seconds_count"]) == (
+        scrapes,
+        6 * scrapes,
+    )
 
 
 def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_that_is_asked_of_it() -> None:
-    told = Scraped()
-    seconds, traffic = told.make.histograms("sie_request_duration_seconds"), told.make.traffic
+    scraped_site = Scraped()
+    seconds, traffic = scraped_site.make.histograms("sie_request_duration_seconds"), scraped_site.make.traffic
     phases = ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess")
 
     def ask(model: str, times: int = 1, endpoint: str = "encode") -> None:
@@ -172,21 +178,21 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
     for number, model in enumerate(first):
         ask(model, 100 + number)
     ask("late", 150)
-    told.scrape(TURN_S)
+    scraped_site.scrape(TURN_S)
     ask("late")
-    assert told.names("sie_request_duration_seconds_count") == {*first, "other"}
+    assert scraped_site.names("sie_request_duration_seconds_count") == {*first, "other"}
     ask("late", 100)
     ask(first[-1], endpoint="embeddings")
-    told.scrape(TURN_S)
+    scraped_site.scrape(TURN_S)
     ask("late")
     ask(first[-1], endpoint="embeddings")
-    kept = {*first[2:], "late", "other"}  # two of the least busy make room, for another model and another endpoint
-    found = told.scrape()
-    assert {key[1] for key in found} == kept
-    assert found["sie_request_duration_seconds_count", first[-1], "embeddings", "total"] == 1
+    labels = {*first[2:], "late", "other"}  # two of the least busy make room, for another model and another endpoint
+    samples = scraped_site.scrape()
+    assert {key[1] for key in samples} == labels
+    assert samples["sie_request_duration_seconds_count", first[-1], "embeddings", "total"] == 1
     ask("other", 2)
     for _ in range(3):
-        assert {key[1] for key in told.scrape(TURN_S)} == kept, "nobody asks for a name"
+        assert {key[1] for key in scraped_site.scrape(TURN_S)} == labels, "nobody asks for a name"
 
 
 def test_labels_of_fixed_sets_all_have_their_place() -> None:
@@ -208,7 +214,7 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
     random.seed(7)
     for name, metric in table.items():
         assert {*metric.labels} <= LABELS.keys(), name
-        made: Any
+        created: Any
         if not metric.labels:
             continue
         sets = [tuple(f"{label} {random.randrange(10_000)}" for label in metric.labels) for _ in range(3000)]
@@ -220,15 +226,15 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
             )
             assert len(family.samples) <= metric.most + (not FOLDED.intersection(metric.labels))
         else:
-            made = make.counters(name) if metric.kind == "counter" else make.histograms(name)
+            created = make.counters(name) if metric.kind == "counter" else make.histograms(name)
             for values in sets:
-                made.labels(*values).inc() if metric.kind == "counter" else made.labels(*values).observe(1)
-            found = {
+                created.labels(*values).inc() if metric.kind == "counter" else created.labels(*values).observe(1)
+            series_registered = {
                 series_per_name for series_per_name in series(make.registry) if series_per_name[0] in metric.exported
             }
-            assert len(found) <= metric.series + (not FOLDED.intersection(metric.labels)) * (len(metric.buckets) + 3), (
-                name
-            )
+            assert len(series_registered) <= metric.series + (not FOLDED.intersection(metric.labels)) * (
+                len(metric.buckets) + 3
+            ), name
 
 
 def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
@@ -281,9 +287,9 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
             lambda: sidecar.metric(counted, model=models[-1], phase="total"), "a chunk, whose result has left before"
         )
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
-            found = await scraped(process)
-            assert sum(len(series_per_name) for series_per_name in found.values()) <= MAX_SERIES
-            assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
+            samples = await scraped(process)
+            assert sum(len(series_per_name) for series_per_name in samples.values()) <= MAX_SERIES
+            assert samples.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
         assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
             "less what was told before"
         )
@@ -335,10 +341,10 @@ def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> N
         metrics.answered("m", endpoint, result("", ""))
     counters, histograms = of_models(metrics.registry)
     assert counters["sie_requests_total"] == {"m": 2}
-    found = histograms["sie_request_duration_seconds"]["m"]
-    assert found["counts"][-1] == 2
-    assert found["counts"] == sorted(found["counts"])
-    assert len(found["buckets"]) == len(found["counts"]) - 1
+    histogram = histograms["sie_request_duration_seconds"]["m"]
+    assert histogram["counts"][-1] == 2
+    assert histogram["counts"] == sorted(histogram["counts"])
+    assert len(histogram["buckets"]) == len(histogram["counts"]) - 1
 
 
 def described(pid: int, *shortages: Shortages) -> Description:
@@ -391,11 +397,11 @@ def test_what_may_never_happen_has_its_series_from_the_start() -> None:
 
 
 async def scraped(process: Process) -> dict[str, list[tuple[dict[str, str], float]]]:
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    histograms: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families((await process.get("/metrics")).text):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
+            histograms.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return histograms
 
 
 async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(cluster: InProcess) -> None:
@@ -407,20 +413,20 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
 
     async def told() -> dict[str, Any] | None:
         """With both workers: a machine that stands still lets heartbeats be overdue for a moment."""
-        found = await scraped(gateway)
-        beating = {labels["worker"] for labels, _ in found.get("sie_gateway_worker_queue_depth", [])}
-        return found if "sie_gateway_model_workers" in found and beating == {"w0", "w1"} else None
+        samples = await scraped(gateway)
+        beating = {labels["worker"] for labels, _ in samples.get("sie_gateway_worker_queue_depth", [])}
+        return samples if "sie_gateway_model_workers" in samples and beating == {"w0", "w1"} else None
 
-    found = await until_told(told, "the model's workers")
-    assert found["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
-    assert found["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
-    assert {labels["worker"] for labels, _ in found["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
-    assert {labels["worker"]: value for labels, value in found["sie_gateway_worker_memory_used_bytes"]} == {
+    workers = await until_told(told, "the model's workers")
+    assert workers["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
+    assert workers["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
+    assert {labels["worker"] for labels, _ in workers["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
+    assert {labels["worker"]: value for labels, value in workers["sie_gateway_worker_memory_used_bytes"]} == {
         "w0": 1 << 20,
         "w1": 1 << 20,
     }
-    assert found["sie_gateway_nats_connected"] == [({}, 1)]
-    assert found["sie_gateway_config_epoch"] == [({}, 1)]
+    assert workers["sie_gateway_nats_connected"] == [({}, 1)]
+    assert workers["sie_gateway_config_epoch"] == [({}, 1)]
     await leaving.end()
 
     async def is_forgotten() -> bool:

@@ -44,9 +44,9 @@ async def eventually(gateway: GatewayProcess, name: str, value: float | None = N
     """Wait until a metric has this value, or any above 0."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            found = await gateway.metric(name, **labels)
-            if found == value if value is not None else found > 0:
-                return found  # else once more: the scrape awaits
+            result = await gateway.metric(name, **labels)
+            if result == value if value is not None else result > 0:
+                return result  # else once more: the scrape awaits
 
 
 async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
@@ -59,7 +59,7 @@ async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
         gateway, _ = await cluster.gateway(SIE_MACHINE_PROFILE="cpu"), await cluster.sidecar(SIE_MACHINE_PROFILE="cpu")
         (adapter,) = cluster.adapters
         adapter.hold_batches = True
-        asked = asyncio.create_task(gateway.encode("x", model=model, X_SIE_Priority="bulk"))
+        task = asyncio.create_task(gateway.encode("x", model=model, X_SIE_Priority="bulk"))
         await eventually(gateway, "sie_gateway_queue_messages", 1, priority="bulk", **lane)
         assert await gateway.metric("sie_gateway_queue_messages", priority="interactive", **lane) == 0
         before_s = await eventually(gateway, "sie_gateway_queue_oldest_seconds", priority="bulk", **lane)
@@ -71,7 +71,7 @@ async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
             ):
                 pass  # the scrape awaits
         adapter.let_go()
-        assert (await asked).status_code == 200
+        assert (await task).status_code == 200
         await eventually(gateway, "sie_gateway_queue_messages", 0, priority="bulk")
         text = (await gateway.get("/metrics")).text
         labels = 'bundle="default",machine_profile="cpu",pool="_default",priority="bulk"'
@@ -88,20 +88,20 @@ async def test_what_cannot_be_asked_is_absent() -> None:
         topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True
     )
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
-    told = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
+    lag_reader = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
     lane = Lane("_default", "cpu", "default")
     await broker.publish(topology.work_subject(lane, "bulk", "m"), b"nothing of ours", "1")
     await backlog.fresh("_default", 0)
-    await told.refresh()
-    assert told.lanes()["_default", "cpu", "default", "bulk"].count == 1
-    assert told.models() == {}, "nobody can read it, so it names no model"
+    await lag_reader.refresh()
+    assert lag_reader.lanes()["_default", "cpu", "default", "bulk"].count == 1
+    assert lag_reader.models() == {}, "nobody can read it, so it names no model"
     now_s = 100.0
-    await told.refresh()
-    assert told.lanes() == {}
+    await lag_reader.refresh()
+    assert lag_reader.lanes() == {}
     await backlog.fresh("_default", 0)
     server.disconnect()
     with pytest.raises(BrokerError):
-        await told.refresh()
+        await lag_reader.refresh()
     server.reconnect()
     await backlog.stop()
     await broker.close()
@@ -162,8 +162,8 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
             families = list(text_string_to_metric_families(plain.text))
             assert families
             # a chunk is counted after its result has left
-            found = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
-            assert found == {TRACE}
+            result = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
+            assert result == {TRACE}
 
 
 async def exemplars(url: str, name: str) -> set[str]:
@@ -194,15 +194,15 @@ async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> N
 def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
     metrics = SidecarMetrics()
     metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 0.5)
-    found = {
+    values = {
         sample.name: sample.value
         for family in metrics.registry.collect()
         for sample in family.samples
         if "le" not in sample.labels
     }
-    assert (found["sie_tokens_processed_total"], found["sie_padding_tokens_total"]) == (80, 20)
-    assert found["sie_device_seconds_total"] == pytest.approx(0.025)
-    assert (found["sie_batch_fill_ratio_sum"], found["sie_batch_size_sum"]) == (0.5, 3)
+    assert (values["sie_tokens_processed_total"], values["sie_padding_tokens_total"]) == (80, 20)
+    assert values["sie_device_seconds_total"] == pytest.approx(0.025)
+    assert (values["sie_batch_fill_ratio_sum"], values["sie_batch_size_sum"]) == (0.5, 3)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +248,12 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     await api.call("POST", "/v1/configs/models", entry, 201)
     await api.call("GET", "/v1/configs/models/org/none", status=404)
     epoch = (await api.call("GET", "/v1/configs/epoch"))["epoch"]
-    found = await told()
-    assert found["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
-    assert (found["sie_config_models[]"], found["sie_config_ready[]"]) == (1, 1)
-    assert found["sie_config_requests_total['201', 'POST', 'models']"] == 1
-    assert found["sie_config_requests_total['404', 'GET', 'model']"] == 1
-    assert found["sie_config_request_seconds_count['epoch']"] == 1
+    value = await told()
+    assert value["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
+    assert (value["sie_config_models[]"], value["sie_config_ready[]"]) == (1, 1)
+    assert value["sie_config_requests_total['201', 'POST', 'models']"] == 1
+    assert value["sie_config_requests_total['404', 'GET', 'model']"] == 1
+    assert value["sie_config_request_seconds_count['epoch']"] == 1
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:
@@ -265,7 +265,7 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     headers = [(b"authorization", f"Bearer {ADMIN}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/configs/models", "query_string": b"", "headers": headers}
     await listened(create_app(api.service))(scope, receive, send)
-    found = await told()
-    assert found["sie_config_requests_total['499', 'POST', 'models']"] == 1
-    names = {name.partition("[")[0] for name in found}
+    value = await told()
+    assert value["sie_config_requests_total['499', 'POST', 'models']"] == 1
+    names = {name.partition("[")[0] for name in value}
     assert names <= {name for metric in TABLE["config"].values() for name in metric.exported}

@@ -54,7 +54,7 @@ from sie_store.sinks.sink import Output
 
 
 @pytest.mark.parametrize(
-    ("seen", "until", "shadow_s", "steps"),
+    ("progress", "until", "shadow_s", "steps"),
     [
         (MigrationState("old"), "flip", 60, STEPS),
         (MigrationState("old"), "quality", 60, ("check", "quality")),
@@ -69,33 +69,33 @@ from sie_store.sinks.sink import Output
     ],
 )
 def test_what_the_cluster_has_is_not_done_again(
-    seen: MigrationState, until: Any, shadow_s: float, steps: tuple[str, ...]
+    progress: MigrationState, until: Any, shadow_s: float, steps: tuple[str, ...]
 ) -> None:
-    assert remaining_steps(seen, "new", until, shadow_s) == steps
+    assert remaining_steps(progress, "new", until, shadow_s) == steps
 
 
 def test_a_key_differs_by_all_that_makes_another_job() -> None:
     base = ("search", "new", "digest", {"text": "{a}", "output": {"sink": "s", "collection": "c"}})
     same = key_of("search", "new", "digest", {"output": {"collection": "c", "sink": "s"}, "text": "{a}"})
-    others = [
-        key_of(*(each if place == at else value for at, value in enumerate(base)))
-        for place, each in enumerate(("other", "other", "other", {"text": "{b}"}))
+    keys_changed = [
+        key_of(*(part_changed if place == at else value for at, value in enumerate(base)))
+        for place, part_changed in enumerate(("other", "other", "other", {"text": "{b}"}))
     ]
     assert key_of(*base) == same
-    assert len({same, *others}) == 5
+    assert len({same, *keys_changed}) == 5
 
 
 # ---- the alias
 
 
 def revision(number: int, *paths: str, operation: str = "patch") -> AliasRevision:
-    told = {
+    report = {
         "revision": number,
         "operation": operation,
         "created_at": f"2030-01-01T00:00:{number:02}Z",
         "changes": [{"path": path, "before": "x", "after": "y"} for path in paths],
     }
-    return msgspec.convert(told, AliasRevision)
+    return msgspec.convert(report, AliasRevision)
 
 
 def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
@@ -175,9 +175,9 @@ def test_a_job_is_found_again_and_a_lost_one_is_replaced(server: JobServer, tmp_
     assert {body.metadata[KEY] for body in server.bodies.values()} == {"k"}
 
 
-def info(**told: Any) -> JobInfo:
+def info(**fields: Any) -> JobInfo:
     base = {"id": "job-1", "state": "completed", "created_at": 1.0, "updated_at": 1.0, "operation": "encode"}
-    return msgspec.convert({**base, "model": "old", "counts": {}, "request": {}, **told}, JobInfo)
+    return msgspec.convert({**base, "model": "old", "counts": {}, "request": {}, **fields}, JobInfo)
 
 
 def test_only_a_job_with_an_answer_for_each_row_is_done() -> None:
@@ -227,13 +227,13 @@ def test_a_sample_is_drawn_from_the_whole_corpus_and_is_the_same_again(tmp_path:
     rows = 3 * SPAN_ROWS
     docs.write_text("\n".join(json.dumps({"a": f"text {number % (rows - 100)}"}) for number in range(rows)))
     corpus = Corpus.from_source(str(docs), "{a}", "", None)
-    found = sampled(corpus, 300)
-    assert len(found.texts) == len(set(found.texts)) == 300
-    assert (found.rows, found.trouble) == (rows, "")
-    numbers = [int(text.split()[1]) for text in found.texts]
+    sample = sampled(corpus, 300)
+    assert len(sample.texts) == len(set(sample.texts)) == 300
+    assert (sample.rows, sample.trouble) == (rows, "")
+    numbers = [int(text.split()[1]) for text in sample.texts]
     assert min(numbers) < SPAN_ROWS
     assert max(numbers) > 2 * SPAN_ROWS
-    assert sampled(corpus, 300) == found != sampled(corpus, 300, "other")
+    assert sampled(corpus, 300) == sample != sampled(corpus, 300, "other")
     assert len(sampled(corpus, 2000).texts) == rows - 100
     before = asyncio.run(corpus.digest())
     docs.write_text(docs.read_text() + "\n")
@@ -246,9 +246,9 @@ def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
             "\n".join(json.dumps({"a": f"{number} {row}"}) for row in range(SPAN_ROWS * 4))
         )
     corpus = Corpus.from_source(f"file://{tmp_path}/", "{a}", "", None)
-    found = sampled(corpus, 2000)
-    assert found.rows == SPANS * SPAN_ROWS
-    assert 1 < len({text.split()[0] for text in found.texts}) <= OBJECTS
+    sample = sampled(corpus, 2000)
+    assert sample.rows == SPANS * SPAN_ROWS
+    assert 1 < len({text.split()[0] for text in sample.texts}) <= OBJECTS
     before = asyncio.run(corpus.digest())
     (tmp_path / "00.jsonl").write_text("")
     assert asyncio.run(corpus.digest()) != before
@@ -287,8 +287,8 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
     recall = [0.1 * k for k in range(1, 13)]
-    found = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
-    assert (found.neighbours, found.overlap, found.rank) == (10, pytest.approx(1.0), 0.75)
+    measurement = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
+    assert (measurement.neighbours, measurement.overlap, measurement.rank) == (10, pytest.approx(1.0), 0.75)
     few = QualityMeasurement(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
     assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
     assert few.line() == "of 2 neighbours 0.250 are the same (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
@@ -311,17 +311,23 @@ def test_queries_are_lines_or_a_folder_with_judgements(tmp_path: Path) -> None:
 
 
 def test_figures_of_gateways_are_added() -> None:
-    one = {"copies": {"done": 3, "busy": 1}, "cosine": 0.5, "rank": None, "served_ms": 10.0, "shadow_ms": 20.0}
+    figures_of_gateway = {
+        "copies": {"done": 3, "busy": 1},
+        "cosine": 0.5,
+        "rank": None,
+        "served_ms": 10.0,
+        "shadow_ms": 20.0,
+    }
     two = {"copies": {"done": 1}, "cosine": 0.9, "rank": None, "served_ms": 30.0, "shadow_ms": 40.0}
-    found = merged([one, {}, two])
-    assert found == {
+    figures = merged([figures_of_gateway, {}, two])
+    assert figures == {
         "copies": {"done": 4, "busy": 1},
         "cosine": pytest.approx(0.6),
         "rank": None,
         "served_ms": 15.0,
         "shadow_ms": 25.0,
     }
-    assert shadow_line(found) == "copies: 1 busy, 4 done; mean cosine 0.6000; 15 ms served, 25 ms shadow"
+    assert shadow_line(figures) == "copies: 1 busy, 4 done; mean cosine 0.6000; 15 ms served, 25 ms shadow"
     assert "no request came" in shadow_line(merged([{}]))
 
 
@@ -348,8 +354,8 @@ def test_figures_of_gateways_are_added() -> None:
     ],
 )
 def test_wrong_options_are_told(arguments: list[str], why: str) -> None:
-    found = CliRunner().invoke(main, ["migrate", *arguments])
-    assert (found.exit_code, why in found.output) == (2, True), found.output
+    result = CliRunner().invoke(main, ["migrate", *arguments])
+    assert (result.exit_code, why in result.output) == (2, True), result.output
 
 
 # ---- an index in use

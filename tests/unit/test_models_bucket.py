@@ -32,9 +32,9 @@ def put(place: Place, name: str, text: str) -> None:
     place.put(name, text.encode())
 
 
-def own(found: Overlay) -> dict[str, int]:
+def own(overlay_read: Overlay) -> dict[str, int]:
     """The models of the overlay, without the packaged ones, whose reading takes a second."""
-    return {entry.id: entry.max_tokens for entry in found._documents().values() if isinstance(entry, ModelEntry)}
+    return {entry.id: entry.max_tokens for entry in overlay_read._documents().values() if isinstance(entry, ModelEntry)}
 
 
 def overlay(place: Place) -> Overlay:
@@ -50,27 +50,27 @@ def test_models_of_a_bucket_are_laid_over_the_packaged_catalogue(place: Place) -
     put(place, ".hidden/c.yaml", "half")
     put(place, "readme.txt", "half")
     assert own(overlay(place)) == {"org/a": 8, "org/b": 9}
-    found = wanted_models(settings_of(SIE_MODELS_DIR=place.url, SIE_MODEL_FILTER="org/a"))
-    assert {name: source for name, (_, source) in found.items()} == {"org/a": "overlay"}
+    models = wanted_models(settings_of(SIE_MODELS_DIR=place.url, SIE_MODEL_FILTER="org/a"))
+    assert {name: source for name, (_, source) in models.items()} == {"org/a": "overlay"}
 
 
 def test_only_what_changed_is_read_again(faulty: Place) -> None:
     """A second look costs a list; a changed, a new and a removed object are noticed."""
     for name in "abc":
         put(faulty, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
-    found = overlay(faulty)
-    assert set(own(found)) == {"org/a", "org/b", "org/c"}
-    before = found.read_signature()
-    assert found.read_signature() == before
+    overlay_read = overlay(faulty)
+    assert set(own(overlay_read)) == {"org/a", "org/b", "org/c"}
+    before = overlay_read.read_signature()
+    assert overlay_read.read_signature() == before
     faulty.server.faults.requests.clear()
-    own(found)
-    assert [asked.path for asked in faulty.server.faults.requests if asked.path.endswith(".yaml")] == []
+    own(overlay_read)
+    assert [request.path for request in faulty.server.faults.requests if request.path.endswith(".yaml")] == []
     put(faulty, "a.yaml", ENTRY.format("org/a", 9))
     faulty.delete("b.yaml")
     put(faulty, "d.yaml", ENTRY.format("org/d", 7))
-    assert found.read_signature() != before
+    assert overlay_read.read_signature() != before
     faulty.server.faults.requests.clear()
-    assert own(found) == {"org/a": 9, "org/c": 8, "org/d": 7}
+    assert own(overlay_read) == {"org/a": 9, "org/c": 8, "org/d": 7}
     names = [request.path.rpartition("/")[2] for request in faulty.server.faults.requests]
     assert sorted(name for name in names if name.endswith(".yaml")) == ["a.yaml", "d.yaml"]
 
@@ -78,8 +78,8 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
 def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
     put(faulty, "b.yaml", ENTRY.format("org/b", 8))
-    faulty.server.faults.refuse = lambda asked: (
-        ("404 Not Found", "NoSuchKey") if asked.path.endswith("b.yaml") else None
+    faulty.server.faults.refuse = lambda request: (
+        ("404 Not Found", "NoSuchKey") if request.path.endswith("b.yaml") else None
     )
     assert own(overlay(faulty)) == {"org/a": 8}
 
@@ -92,8 +92,8 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
     for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
         put(place, f"{name}.yaml", text)
     expected = {"a.yaml": longer, "empty.yaml": "", "filled.yaml": longer, "huge.yaml": "#" * 4000, "emptied.yaml": ""}
-    found = BucketFolder(place.url, SUFFIXES).read(list(expected), 4000)
-    assert found == {name: text.encode() for name, text in expected.items()}
+    documents = BucketFolder(place.url, SUFFIXES).read(list(expected), 4000)
+    assert documents == {name: text.encode() for name, text in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_credentials_that_expired_end_the_start_with_what_to_do(
     faulty: Place, status: str, code: str, where: str
 ) -> None:
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    faulty.server.faults.refuse = lambda asked: (
-        (status, code) if asked.path.endswith("a.yaml") == (where == "body") else None
+    faulty.server.faults.refuse = lambda request: (
+        (status, code) if request.path.endswith("a.yaml") == (where == "body") else None
     )
     with pytest.raises(
         SettingError, match=rf"access is refused \(status {status[:3]} {code}\): give credentials that may list"
@@ -152,10 +152,10 @@ def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Plac
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
     refused: set[Request] = set()
 
-    def once(asked: Request) -> tuple[str, str] | None:
-        if asked in refused:
+    def once(request: Request) -> tuple[str, str] | None:
+        if request in refused:
             return None
-        refused.add(asked)
+        refused.add(request)
         return "503 Slow Down", "SlowDown"
 
     faulty.server.faults = Faults(refuse=once)
@@ -216,8 +216,8 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
         pytest.fail(f"org/a did not come to {tokens} tokens")
 
     async def looks() -> None:
-        seen = len(faulty.server.faults.requests)
-        await until(lambda: len(faulty.server.faults.requests) >= seen + 6, "looks")
+        count = len(faulty.server.faults.requests)
+        await until(lambda: len(faulty.server.faults.requests) >= count + 6, "looks")
 
     try:
         await has(8)
@@ -232,8 +232,8 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 10))
         await has(10)
         # lists are answered
-        faulty.server.faults.refuse = lambda asked: (
-            ("403 Forbidden", "AccessDenied") if asked.method == "GET" and asked.path.endswith(".yaml") else None
+        faulty.server.faults.refuse = lambda request: (
+            ("403 Forbidden", "AccessDenied") if request.method == "GET" and request.path.endswith(".yaml") else None
         )
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 11))
         await until(
@@ -251,6 +251,6 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
 def test_many_small_files_are_read_some_at_once(faulty: Place, moto: Moto) -> None:
     for number in range(40):
         put(faulty, f"{number}.yaml", ENTRY.format(f"org/m{number}", 8))
-    moto.faults = Faults(before=lambda asked: time.sleep(0.02) if asked.path.endswith(".yaml") else None)
+    moto.faults = Faults(before=lambda request: time.sleep(0.02) if request.path.endswith(".yaml") else None)
     assert len(own(overlay(faulty))) == 40
     assert 2 < moto.faults.most_at_once <= 17

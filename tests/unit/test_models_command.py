@@ -97,23 +97,23 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def sie(*arguments: str, given: str | None = None, token: str = ADMIN, **environ: str) -> Result:
+def sie(*arguments: str, stdin: str | None = None, token: str = ADMIN, **environ: str) -> Result:
     return CliRunner().invoke(
-        main, ["models", *arguments], input=given, env={"SIE_ADMIN_TOKEN": token or None, **environ}
+        main, ["models", *arguments], input=stdin, env={"SIE_ADMIN_TOKEN": token or None, **environ}
     )
 
 
-def done(*arguments: str, given: str | None = None, **environ: str) -> str:
+def done(*arguments: str, stdin: str | None = None, **environ: str) -> str:
     """What a command that succeeds prints."""
-    result = sie(*arguments, given=given, **environ)
+    result = sie(*arguments, stdin=stdin, **environ)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 @pytest.fixture
-def one(served: Served) -> Iterator[str]:
+def url_of_one(served: Served) -> Iterator[str]:
     """The service's URL, with org/one at a first revision of this test."""
-    done("add", "-", "--force", "--url", served.url, given=ENTRY)
+    done("add", "-", "--force", "--url", served.url, stdin=ENTRY)
     yield served.url
     sie("rm", "org/one", "--url", served.url)
 
@@ -211,9 +211,17 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     assert done("rollback", "org/two", "2", *at).startswith("org/two is at revision 4")
     assert json.loads(done("rm", "org/two", "-o", "json", *at))["revision"] == 5
     history = yaml.safe_load(done("history", "org/two", "-o", "yaml", *at))
-    assert [each["operation"] for each in history["revisions"]] == ["delete", "rollback", "put", "patch", "create"]
-    assert {each["author"] for each in history["revisions"]} == {"SIE_ADMIN_TOKEN"}
-    patched = {each["path"]: (each.get("before"), each.get("after")) for each in history["revisions"][3]["changes"]}
+    assert [revision["operation"] for revision in history["revisions"]] == [
+        "delete",
+        "rollback",
+        "put",
+        "patch",
+        "create",
+    ]
+    assert {revision["author"] for revision in history["revisions"]} == {"SIE_ADMIN_TOKEN"}
+    patched = {
+        change["path"]: (change.get("before"), change.get("after")) for change in history["revisions"][3]["changes"]
+    }
     assert patched["$.max_tokens"][1] == 8
     (line,) = [line for line in done("history", "org/two", *at).splitlines() if " patch " in line]
     assert re.search(r"^2 +patch +\S+ +SIE_ADMIN_TOKEN +.*max_tokens: \S+ -> 8", line), line
@@ -225,50 +233,50 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     done("rm", "org/two", *at)
 
 
-def test_models_are_listed_by_task_and_by_language(one: str) -> None:
+def test_models_are_listed_by_task_and_by_language(url_of_one: str) -> None:
     file = '{"id": "org/%s", "weights": {"path": "/x"}, "family": "text-encoder", "outputs": {"%s": 4}, "max_tokens": 8'
     for name, output, languages in (
         ("german", "dense", '"languages": ["de", "en"]'),
         ("many", "multivector", '"languages": ["multilingual"]'),
     ):
-        done("add", "-", "--url", one, given=f"{file % (name, output)}, {languages}}}")
+        done("add", "-", "--url", url_of_one, stdin=f"{file % (name, output)}, {languages}}}")
 
     def ids(*options: str) -> list[str]:
-        listed = json.loads(done("list", *options, "-o", "json", "--url", one))["models"]
+        listed = json.loads(done("list", *options, "-o", "json", "--url", url_of_one))["models"]
         return [model["model_id"] for model in listed if model["model_id"] != "org/one"]
 
     assert ids() == ["org/german", "org/many"]
     assert ids("--task", "score") == ["org/many"]
     assert ids("--language", "de") == ["org/german", "org/many"]
     assert ids("--language", "fr") == ["org/many"]
-    grouped = done("list", "--by", "language", "--url", one)
+    grouped = done("list", "--by", "language", "--url", url_of_one)
     assert [line for line in grouped.splitlines() if line.endswith(("model", "models"))] == [
         "de: 1 model",
         "en: 1 model",
         "multilingual: 1 model",
         "not stated: 1 model",
     ]
-    done("set", "org/many", "download_bytes=2000000001", "--url", one)
-    by_size = done("list", "--by", "size", "--url", one)
+    done("set", "org/many", "download_bytes=2000000001", "--url", url_of_one)
+    by_size = done("list", "--by", "size", "--url", url_of_one)
     assert [line for line in by_size.splitlines() if line.endswith(("model", "models"))] == [
         "up to 8 GB: 1 model",
         "not stated: 2 models",
     ]
-    assert done("list", "--task", "extract", "--url", one).endswith("no models\n")
-    done("rm", "org/german", "--url", one)
-    done("rm", "org/many", "--url", one)
+    assert done("list", "--task", "extract", "--url", url_of_one).endswith("no models\n")
+    done("rm", "org/german", "--url", url_of_one)
+    done("rm", "org/many", "--url", url_of_one)
 
 
-def test_what_show_prints_is_added_under_another_id(one: str) -> None:
-    shown = done("show", "org/one", "-o", "json", "--url", one)
-    done("add", "-", "--url", one, given=shown.replace("org/one", "org/copy"))
-    assert done("show", "org/copy", "-o", "json", "--url", one) == shown.replace("org/one", "org/copy")
-    done("rm", "org/copy", "--url", one)
+def test_what_show_prints_is_added_under_another_id(url_of_one: str) -> None:
+    shown = done("show", "org/one", "-o", "json", "--url", url_of_one)
+    done("add", "-", "--url", url_of_one, stdin=shown.replace("org/one", "org/copy"))
+    assert done("show", "org/copy", "-o", "json", "--url", url_of_one) == shown.replace("org/one", "org/copy")
+    done("rm", "org/copy", "--url", url_of_one)
 
 
-def test_a_read_token_is_enough_to_look(one: str) -> None:
-    assert "org/one" in done("list", "--url", one, token="", SIE_CONFIG_READ_TOKEN=READER)
-    refused = sie("rm", "org/one", "--url", one, token=READER)
+def test_a_read_token_is_enough_to_look(url_of_one: str) -> None:
+    assert "org/one" in done("list", "--url", url_of_one, token="", SIE_CONFIG_READ_TOKEN=READER)
+    refused = sie("rm", "org/one", "--url", url_of_one, token=READER)
     assert refused.exit_code == 1
     assert "SIE_ADMIN_TOKEN" in refused.output
 
@@ -276,11 +284,11 @@ def test_a_read_token_is_enough_to_look(one: str) -> None:
 def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_path: Path) -> None:
     folder, entry = tmp_path / "models", tmp_path / "entry.yaml"
     entry.write_text(ENTRY.replace("org/one", "org/file"))
-    told = done("add", str(entry), "--models-dir", str(folder), "--dry-run")
-    assert "nothing is written" in told
+    output = done("add", str(entry), "--models-dir", str(folder), "--dry-run")
+    assert "nothing is written" in output
     assert not folder.exists()
-    told = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
-    assert f"wrote {folder}/org/file.yaml\na file only: no `sie serve` runs with" in told
+    output = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
+    assert f"wrote {folder}/org/file.yaml\na file only: no `sie serve` runs with" in output
     assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
     assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
     packaged = tmp_path / "packaged.yaml"
@@ -314,12 +322,12 @@ class Others(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         refused = {"error": {"code": "METHOD_NOT_ALLOWED", "message": "this path takes GET here"}}
-        found: dict[str, tuple[int, bytes]] = {
+        replies: dict[str, tuple[int, bytes]] = {
             "/health": (200, b'{"config_url": "http://config:81"}'),
             "/v1/configs/models/org/one": (405, json.dumps(refused).encode()),
             "/text/v1/configs/models": (200, b"<html>"),
         }
-        status, body = found.get(self.path, (404, b"<html>"))
+        status, body = replies.get(self.path, (404, b"<html>"))
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -365,8 +373,8 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
     with ConfigServiceClient("http://config", ADMIN, flaky) as service:
         service.write("PATCH", "/v1/configs/models/a", b"{}", how=PLAIN)
         service.write("PATCH", "/v1/configs/models/a", b"{}", how=PLAIN)
-    first, again, third, other = flaky.keys
-    assert first == again == third != other
+    first, again, third, second_key = flaky.keys
+    assert first == again == third != second_key
 
 
 @pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "soon", "-1", "nan", ""])
@@ -500,14 +508,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_refusal_names_the_field_and_says_what_to_do(name: str, one: str, tmp_path: Path) -> None:
+def test_each_refusal_names_the_field_and_says_what_to_do(name: str, url_of_one: str, tmp_path: Path) -> None:
     """The commands as a new user would get them wrong."""
     arguments, status, says = COMMANDS[name]
-    stale = revision_of(one)
-    done("set", "org/one", "max_tokens=8", "--url", one)
+    stale = revision_of(url_of_one)
+    done("set", "org/one", "max_tokens=8", "--url", url_of_one)
     if "org/gone" in arguments:
-        done("add", "-", "--force", "--url", one, given=ENTRY.replace("org/one", "org/gone"))
-        removal = json.loads(done("rm", "org/gone", "-o", "json", "--url", one))["revision"]
+        done("add", "-", "--force", "--url", url_of_one, stdin=ENTRY.replace("org/one", "org/gone"))
+        removal = json.loads(done("rm", "org/gone", "-o", "json", "--url", url_of_one))["revision"]
     else:
         removal = 0
     texts = {"file": ENTRY, "broken": "id: [\n", "twice": "id: a\nid: b\n", "big": BIG}
@@ -515,7 +523,7 @@ def test_each_refusal_names_the_field_and_says_what_to_do(name: str, one: str, t
     for key, text in texts.items():
         places[key].write_text(text)
     places |= {"missing": tmp_path / "missing.yaml", "stale": stale, "revision": stale + 1, "removal": removal}
-    refused = sie(*(argument.format(**places) for argument in arguments), "--url", one)
+    refused = sie(*(argument.format(**places) for argument in arguments), "--url", url_of_one)
     assert refused.exit_code == status, refused.output
     for text in says:
         assert text.format(**places) in refused.output, refused.output
@@ -571,10 +579,10 @@ def test_who_is_not_let_in_or_finds_nobody_is_told_what_to_do(
     name: str, served: Served, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models_service, "RETRY_S", 0.1)
-    given, arguments, says = ACCESS[name]
+    token, arguments, says = ACCESS[name]
     places = {"nobody": f"http://127.0.0.1:{free_port()}", "other": other}
-    url = given.get("url", served.url).format(**places)
-    refused = sie(*arguments, *(("--url", url) if url else ()), token=given.get("token", ADMIN))
+    url = token.get("url", served.url).format(**places)
+    refused = sie(*arguments, *(("--url", url) if url else ()), token=token.get("token", ADMIN))
     assert refused.exit_code in (1, 2)
     for text in says:
         assert text.format(**places) in refused.output, refused.output
@@ -641,21 +649,23 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> None:
+def test_each_error_of_the_api_says_what_is_expected(name: str, url_of_one: str) -> None:
     """Envelope of section 22.1, and `detail.error` beside it."""
     method, path, headers, body, status, says = CALLS[name]
     with httpx.Client(
         headers={"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", "X-Request-ID": "mine"}
     ) as client:
-        client.patch(f"{one}/v1/configs/models/org/one", content=b'{"max_tokens": 2}', headers={"Idempotency-Key": "k"})
-        answer = client.request(method, f"{one}/v1/configs{path}", content=body, headers=headers)
+        client.patch(
+            f"{url_of_one}/v1/configs/models/org/one", content=b'{"max_tokens": 2}', headers={"Idempotency-Key": "k"}
+        )
+        answer = client.request(method, f"{url_of_one}/v1/configs{path}", content=body, headers=headers)
     assert answer.status_code == status, answer.text
-    told = answer.json()
+    report = answer.json()
     for text in says:
-        assert text in told["error"]["message"], told["error"]["message"]
-    assert told["error"] == {key: value for key, value in told["detail"].items() if key != "error"}
-    assert told["detail"]["error"] == told["code"].lower()
-    assert answer.headers["x-sie-error-code"] == told["code"]
+        assert text in report["error"]["message"], report["error"]["message"]
+    assert report["error"] == {key: value for key, value in report["detail"].items() if key != "error"}
+    assert report["detail"]["error"] == report["code"].lower()
+    assert answer.headers["x-sie-error-code"] == report["code"]
     assert answer.headers["x-request-id"] == "mine" != answer.headers["x-sie-request-id"]
 
 

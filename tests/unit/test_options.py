@@ -46,13 +46,13 @@ def at(level: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def merged(*bodies: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for body in bodies:
         for key, value in body.items():
-            found[key] = (
-                merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+            sources[key] = (
+                merged(sources[key], value) if isinstance(value, dict) and isinstance(sources.get(key), dict) else value
             )
-    return found
+    return sources
 
 
 PARAMETERS: list[tuple[str, list[Any], str, list[Any]]] = [
@@ -85,16 +85,16 @@ PARAMETERS: list[tuple[str, list[Any], str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "field", "expected"), PARAMETERS, ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "values", "field", "expected"), PARAMETERS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_one_precedence_for_every_parameter(name: str, given: list[Any], field: str, expected: list[Any]) -> None:
+def test_one_precedence_for_every_parameter(name: str, values: list[Any], field: str, expected: list[Any]) -> None:
     """`params.X`, `X`, `params.options.X`, `options.X`: the first that is set wins, where null and [] are not set."""
     base = {"is_query": True} if "instruction" in name or name == "query_template" else {}
-    levels = dict(zip(LEVELS, given, strict=True))
+    levels = dict(zip(LEVELS, values, strict=True))
     for first, level in enumerate(LEVELS):
-        below = [at(other, name, levels[other]) for other in LEVELS[first:]]
+        below = [at(element, name, levels[element]) for element in LEVELS[first:]]
         for unset in (None, []):
-            above = [at(other, name, unset) for other in LEVELS[:first]]
+            above = [at(element, name, unset) for element in LEVELS[:first]]
             body = merged(base, *above, *below)
             assert getattr(options(body).run, field) == expected[first], (level, unset)
 
@@ -116,8 +116,8 @@ def test_without_a_parameter_the_profile_counts_then_the_model_then_the_contract
 
 def test_without_a_dense_output_the_only_one_is_meant() -> None:
     sparse = entry("org/sparse", outputs={"sparse": 30522})
-    found = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
-    assert found.run.outputs == ("sparse",)
+    options_read = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
+    assert options_read.run.outputs == ("sparse",)
 
 
 def test_a_request_never_changes_what_the_next_one_gets() -> None:
@@ -150,7 +150,7 @@ MORE = [
     entry("org/classes", family="text-classifier", outputs={"classifications": 0}),
     entry("org/listener", family="sound-reader", inputs=["audio"], outputs={"entities": 0}),
 ]
-ALL = Catalogue({**CATALOGUE.entries, **{each.id: each for each in MORE}})
+ALL = Catalogue({**CATALOGUE.entries, **{row.id: row for row in MORE}})
 # each parameter that changes numbers: where, and two values other than the default
 VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "truncate": (ENCODE, "START", "NONE"),
@@ -188,9 +188,9 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
 NOT_PARAMETERS = {"items", "inputs", "input", "params", "options", "model", "query"}
 
 
-def variant(asked: Asked, **given: Any) -> str:
-    spec, operation, base = asked
-    return run_options(ALL.resolve(spec), {**base, **given}, operation)[1].run.variant
+def variant(request: Asked, **fields: Any) -> str:
+    spec, operation, base = request
+    return run_options(ALL.resolve(spec), {**base, **fields}, operation)[1].run.variant
 
 
 def test_each_parameter_changes_the_fingerprint_or_has_a_reason_not_to() -> None:
@@ -200,17 +200,17 @@ def test_each_parameter_changes_the_fingerprint_or_has_a_reason_not_to() -> None
 
 @pytest.mark.parametrize("name", VARYING)
 def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level(name: str) -> None:
-    asked, one, other = VARYING[name]
-    assert variant(asked) == ""
-    found = {variant(asked, **at(level, name, one)) for level in LEVELS}
-    assert len(found) == 1
-    assert "" not in found
-    if one != other:
-        assert variant(asked, **{name: other}) not in {"", *found}
+    request, first, second = VARYING[name]
+    assert variant(request) == ""
+    variants = {variant(request, **at(level, name, first)) for level in LEVELS}
+    assert len(variants) == 1
+    assert "" not in variants
+    if first != second:
+        assert variant(request, **{name: second}) not in {"", *variants}
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("request", "fields"),
     [
         (ENCODE, {"is_query": True}),
         (ENCODE, {"input_type": "query", "output_types": ["sparse"], "lora": "a", "timing": "items"}),
@@ -221,8 +221,8 @@ def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level
         (LISTENER, {"word_times": True}),
     ],
 )
-def test_parameters_that_change_no_number_leave_the_fingerprint(asked: Asked, given: dict[str, Any]) -> None:
-    assert variant(asked, **given) == ""
+def test_parameters_that_change_no_number_leave_the_fingerprint(request: Asked, fields: dict[str, Any]) -> None:
+    assert variant(request, **fields) == ""
 
 
 def test_several_alterations_are_one_variant_that_depends_on_all_of_them() -> None:
@@ -254,11 +254,11 @@ def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("truncate", "expected"),
     [(None, "END"), (True, "END"), (False, "NONE"), ("END", "END"), ("start", "START"), ("None", "NONE"), ([], "END")],
 )
-def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: str) -> None:
-    assert options({"truncate": given}).run.truncate == expected
+def test_truncation_has_three_ways_and_two_old_spellings(truncate: Any, expected: str) -> None:
+    assert options({"truncate": truncate}).run.truncate == expected
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_zero_and_one_are_booleans_here() -> None:
 
 def test_how_the_reply_is_shaped() -> None:
     assert (options({}).on_item_error, options({}).item_timing) == ("slot", False)
-    found = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
-    assert (found.on_item_error, found.item_timing) == ("fail", True)
+    options_read = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
+    assert (options_read.on_item_error, options_read.item_timing) == ("fail", True)
 
 
 def test_repeated_outputs_are_one() -> None:
@@ -335,8 +335,8 @@ def test_each_dtype_of_the_contract_and_no_other() -> None:
         "ubinary",
     ]
     specs = ("org/m3", "org/m3:sparse", "org/rich")
-    found = [options(body, spec).run.dtype for body in ({}, {"output_dtype": "float32"}) for spec in specs]
-    assert found == ["float16", "int8", "float32", "float32", "float32", "float32"]
+    dtypes = [options(body, spec).run.dtype for body in ({}, {"output_dtype": "float32"}) for spec in specs]
+    assert dtypes == ["float16", "int8", "float32", "float32", "float32", "float32"]
 
 
 def test_output_types_of_a_profile_yield_to_those_of_the_request() -> None:
@@ -443,8 +443,8 @@ def test_a_lora_is_a_name(path: str) -> None:
 
 def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contract() -> None:
     specs = ("org/late", "org/m3", "org/m3:sparse", "org/m3:both", "org/cross")
-    found = {spec: options({}, spec, operation="score").run for spec in specs}
-    assert {spec: run.outputs for spec, run in found.items()} == {
+    runs = {spec: options({}, spec, operation="score").run for spec in specs}
+    assert {spec: run.outputs for spec, run in runs.items()} == {
         "org/late": ("multivector",),
         "org/m3": ("dense", "sparse", "multivector"),
         "org/m3:sparse": ("sparse",),
@@ -462,18 +462,18 @@ def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contra
 
 def test_parameters_are_layered_key_by_key() -> None:
     """The model's, the profile's it extends, its own, the request's."""
-    found = {spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")}
-    assert found == {
+    result = {spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")}
+    assert result == {
         "": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}},
         ":sparse": {"score_mode": "sparse", "score_weights": {"dense": 1.0}},
         ":both": {"score_mode": "sparse", "score_weights": {"colbert": 1.0}},
     }
     base = {"threshold": 0.4, "multi_label": True}
-    asked = {
+    parameters = {
         spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters
         for spec in ("", ":sure", ":nested")
     }
-    assert asked == {
+    assert parameters == {
         "": base,
         ":sure": {**base, "threshold": 0.9},
         ":nested": {**base, "threshold": 0.9, "flat_ner": False},
@@ -602,16 +602,16 @@ def test_the_times_of_words_are_a_boolean() -> None:
 
 
 def test_an_option_of_another_family_is_a_warning() -> None:
-    found = options(
+    options_read = options(
         {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
     )
-    assert found.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
-    assert "hypothesis_template" not in found.run.parameters
+    assert options_read.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
+    assert "hypothesis_template" not in options_read.run.parameters
 
 
 def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
-    found = options({"instruction": "find"}, "org/cross", operation="score")
-    assert found.warnings == ("instruction: ignored, no such option of org/cross here",)
+    options_read = options({"instruction": "find"}, "org/cross", operation="score")
+    assert options_read.warnings == ("instruction: ignored, no such option of org/cross here",)
     assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
     assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
 
@@ -627,10 +627,10 @@ def test_an_instruction_that_is_not_read_changes_no_answer() -> None:
 def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[str, Any]) -> None:
     plain = entry("org/plain", profiles={"bare": {"run": {"instruction": ""}}})
     resolved = Catalogue({plain.id: plain}).resolve("org/plain:bare")
-    found = run_options(resolved, body)[1]
-    assert found.run == run_options(resolved, {})[1].run
-    assert found.run.prefix == ""
-    (warning,) = found.warnings
+    options_read = run_options(resolved, body)[1]
+    assert options_read.run == run_options(resolved, {})[1].run
+    assert options_read.run.prefix == ""
+    (warning,) = options_read.warnings
     assert warning.endswith("instruction: ignored, no such option of org/plain here")
     with pytest.raises(InvalidInput) as caught:
         run_options(resolved, body, strict=True)
@@ -674,10 +674,10 @@ def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> Non
         entry("org/between", family="gliner-relations", outputs=outputs),
         entry("org/entities", family="gliner2", outputs={"entities": 0}),
     ]
-    catalogue = Catalogue({each.id: each for each in own})
+    catalogue = Catalogue({element.id: element for element in own})
     body = {"params": {"relation_labels": ["knows"]}}
-    found = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
-    assert (found.run.labels, found.run.parameters["relation_labels"]) == ((), ["knows"])
+    options_read = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
+    assert (options_read.run.labels, options_read.run.parameters["relation_labels"]) == ((), ["knows"])
     for name, param, reason in (
         ("org/between", "labels", "labels_required"),
         ("org/entities", "params.relation_labels", "unsupported_output"),
@@ -695,9 +695,9 @@ def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operat
         "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"},
         "options": {"size": 2},
     }
-    found = options(body, "org/theirs", operation=operation, strict=True)
-    assert found.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
-    assert (found.run.truncate, found.warnings) == ("START", ())
+    options_read = options(body, "org/theirs", operation=operation, strict=True)
+    assert options_read.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
+    assert (options_read.run.truncate, options_read.warnings) == ("START", ())
     assert options({}, "org/theirs", operation=operation).run.parameters == {"colour": "red", "size": 1}
 
 
@@ -749,15 +749,19 @@ def test_a_prompt_is_that_of_the_request_or_else_of_the_route(case: str) -> None
     body, own, elsewhere = UNASKED[case]
     resolved = Catalogue({PROMPTED.id: PROMPTED}).resolve(PROMPTED.id)
     for side, prefix in (("document", own), ("", elsewhere)):
-        found = run_options(resolved, {"params": body}, side=side)[1]
-        assert found.run.prefix == prefix
+        options_read = run_options(resolved, {"params": body}, side=side)[1]
+        assert options_read.run.prefix == prefix
         warned = case == "nothing" and side == "document"
-        assert [warning.partition(":")[0] for warning in found.warnings] == ["prompt_name"] * warned
+        assert [warning.partition(":")[0] for warning in options_read.warnings] == ["prompt_name"] * warned
 
 
 def test_a_named_query_prompt_makes_the_texts_queries() -> None:
-    found = options({"prompt_name": "query"})
-    assert (found.run.is_query, found.run.prefix, found.warnings) == (True, "Instruct: retrieve\nQuery: ", ())
+    options_read = options({"prompt_name": "query"})
+    assert (options_read.run.is_query, options_read.run.prefix, options_read.warnings) == (
+        True,
+        "Instruct: retrieve\nQuery: ",
+        (),
+    )
 
 
 @pytest.mark.parametrize("name", ["nothing", "default_instruction", 3, []])
@@ -766,8 +770,8 @@ def test_a_prompt_that_the_model_lacks_is_refused(name: Any) -> None:
 
 
 def test_a_side_that_the_profile_names_needs_no_warning() -> None:
-    found = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
-    assert (found.run.prefix, found.warnings) == ("q: ", ())
+    options_read = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
+    assert (options_read.run.prefix, options_read.warnings) == ("q: ", ())
 
 
 def test_no_prompt_leaves_out_the_instruction_of_a_profile() -> None:
@@ -827,9 +831,9 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
 
 def test_warnings_are_few_and_short() -> None:
     body = {"is_query": False} | {f"{'x' * 1000}{number}": 1 for number in range(1000)}
-    found = options(body).warnings
-    assert len(found) == 20
-    assert max(map(len, found)) < 300  # a model's name may have 255 characters
+    warnings = options(body).warnings
+    assert len(warnings) == 20
+    assert max(map(len, warnings)) < 300  # a model's name may have 255 characters
 
 
 @pytest.mark.parametrize(

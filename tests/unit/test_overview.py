@@ -39,12 +39,12 @@ def large() -> ClusterStatus:
     names = [f"org/model-{number:05}" for number in range(MODELS)]
     fleet = Fleet(MemoryServer().connect("g"), settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000"))
     for number in range(WORKERS):
-        told = [
+        statuses = [
             ModelStatus(names[(number * 37 + place * 101) % MODELS], "loaded", 1 << 28, queued=place)
             for place in range(LOADED)
         ]
         worker = f"worker-of-a-large-cluster-{number:04}"
-        fleet.note(Heartbeat(worker, "_default", "l4", "default", ready=True, version="1", models=tuple(told)))
+        fleet.note(Heartbeat(worker, "_default", "l4", "default", ready=True, version="1", models=tuple(statuses)))
     feed, lag, placer, peers = Mock(), Mock(is_known=False), Mock(fleet=fleet), Mock()
     feed.catalogue.entries = dict.fromkeys(names)
     peers.qps.return_value = 1234.5
@@ -99,9 +99,9 @@ def test_what_is_dear_is_built_more_rarely() -> None:
 
 
 def test_a_filter_finds_models_that_are_not_among_the_first(large: ClusterStatus) -> None:
-    found = large.shown("MODEL-0999", ANYBODY)
-    assert [each.name for each in found["models"]][-1].startswith("org/model-0999")
-    assert found["counts"]["models"] == 10
+    overview = large.shown("MODEL-0999", ANYBODY)
+    assert [model.name for model in overview["models"]][-1].startswith("org/model-0999")
+    assert overview["counts"]["models"] == 10
 
 
 async def test_the_placement_table_says_which_worker_hosts_a_model(cluster: InProcess) -> None:
@@ -157,7 +157,7 @@ async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cl
     sidecar = await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="60000", SIE_HEARTBEAT_TIMEOUT_MS="600000")
 
     async def healthy() -> list[bool]:
-        return [each["healthy"] for each in (await gateway.client.get("/v1/cluster")).json()["workers"]]
+        return [worker["healthy"] for worker in (await gateway.client.get("/v1/cluster")).json()["workers"]]
 
     async def is_healthy() -> bool:
         return await healthy() == [True]
@@ -168,14 +168,14 @@ async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cl
     await until_told(is_healthy, "the worker is there")
     await sidecar.broker.close()
     await until_told(is_silent, "its end is seen")
-    told = (await gateway.client.get("/v1/cluster")).json()
-    assert told["cluster"]["worker_count"] == 0
+    overview = (await gateway.client.get("/v1/cluster")).json()
+    assert overview["cluster"]["worker_count"] == 0
     assert (await gateway.client.get("/health")).json()["cluster"]["worker_count"] == 1, "work goes by heartbeats"
 
 
 async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
-    told = (await gateway.client.get(f"/v1/models{query}")).json()
-    return [each["name"] for each in told["models"]], told.get("total")
+    body = (await gateway.client.get(f"/v1/models{query}")).json()
+    return [model["name"] for model in body["models"]], body.get("total")
 
 
 async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess) -> None:
@@ -212,9 +212,9 @@ async def test_long_answers_are_compressed_for_whoever_takes_that(
 async def test_the_doctor_reports_as_the_command_does() -> None:
     """Two who ask at once get one examination, which looks at the gateway that runs it."""
     doctor = Doctor("0.0.0.0", free_port(), None)
-    one, other = await asyncio.gather(doctor.report(), doctor.report())
-    assert one is other
-    checks = {each["check"]: each for each in one["checks"]}
+    first, second = await asyncio.gather(doctor.report(), doctor.report())
+    assert first is second
+    checks = {check["check"]: check for check in first["checks"]}
     assert {"settings", "gateway", "broker", "streams", "config", "disk", "clock", "versions"} <= set(checks)
     (nobody,) = checks["gateway"]["findings"]
     assert doctor._environ["SIE_GATEWAY_URL"] in nobody["wrong"]

@@ -330,13 +330,13 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         adapter.hold_loads = True
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
         await running.sidecar(adapter, SIE_PAYLOAD_STORE_URL=url)
-        asked = asyncio.create_task(gateway.encode("hello", text, "world"))
-        await adapter.until(lambda each: each.loads, "a load")
+        task = asyncio.create_task(gateway.encode("hello", text, "world"))
+        await adapter.until(lambda state: state.loads, "a load")
         await until(lambda: len(stored(tmp_path)) == 1, "an object")
         messages_in_stream = running.server.streams[STREAM].messages.values()
         assert max(len(message.data) for message in messages_in_stream) < 20_000
         adapter.let_go()
-        answer = await asked
+        answer = await task
         assert answer.status_code == 200, answer.text
         prefix = await gateway.encode(WORDS * 100)
         vectors = [slot["dense"]["values"] for slot in answer.json()["items"]]
@@ -450,11 +450,11 @@ async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        asked = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        task = asyncio.create_task(gateway.encode(WORDS * 10_000))
         await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
         stored(tmp_path)[0].unlink()
         await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
-        answer = await asked
+        answer = await task
         assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
         assert running.server.streams[STREAM].state().messages == 0
 
@@ -463,7 +463,7 @@ async def test_an_object_that_comes_back_within_the_budget_is_read(tmp_path: Pat
     url = tmp_path / "payloads"
     async with cluster(tmp_path, str(url)) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
-        asked = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        task = asyncio.create_task(gateway.encode(WORDS * 10_000))
         await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
         (file,) = stored(tmp_path)
         data = file.read_bytes()
@@ -473,7 +473,7 @@ async def test_an_object_that_comes_back_within_the_budget_is_read(tmp_path: Pat
         await asyncio.sleep(0.3)  # some attempts fail
         file.unlink()
         file.write_bytes(data)
-        assert (await asked).status_code == 200
+        assert (await task).status_code == 200
 
 
 async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_the_end(tmp_path: Path) -> None:
@@ -524,8 +524,8 @@ async def test_a_query_that_no_message_holds_goes_with_its_items(tmp_path: Path)
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url, outputs={"dense": 32, "score": 0}) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
-        asked = gateway.client.post("/v1/score/toy/one", json={"query": WORDS * 10_000, "items": ["a"] * 5})
-        answer = asyncio.create_task(asked)  # nobody serves it: what was queued is what counts
+        request = gateway.client.post("/v1/score/toy/one", json={"query": WORDS * 10_000, "items": ["a"] * 5})
+        answer = asyncio.create_task(request)  # nobody serves it: what was queued is what counts
         await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
         payloads = [messages.decode_payload(path.read_bytes()) for path in stored(tmp_path)]
         assert {payload.query for payload in payloads} == {Input(WORDS * 10_000)}

@@ -29,30 +29,30 @@ def ext(array: np.ndarray) -> msgspec.msgpack.Ext:
 
 
 def kinds(value: Any) -> set[type]:
-    found = {type(value)}
+    result = {type(value)}
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            found |= kinds(inner)
+            result |= kinds(inner)
     if isinstance(value, dict):
         assert set(map(type, value)) <= {str}
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
     "array", [MATRIX, MATRIX[:0], MATRIX[0], np.float32(1).reshape(()), np.arange(2, dtype=np.int32)]
 )
 def test_an_array_of_the_extension_type_is_a_map_until_it_is_unpacked(array: np.ndarray) -> None:
-    found = from_msgpack(msgspec.msgpack.encode({"a": [ext(array)], "b": ext(array)}))
-    assert kinds(found) <= PLAIN
-    assert found["b"] == found["a"][0], "which arrays could not be asked"
-    unpacked = arrays.unpack(found)["b"]
+    value = from_msgpack(msgspec.msgpack.encode({"a": [ext(array)], "b": ext(array)}))
+    assert kinds(value) <= PLAIN
+    assert value["b"] == value["a"][0], "which arrays could not be asked"
+    unpacked = arrays.unpack(value)["b"]
     assert (unpacked.dtype, unpacked.shape, unpacked.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 def test_both_kinds_of_arrays_are_the_same_multivector() -> None:
     for sent in (ext(MATRIX), arrays.pack(MATRIX), {key.decode(): value for key, value in arrays.pack(MATRIX).items()}):
-        found = from_msgpack(msgspec.msgpack.encode({"items": [{"multivector": sent}]}))
-        assert arrays.multivector(found["items"][0]["multivector"]).tolist() == MATRIX.tolist()
+        result = from_msgpack(msgspec.msgpack.encode({"items": [{"multivector": sent}]}))
+        assert arrays.multivector(result["items"][0]["multivector"]).tolist() == MATRIX.tolist()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_what_is_not_plain_is_refused_in_every_place(odd: Any) -> None:
 
 
 def test_keys_of_bytes_are_text_at_every_depth_in_their_order() -> None:
-    found = from_msgpack(msgspec.msgpack.encode({b"b": [{b"a": b"kept"}], "a": 1}))
-    assert list(found.items()) == [("b", [{"a": b"kept"}]), ("a", 1)]
+    value = from_msgpack(msgspec.msgpack.encode({b"b": [{b"a": b"kept"}], "a": 1}))
+    assert list(value.items()) == [("b", [{"a": b"kept"}]), ("a", 1)]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,13 @@ def test_as_many_values_as_are_allowed_are_decoded(make: Any) -> None:
     encode = msgspec.json.encode if make is from_json else msgspec.msgpack.encode
     numbers = {"x": [[0.5] * 128] * 7000}
     assert make(encode(numbers)) == numbers
-    for one, most in (([], MAX_CONTAINERS), ({}, MAX_CONTAINERS), (1.5, MAX_VALUES), ("ab", MAX_VALUES)):
-        assert len(make(encode([one] * (most - 2) if one in ("ab", 1.5) else [one] * (most // 2)))) >= most // 2 - 2
+    for element, most in (([], MAX_CONTAINERS), ({}, MAX_CONTAINERS), (1.5, MAX_VALUES), ("ab", MAX_VALUES)):
+        assert (
+            len(make(encode([element] * (most - 2) if element in ("ab", 1.5) else [element] * (most // 2))))
+            >= most // 2 - 2
+        )
         with pytest.raises(Malformed, match=f"holds more than {most:,}"):
-            make(encode([one] * (most + 2)))
+            make(encode([element] * (most + 2)))
 
 
 def test_marks_in_a_text_are_no_values() -> None:

@@ -43,10 +43,10 @@ async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster:
     items.insert(7, await cluster.publish("before", "bad", "after"))
     adapter.let_go()
     results = [await cluster.result(item) for item in items]
-    wanted = [[POISON if each.text == "bad" else "" for each in item.inputs] for item in items]
-    assert [reasons(result) for result in results] == wanted
+    expected_reasons = [[POISON if entry.text == "bad" else "" for entry in item.inputs] for item in items]
+    assert [reasons(result) for result in results] == expected_reasons
     for item, result in zip(items, results, strict=True):
-        assert all(is_right(result, item, index) for index, each in enumerate(item.inputs) if each.text != "bad")
+        assert all(is_right(result, item, index) for index, entry in enumerate(item.inputs) if entry.text != "bad")
     assert len(adapter.deaths) == 2
     assert adapter.deaths[1] == ["bad"]
     await cluster.left(0)
@@ -138,11 +138,11 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
     await cluster.sidecar()
     item = await cluster.publish("a")
     await cluster.result(item)
-    other = msgspec.structs.replace(item, request="other", revision="another")
+    second_item = msgspec.structs.replace(item, request="other", revision="another")
     await cluster.broker.publish(
-        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(other), "other"
+        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(second_item), "other"
     )
-    result = await cluster.result(other)
+    result = await cluster.result(second_item)
     assert reasons(result) == ["NOT_READY config_changed"]
     await cluster.left(0)
     (letter,) = await cluster.letters()
@@ -155,14 +155,14 @@ async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(clust
     """
     items = [await cluster.publish(f"text {number}") for number in range(3)]
     stopped = cluster.server.connect("stopped")
-    taken: list[Delivery] = []
-    pulls = stopped.pulls(cluster.stream.name, taken.append)
+    marks: list[Delivery] = []
+    pulls = stopped.pulls(cluster.stream.name, marks.append)
     for _ in range(5):
         pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, len(items))
-        await until(lambda: len(taken) == len(items), "the deliveries")
-        for delivery in taken:
+        await until(lambda: len(marks) == len(items), "the deliveries")
+        for delivery in marks:
             await delivery.nak()
-        taken.clear()
+        marks.clear()
     await pulls.stop()
     adapter = await cluster.deadly()
     sidecar = await cluster.sidecar(adapter)
@@ -197,22 +197,22 @@ async def marks_of(server: MemoryServer, worker: str, now_s: Times) -> PoisonMar
 
 async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
     server, now_s = MemoryServer(), Times()
-    one, two = await marks_of(server, "one", now_s), await marks_of(server, "two", now_s)
-    await one.suspected("m", ["k1", "k2"])
+    marks_first, two = await marks_of(server, "one", now_s), await marks_of(server, "two", now_s)
+    await marks_first.suspected("m", ["k1", "k2"])
     await until(lambda: "m" in two.models, "the marks at the other worker")
     await two.died("m", ["k1"])
-    await until(lambda: (mark := one.get("k1")) and mark.is_poison, "the verdict")
-    assert one.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
-    await one.clear(["k2"])
+    await until(lambda: (mark := marks_first.get("k1")) and mark.is_poison, "the verdict")
+    assert marks_first.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
+    await marks_first.clear(["k2"])
     await until(lambda: two.get("k2") is None, "cleared there too")
     later = await marks_of(server, "later", now_s)
-    assert later.get("k1") == one.get("k1"), "read before anything runs"
+    assert later.get("k1") == marks_first.get("k1"), "read before anything runs"
     assert later.get("k2") is None
     now_s.now_s += POISON_LIFETIME_S
     assert "m" in two.models
     assert two.get("k1") is None
     assert "m" not in two.models
-    for marks in (one, two, later):
+    for marks in (marks_first, two, later):
         await marks.close()
 
 
@@ -230,19 +230,19 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
 async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before() -> None:
     """The revisions of the new bucket begin again, below those that the worker knows."""
     server, now_s = MemoryServer(), Times()
-    one = await marks_of(server, "one", now_s)
-    await one.suspected("m", [f"other{number}" for number in range(5)])
-    await one.suspected("m", ["k"])
+    marks_first = await marks_of(server, "one", now_s)
+    await marks_first.suspected("m", [f"other{number}" for number in range(5)])
+    await marks_first.suspected("m", ["k"])
     del server.buckets[POISON_BUCKET]
-    await one.open()
-    mark = one.get("k")
+    await marks_first.open()
+    mark = marks_first.get("k")
     assert mark is not None
     assert mark.deaths == 1, "what this worker knew stays"
     two = await marks_of(server, "two", now_s)
     await two.died("m", ["k"])
     await two.died("m", ["k"])
-    await until(lambda: (mark := one.get("k")) and mark.is_poison, "the verdict of the other worker")
-    for marks in (one, two):
+    await until(lambda: (mark := marks_first.get("k")) and mark.is_poison, "the verdict of the other worker")
+    for marks in (marks_first, two):
         await marks.close()
 
 
@@ -258,20 +258,24 @@ def test_the_second_death_is_the_verdict(workers: list[str]) -> None:
 
 @settings(max_examples=50)
 @given(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3), st.integers(0, 3))
-def test_a_content_is_all_that_decides_what_runs(one: str, other: str, width: int, other_width: int) -> None:
+def test_a_content_is_all_that_decides_what_runs(
+    content: str, other_content: str, width: int, other_width: int
+) -> None:
     def key(text: str, dimensions: int, **more: str) -> str:
         item = WorkItem("r", 0, "m", "v", "encode", (Input(text),), RunOptions(dimensions=dimensions), "inbox", 1)
         return content_keys(msgspec.structs.replace(item, **more))[0]
 
-    assert (key(one, width) == key(other, other_width)) == ((one, width) == (other, other_width))
-    assert key(one, width) == key(one, width, request="another", reply="elsewhere")
+    assert (key(content, width) == key(other_content, other_width)) == (
+        (content, width) == (other_content, other_width)
+    )
+    assert key(content, width) == key(content, width, request="another", reply="elsewhere")
     assert (
         len(
             {
-                key(one, width),
-                key(one, width, model="n"),
-                key(one, width, revision="w"),
-                key(one, width, operation="extract"),
+                key(content, width),
+                key(content, width, model="n"),
+                key(content, width, revision="w"),
+                key(content, width, operation="extract"),
             }
         )
         == 4

@@ -71,16 +71,16 @@ def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_n
     case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     reservations, workers, before = case
-    specs = {each.spec.name: each.spec for each in reservations}
-    found = assign(reservations, workers, before)
-    for worker, pool in found.items():
+    specs = {reservation.spec.name: reservation.spec for reservation in reservations}
+    assignment = assign(reservations, workers, before)
+    for worker, pool in assignment.items():
         assert workers[worker].fits(specs[pool])
     for worker, pool in before.items():
         if worker in workers and pool in specs and workers[worker].fits(specs[pool]):
-            assert found[worker] == pool  # what fits stays
-    assert assign(reservations, workers, found) == found
+            assert assignment[worker] == pool  # what fits stays
+    assert assign(reservations, workers, assignment) == assignment
     # whatever the order of what was heard
-    assert assign(reversed(reservations), dict(reversed(workers.items())), before) == found
+    assert assign(reversed(reservations), dict(reversed(workers.items())), before) == assignment
 
 
 @given(cases())
@@ -88,22 +88,22 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
     case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     reservations, workers, before = case
-    found = assign(reservations, workers, before)
-    order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
-    free = set(workers) - set(found)
-    for place, each in enumerate(order):
-        name = each.spec.name
-        held = {worker for worker, pool in found.items() if pool == name}
-        if is_met(each.spec, [workers[worker] for worker in held]):
+    assignment = assign(reservations, workers, before)
+    order = sorted(reservations, key=lambda entry: (entry.created_s, entry.spec.name))
+    free = set(workers) - set(assignment)
+    for place, reservation in enumerate(order):
+        name = reservation.spec.name
+        held = {worker for worker, pool in assignment.items() if pool == name}
+        if is_met(reservation.spec, [workers[worker] for worker in held]):
             continue
         assert held <= {worker for worker, pool in before.items() if pool == name}
-        if not each.takes_last:
+        if not reservation.takes_last:
             continue  # what was free may have been the last of its bundle
         # nor would it be met with all that is free, or was taken by younger ones
-        younger = {other.spec.name for other in order[place + 1 :]}
-        taken = {worker for worker, pool in found.items() if pool in younger and before.get(worker) != pool}
-        enough = [workers[worker] for worker in held | free | taken if workers[worker].fits(each.spec)]
-        assert not is_met(each.spec, enough)
+        younger = {later.spec.name for later in order[place + 1 :]}
+        moved = {worker for worker, pool in assignment.items() if pool in younger and before.get(worker) != pool}
+        enough = [workers[worker] for worker in held | free | moved if workers[worker].fits(reservation.spec)]
+        assert not is_met(reservation.spec, enough)
 
 
 @given(cases())
@@ -112,19 +112,20 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
 ) -> None:
     """Unless it was gone before, or a reservation took it that may."""
     reservations, workers, before = case
-    found = assign(reservations, workers, before)
-    may = {each.spec.name for each in reservations if each.takes_last}
+    assignment = assign(reservations, workers, before)
+    may = {entry.spec.name for entry in reservations if entry.takes_last}
     for bundle in ("default", "other"):
         names = {name for name, worker in workers.items() if worker.bundle == bundle}
-        taken = {name for name in names if name in found and found[name] != before.get(name)}
-        if taken and all(found[name] not in may for name in taken):
-            assert names - found.keys(), bundle
-    for each in reservations:
-        if is_held_back(each, workers, found):
+        moved = {name for name in names if name in assignment and assignment[name] != before.get(name)}
+        if moved and all(assignment[name] not in may for name in moved):
+            assert names - assignment.keys(), bundle
+    for reservation in reservations:
+        if is_held_back(reservation, workers, assignment):
             with_last = [
-                msgspec.structs.replace(other, takes_last=True) if other is each else other for other in reservations
+                msgspec.structs.replace(entry, takes_last=True) if entry is reservation else entry
+                for entry in reservations
             ]
-            assert assign(with_last, workers, found) != found, "what it waits for is there"
+            assert assign(with_last, workers, assignment) != assignment, "what it waits for is there"
 
 
 @given(cases())
@@ -133,15 +134,17 @@ def test_what_is_asked_for_would_meet_a_reservation(
 ) -> None:
     """Also with no worker at all."""
     reservations, workers, _ = case
-    for each in reservations:
-        held = [worker for worker in workers.values() if worker.fits(each.spec)]
-        wanted = requested_workers(each.spec, held, {})
-        short, count = lacking(each.spec, held)
-        assert sum(wanted.values()) - len(held) == max(count, sum(short.values()))
+    for reservation in reservations:
+        held = [worker for worker in workers.values() if worker.fits(reservation.spec)]
+        workers_needed = requested_workers(reservation.spec, held, {})
+        short, count = lacking(reservation.spec, held)
+        assert sum(workers_needed.values()) - len(held) == max(count, sum(short.values()))
         more = [
-            AssignableWorker(profile, bundle) for (profile, bundle), number in wanted.items() for _ in range(number)
+            AssignableWorker(profile, bundle)
+            for (profile, bundle), number in workers_needed.items()
+            for _ in range(number)
         ]
-        assert is_met(each.spec, [*held, *more])
+        assert is_met(reservation.spec, [*held, *more])
 
 
 def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
@@ -239,9 +242,9 @@ FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
     """What a gateway answers, once it is so."""
     async with asyncio.timeout(30):
-        while not condition(found := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
+        while not condition(pool_info := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
             await asyncio.sleep(0.02)
-    return found
+    return pool_info
 
 
 class Town(InProcess):
@@ -271,15 +274,15 @@ class Town(InProcess):
         for gateway in self.gateways:  # which may hear of it later
             await eventually(gateway, "/health", known)
 
-    async def state(self, wanted: str, name: str = "team") -> dict[str, Any]:
+    async def state(self, pool_state: str, name: str = "team") -> dict[str, Any]:
         """The Pool object at both gateways, once it has this state."""
         path = f"/v1/pools/{name}"
-        found = [
-            await eventually(each, path, lambda pool: pool.get("status", {}).get("state") == wanted)
-            for each in self.gateways
+        pools_read = [
+            await eventually(entry, path, lambda pool: pool.get("status", {}).get("state") == pool_state)
+            for entry in self.gateways
         ]
-        assert found[0] == found[1]
-        return found[0]
+        assert pools_read[0] == pools_read[1]
+        return pools_read[0]
 
     async def events(self, event: str) -> float:
         """How often both gateways together counted it."""
@@ -315,11 +318,11 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     """Both workers serve the default pool. One is reserved over one gateway, and works for the pool alone. Both
     gateways route to it, by header and by `pool/gpu`. It is deleted over the other gateway, and both workers are back.
     """
-    one, two = town.gateways
+    first_gateway, two = town.gateways
     await town.worker()
     await town.worker()
-    made = await one.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
-    assert made.status_code == 201
+    created = await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
+    assert created.status_code == 201
     pool = await town.state("active")
     assert pool["spec"] == {
         "name": "team",
@@ -333,49 +336,49 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     [worker] = pool["status"]["assigned_workers"]
     assert worker == {"name": worker["name"], "url": None, "gpu": "l4"}
     assert pool["status"]["expires_at"] == pool["status"]["last_renewed"] + 600
-    mine, other = worker["name"], "w1" if worker["name"] == "w0" else "w0"
+    mine, second_worker = worker["name"], "w1" if worker["name"] == "w0" else "w0"
     for gateway in town.gateways:
-        told = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
-        assert told.json() == {"worker": mine, "pools": ["team"]}
-        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": other})).json()["pools"] == [
-            "_default"
-        ]
-    for gateway, named in ((one, {"X_SIE_Pool": "Team"}), (two, {"X_SIE_MACHINE_PROFILE": "team/l4"})):
+        assignment = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
+        assert assignment.json() == {"worker": mine, "pools": ["team"]}
+        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": second_worker})).json()[
+            "pools"
+        ] == ["_default"]
+    for gateway, named in ((first_gateway, {"X_SIE_Pool": "Team"}), (two, {"X_SIE_MACHINE_PROFILE": "team/l4"})):
         for _ in range(4):
             assert (await gateway.encode("x", **named)).headers["x-sie-worker"] == mine
-            assert (await gateway.encode("x", X_SIE_Pool="default")).headers["x-sie-worker"] == other
+            assert (await gateway.encode("x", X_SIE_Pool="default")).headers["x-sie-worker"] == second_worker
     health = (await two.client.get("/health")).json()
-    assert {info["name"]: info["pool"] for info in health["workers"]} == {mine: "team", other: "_default"}
-    assert await one.metric("sie_gateway_active_lease_gpus") == 1
+    assert {info["name"]: info["pool"] for info in health["workers"]} == {mine: "team", second_worker: "_default"}
+    assert await first_gateway.metric("sie_gateway_active_lease_gpus") == 1
     await town.counted("active")
     assert (await two.client.delete("/v1/pools/team")).json() == {"message": "Pool deleted"}
     await town.serves(mine, "_default")
-    assert code(await one.client.get("/v1/pools/team")) == (404, "POOL_NOT_FOUND")
-    assert code(await one.encode("x", X_SIE_Pool="team")) == (404, "POOL_NOT_FOUND")
+    assert code(await first_gateway.client.get("/v1/pools/team")) == (404, "POOL_NOT_FOUND")
+    assert code(await first_gateway.encode("x", X_SIE_Pool="team")) == (404, "POOL_NOT_FOUND")
     assert "WORK_team" not in town.server.streams
     events = {event: await town.events(event) for event in ("created", "active", "assigned", "released", "deleted")}
     assert set(events.values()) == {1}, events
-    made = await one.client.post("/v1/pools", json=SPEC)  # the name is free at once
-    assert made.status_code == 201
+    created = await first_gateway.client.post("/v1/pools", json=SPEC)  # the name is free at once
+    assert created.status_code == 201
 
 
 async def test_a_post_of_the_owner_renews_a_reservation_and_may_change_its_spec(town: Town) -> None:
-    one, two = town.gateways
-    first = (await one.client.post("/v1/pools", json=SPEC)).json()
+    first_gateway, two = town.gateways
+    first = (await first_gateway.client.post("/v1/pools", json=SPEC)).json()
     assert first["status"]["state"] == "pending"
     again = await two.client.post("/v1/pools", json={**SPEC, "name": "TEAM", "bundle": None})
     assert again.status_code == 201
     assert again.json()["status"]["created_at"] == first["status"]["created_at"]
     assert again.json()["status"]["expires_at"] > first["status"]["expires_at"]
-    other = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
-    assert other.status_code == 201
-    assert other.json()["spec"] == {**first["spec"], "minimum_worker_count": 1}
-    assert other.json()["status"]["created_at"] == first["status"]["created_at"]
-    seen = (await one.client.get("/v1/pools/team")).json()["spec"]["minimum_worker_count"]
-    assert (seen, await town.events("created"), await town.events("renewed")) == (1, 1, 2)
-    renewed = (await one.client.post("/v1/pools/team/renew")).json()
+    second = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
+    assert second.status_code == 201
+    assert second.json()["spec"] == {**first["spec"], "minimum_worker_count": 1}
+    assert second.json()["status"]["created_at"] == first["status"]["created_at"]
+    count = (await first_gateway.client.get("/v1/pools/team")).json()["spec"]["minimum_worker_count"]
+    assert (count, await town.events("created"), await town.events("renewed")) == (1, 1, 2)
+    renewed = (await first_gateway.client.post("/v1/pools/team/renew")).json()
     assert renewed == {"message": "Pool renewed", "expires_at": renewed["expires_at"]}
-    assert renewed["expires_at"] > other.json()["status"]["expires_at"]
+    assert renewed["expires_at"] > second.json()["status"]["expires_at"]
 
 
 async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -> None:
@@ -402,54 +405,59 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
 
 
 async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:
-    wanted = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MAX_RESERVATIONS + 6)]
+    specs = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MAX_RESERVATIONS + 6)]
     answers: list[httpx.Response] = []
-    for start in range(0, len(wanted), 7):
+    for start in range(0, len(specs), 7):
         tasks = [
             town.gateways[number % 2].client.post("/v1/pools", json=body)
-            for number, body in enumerate(wanted[start : start + 7])
+            for number, body in enumerate(specs[start : start + 7])
         ]
         answers += await asyncio.gather(*tasks)
     assert sorted(answer.status_code for answer in answers) == [201] * MAX_RESERVATIONS + [403] * 6
     assert {code(answer) for answer in answers if answer.status_code == 403} == {(403, "POOL_OPERATION_FORBIDDEN")}
     for gateway in town.gateways:
-        await eventually(gateway, "/v1/pools", lambda found: len(found["pools"]) == MAX_RESERVATIONS + 1)
+        await eventually(gateway, "/v1/pools", lambda pools_listed: len(pools_listed["pools"]) == MAX_RESERVATIONS + 1)
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
     """Two are reserved with nobody there: pending, and two workers are wanted. A request is told to wait. One worker
     comes: it is left to the others. The second comes: active.
     """
-    one, two = town.gateways
-    assert (await one.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
+    first_gateway, two = town.gateways
+    assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
     figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
-    for found in figures.values():
-        assert (found["reserved"], found["wanted_replicas"], found["demand"], found["ready_workers"]) == (2, 2, 1, 0)
-    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
+    for figure in figures.values():
+        assert (figure["reserved"], figure["wanted_replicas"], figure["demand"], figure["ready_workers"]) == (
+            2,
+            2,
+            1,
+            0,
+        )
+    answer = await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
-    refused = (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
+    refused = (await first_gateway.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
     assert (refused["code"], refused["message"].rpartition("; ")[2]) == (
         "PROVISIONING",
         f"the pool 'team' is pending: {TOO_FEW}",
     )
     assert (await town.state("pending"))["status"]["reason"] == TOO_FEW
     await town.worker()
-    assert (await one.encode("x")).headers["x-sie-worker"] == "w0"
+    assert (await first_gateway.encode("x")).headers["x-sie-worker"] == "w0"
     assert (await town.state("pending"))["status"]["assigned_workers"] == []
     await town.worker()
     await town.state("active")
     assert (await two.encode("x", X_SIE_Pool="team")).status_code == 200
-    found = (await two.client.get("/v1/scaling/_default.l4.default")).json()
-    assert (found["reserved"], found["ready_workers"]) == (2, 0)
-    assert found["wanted_replicas"] >= 2
+    figure = (await two.client.get("/v1/scaling/_default.l4.default")).json()
+    assert (figure["reserved"], figure["ready_workers"]) == (2, 0)
+    assert figure["wanted_replicas"] >= 2
 
 
 async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> None:
     """A request waits in the queue of a reservation without workers; when its lease is over it fails at once, with the
     reason.
     """
-    one, two = town.gateways
-    await one.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}, "ttl_seconds": 2})
+    first_gateway, two = town.gateways
+    await first_gateway.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}, "ttl_seconds": 2})
     waiting = [asyncio.create_task(gateway.encode("x", X_SIE_Pool="team")) for gateway in town.gateways]
     await until(lambda: town.server.streams["WORK_team"].state().messages == 2, "work in the stream")
     for answer in await asyncio.gather(*waiting):
@@ -463,9 +471,11 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     )
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
-    known = [each._waiting.__self__._names for each in placers()]  # type: ignore[attr-defined]  # of `Ages.waiting_of`
-    assert len(known) == 2, "two gateways"
-    await until(lambda: not any(lane.pool == "team" for names in known for lane in names), "its lanes are forgotten")
+    names_waiting = [placer._waiting.__self__._names for placer in placers()]  # type: ignore[attr-defined]  # of `Ages.waiting_of`
+    assert len(names_waiting) == 2, "two gateways"
+    await until(
+        lambda: not any(lane.pool == "team" for names in names_waiting for lane in names), "its lanes are forgotten"
+    )
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
 
@@ -474,16 +484,18 @@ async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: T
     wanted. A second worker comes: active, the first one goes on serving everybody. An administrator's reservation takes
     that one too.
     """
-    one, two = town.gateways
+    first_gateway, two = town.gateways
     await town.worker()
-    answer = await one.client.post("/v1/pools", json=SPEC, headers={"authorization": ""})
+    answer = await first_gateway.client.post("/v1/pools", json=SPEC, headers={"authorization": ""})
     assert answer.status_code == 201
     assert (await town.state("pending"))["status"]["reason"] == HELD_BACK
     refused = await two.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")
     assert code(refused) == (503, "PROVISIONING")
     assert refused.json()["error"]["message"].endswith(f"; the pool 'team' is pending: {HELD_BACK}")
-    found = await eventually(two, "/v1/scaling/_default.l4.default", lambda found: found["reserved"] == 2)
-    assert found["wanted_replicas"] >= 2
+    scaling = await eventually(
+        two, "/v1/scaling/_default.l4.default", lambda scaling_read: scaling_read["reserved"] == 2
+    )
+    assert scaling["wanted_replicas"] >= 2
     assert (await two.encode("x")).status_code == 200
     await town.worker()
     status = (await town.state("active"))["status"]
@@ -497,11 +509,11 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
     workers = {process.worker: process for process in (await town.worker(), await town.worker())}
     await town.gateways[0].client.post("/v1/pools", json=SPEC)
     [first] = (await town.state("active"))["status"]["assigned_workers"]
-    gone = workers.pop(first["name"])
-    await gone.end()
+    worker_gone = workers.pop(first["name"])
+    await worker_gone.end()
     pool = await town.state("active")
     [left] = workers
-    while [each["name"] for each in pool["status"]["assigned_workers"]] != [left]:
+    while [worker["name"] for worker in pool["status"]["assigned_workers"]] != [left]:
         pool = await town.state("active")
     assert (await town.gateways[1].encode("x", X_SIE_Pool="team")).headers["x-sie-worker"] == left
     await workers[left].end()
@@ -555,14 +567,14 @@ async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town
     """Both pools' streams count from 1: the worker holds the first message of each at once, and answers and removes
     both.
     """
-    one, two = town.gateways
+    first_gateway, two = town.gateways
     await town.worker()
     [adapter] = town.adapters
-    assert (await one.encode("warm")).status_code == 200
+    assert (await first_gateway.encode("warm")).status_code == 200
     adapter.hold_batches = True
-    old = [asyncio.create_task(one.encode("old")), asyncio.create_task(two.encode("older"))]
+    old = [asyncio.create_task(first_gateway.encode("old")), asyncio.create_task(two.encode("older"))]
     await until(lambda: len(adapter.batches) >= 2, "work of the default pool at the adapter")
-    await one.client.post("/v1/pools", json=SPEC)
+    await first_gateway.client.post("/v1/pools", json=SPEC)
     await town.state("active")
     new = [asyncio.create_task(gateway.encode("new", X_SIE_Pool="team")) for gateway in town.gateways * 2]
     stream = town.server.streams["WORK_team"]
@@ -579,11 +591,11 @@ async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town
 
 
 async def test_a_gateway_that_starts_again_knows_all_reservations_and_moves_nobody(town: Town) -> None:
-    one, two = town.gateways
+    first_gateway, two = town.gateways
     await town.worker()
-    await one.client.post("/v1/pools", json=SPEC)
+    await first_gateway.client.post("/v1/pools", json=SPEC)
     before = await town.state("active")
-    await asyncio.gather(one.end(), two.end())
+    await asyncio.gather(first_gateway.end(), two.end())
     town.gateways = await town.gateway(**FAST, **L4), await town.gateway(**FAST, **L4)
     after = (await town.gateways[0].client.get("/v1/pools/team")).json()
     assert after["spec"] == before["spec"]
@@ -618,7 +630,7 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
     town.server.lose_stream("WORK_team")
     town.server.reconnect()
     for gateway in town.gateways:
-        await eventually(gateway, "/v1/pools/team", lambda found: found.get("code") == "POOL_NOT_FOUND")
+        await eventually(gateway, "/v1/pools/team", lambda pool_read: pool_read.get("code") == "POOL_NOT_FOUND")
     await town.serves("w0", "_default")
     assert (await town.gateways[1].encode("x")).status_code == 200
     assert (await town.gateways[1].client.post("/v1/pools", json=SPEC)).status_code == 201

@@ -133,9 +133,9 @@ profiles:
 
 def entry_of(text: str, present: dict[str, Any] | None = None, **changes: Any) -> Translation:
     """The translation of a file, whose entry passes the check of entries."""
-    found = translated({**yaml.safe_load(text), **changes}, present)
-    parse_entry(found.entry)
-    return found
+    translation = translated({**yaml.safe_load(text), **changes}, present)
+    parse_entry(translation.entry)
+    return translation
 
 
 def refused(text: str, **changes: Any) -> tuple[str, str]:
@@ -146,8 +146,8 @@ def refused(text: str, **changes: Any) -> tuple[str, str]:
 
 
 def test_a_dense_encoder_has_its_pooling_prompts_and_profiles() -> None:
-    found = entry_of(DENSE)
-    assert found.entry == {
+    translation = entry_of(DENSE)
+    assert translation.entry == {
         "id": "org/dense",
         "family": "text-encoder",
         "weights": {"hub": "org/dense", "revision": COMMIT},
@@ -163,7 +163,7 @@ def test_a_dense_encoder_has_its_pooling_prompts_and_profiles() -> None:
             "asked": {},
         },
     }
-    assert [each.partition(":")[0] for each in found.ignored] == [
+    assert [field.partition(":")[0] for field in translation.ignored] == [
         "profiles.default.max_batch_tokens",
         "profiles.asked",
         "profiles.default.adapter_options.loadtime.trust_remote_code",
@@ -172,9 +172,9 @@ def test_a_dense_encoder_has_its_pooling_prompts_and_profiles() -> None:
 
 
 def test_late_interaction_has_its_markers_and_lengths() -> None:
-    found = entry_of(LATE)
-    assert found.entry["outputs"] == {"multivector": 128}
-    assert found.entry["head"] == {
+    translation = entry_of(LATE)
+    assert translation.entry["outputs"] == {"multivector": 128}
+    assert translation.entry["head"] == {
         "query_marker": "[unused0]",
         "document_marker": "[unused1]",
         "query_length": 32,
@@ -183,8 +183,10 @@ def test_late_interaction_has_its_markers_and_lengths() -> None:
         "muvera": {"num_repetitions": 40},
         "document_length": 300,
     }
-    assert found.entry["profiles"] == {"muvera": {"run": {"muvera": True, "output_types": ["dense"]}}}
-    assert any(each.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for each in found.ignored)
+    assert translation.entry["profiles"] == {"muvera": {"run": {"muvera": True, "output_types": ["dense"]}}}
+    assert any(
+        field.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for field in translation.ignored
+    )
 
 
 def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
@@ -197,9 +199,9 @@ def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
     mixed = yaml.safe_load(DECODER)
     options = mixed["profiles"]["default"]["adapter_options"]["loadtime"]
     options |= {"input_format": "mxbai", "score_mode": "logit_diff", "yes_token": "1", "no_token": "0"}
-    found = translated(mixed).entry
-    assert tuple(found["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
-    assert found["head"]["score"] == "difference"
+    result = translated(mixed).entry
+    assert tuple(result["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
+    assert result["head"]["score"] == "difference"
 
 
 def test_options_of_a_family_are_parameters() -> None:
@@ -217,9 +219,9 @@ def test_a_gliner_with_a_threshold_for_relations_has_relations() -> None:
 
 
 def test_weights_without_a_commit_are_unpinned_and_named() -> None:
-    found = entry_of(PERSONS)
-    assert found.entry["weights"] == {"hub": "org/persons", "unpinned": True}
-    assert any(each.startswith("hf_revision:") for each in found.ignored)
+    translation = entry_of(PERSONS)
+    assert translation.entry["weights"] == {"hub": "org/persons", "unpinned": True}
+    assert any(field.startswith("hf_revision:") for field in translation.ignored)
     assert entry_of(PERSONS, weights_path="/w").entry["weights"]["path"] == "/w"
     assert refused(PERSONS, hf_id=None)[0] == "$.hf_id"
 
@@ -235,18 +237,18 @@ def test_what_a_file_does_not_say_is_that_of_the_catalogue() -> None:
         "run": {"parameters": {"threshold": 0.3}},
         "profiles": {"loud": {}},
     }
-    found = entry_of(PERSONS, present, max_sequence_length=None, hf_revision=COMMIT).entry
-    assert (found["description"], found["max_tokens"]) == ("of the catalogue", 1536)
-    assert found["weights"] == {"hub": "org/persons", "revision": COMMIT, "digests": {"a": "b"}}
-    assert (found["run"], "profiles" in found) == ({"parameters": {"threshold": 0.3}}, False)
+    entry = entry_of(PERSONS, present, max_sequence_length=None, hf_revision=COMMIT).entry
+    assert (entry["description"], entry["max_tokens"]) == ("of the catalogue", 1536)
+    assert entry["weights"] == {"hub": "org/persons", "revision": COMMIT, "digests": {"a": "b"}}
+    assert (entry["run"], "profiles" in entry) == ({"parameters": {"threshold": 0.3}}, False)
     assert refused(PERSONS, max_sequence_length=None)[0] == "$.max_sequence_length"
 
 
 def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None:
     raw = yaml.safe_load(PERSONS)
-    found = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
-    assert found.entry["profiles"] == {"candle": {}}
-    assert any(each.startswith("profiles: the file has no default profile") for each in found.ignored)
+    translation = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
+    assert translation.entry["profiles"] == {"candle": {}}
+    assert any(field.startswith("profiles: the file has no default profile") for field in translation.ignored)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +264,8 @@ def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None
 def test_a_model_that_nothing_here_computes_is_refused_by_its_field(
     changes: dict[str, Any], loc: str, words: str
 ) -> None:
-    found, message = refused(WRITER, **changes)
-    assert found == loc
+    fault, message = refused(WRITER, **changes)
+    assert fault == loc
     assert words in message
 
 
@@ -274,14 +276,16 @@ def test_a_profile_of_another_family_is_named_and_left_out() -> None:
         "adapter_path": "sie_server.adapters.remote.sie:SieUpstreamAdapter",
     }
     raw["profiles"]["cross"] = {"extends": "default", "adapter_path": "a:CrossEncoderAdapter"}
-    found = translated(raw)
-    assert {"remote", "cross"}.isdisjoint(found.entry["profiles"])
-    named = {each.partition(":")[0] for each in found.ignored}
+    translation = translated(raw)
+    assert {"remote", "cross"}.isdisjoint(translation.entry["profiles"])
+    named = {field.partition(":")[0] for field in translation.ignored}
     assert {"profiles.remote", "profiles.cross"} <= named
 
 
 def test_files_of_the_public_server_are_told_from_entries() -> None:
-    assert [is_public(each) for each in ({"sie_id": "a"}, {"hf_id": "a"}, {"id": "a", "hf_id": "b"}, [], None)] == [
+    assert [
+        is_public(document) for document in ({"sie_id": "a"}, {"hf_id": "a"}, {"id": "a", "hf_id": "b"}, [], None)
+    ] == [
         True,
         True,
         False,
@@ -298,7 +302,7 @@ def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_
     for file in sorted(INSTALLED.glob("*.yaml")):
         raw = yaml.safe_load(file.read_text())
         try:
-            found = entry_of(file.read_text())
+            translation = entry_of(file.read_text())
         except ValidationFailed as error:
             loc = error.extras["errors"][0]["loc"]
             assert loc.split(".")[1] in raw or loc == "$.max_sequence_length", file.name
@@ -306,5 +310,5 @@ def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_
             continue
         outcomes["entry"] += 1
         own = ours.get(raw["sie_id"])
-        assert own is None or found.entry["family"] == own.family, file.name
+        assert own is None or translation.entry["family"] == own.family, file.name
     assert outcomes == {"entry": 142, "generate": 21, "max_sequence_length": 21, "adapter_path": 29}

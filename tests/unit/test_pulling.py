@@ -70,7 +70,9 @@ async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(brok
     assert sum("bulk" in delivery.consumer for delivery in taking.taken) == 1
     taking.loads[False] = taking.loads[True]
     taking.pulling.level()
-    assert not any(taking.pulling._pulls.outstanding(consumer) for consumer in {each.consumer for each in taking.taken})
+    assert not any(
+        taking.pulling._pulls.outstanding(consumer) for consumer in {delivery.consumer for delivery in taking.taken}
+    )
     await taking.pulling.stop()
 
 
@@ -82,9 +84,9 @@ async def test_a_consumer_that_is_gone_without_a_notice_is_forgotten(broker: Mem
     await taking.pulling.start()
     assert taking.pulling._notices is not None
     await taking.pulling._notices.stop()
-    gone = topology.work_consumer(LANE, "bulk", "m", 10.0).name
-    await broker.delete_consumer(STREAM.name, gone)
-    assert gone in taking.pulling._consumers
+    consumer = topology.work_consumer(LANE, "bulk", "m", 10.0).name
+    await broker.delete_consumer(STREAM.name, consumer)
+    assert consumer in taking.pulling._consumers
     await taking.pulling.find_consumers()
     assert list(taking.pulling._consumers) == [topology.work_consumer(LANE, "interactive", "m", 10.0).name]
     await taking.pulling.stop()

@@ -220,7 +220,7 @@ def test_overlapping_spans_become_one_of_the_longest_kind(
     spans: list[SensitiveSpan], expected: list[tuple[int, int, str]]
 ) -> None:
     for ordered in itertools.permutations(spans):
-        assert [(one.start, one.end, one.kind) for one in disjoint(ordered)] == expected
+        assert [(first.start, first.end, first.kind) for first in disjoint(ordered)] == expected
 
 
 # styles
@@ -242,9 +242,9 @@ def test_synthetic_replacements_of_kinds_with_the_same_stand_ins_differ() -> Non
 
 
 def test_hash_depends_on_the_key_and_is_not_that_of_the_value_alone() -> None:
-    one, same, different = (Replacer("hash", key).replacement("phone", PHONE) for key in (b"a", b"a", b"b"))
-    assert one == same != different
-    assert re.fullmatch(r"\[PHONE_[0-9a-f]{16}\]", one)
+    first, same, different = (Replacer("hash", key).replacement("phone", PHONE) for key in (b"a", b"a", b"b"))
+    assert first == same != different
+    assert re.fullmatch(r"\[PHONE_[0-9a-f]{16}\]", first)
 
 
 def test_mask_shows_neither_length_nor_kind() -> None:
@@ -285,7 +285,10 @@ def test_redacted_text_has_the_replacements_of_its_style(style: str) -> None:
     entities = [{"label": "person", "score": 0.9, "start": start, "end": start + 3} for start in (0, 8)]
     slot = redacted_slot("Ada met Ada.", entities, rules(style, "person"))
     assert slot["text"] == EXPECTED[style]
-    assert [(one["start"], one["end"], one["source"]) for one in slot["spans"]] == [(0, 3, "model"), (8, 11, "model")]
+    assert [(entry["start"], entry["end"], entry["source"]) for entry in slot["spans"]] == [
+        (0, 3, "model"),
+        (8, 11, "model"),
+    ]
 
 
 def test_pattern_carries_the_name_of_its_kind_in_the_request() -> None:
@@ -324,7 +327,7 @@ def test_random_texts_keep_what_is_outside_of_spans_and_are_restored_byte_for_by
         assert restore(slot["text"], slot["map"]).encode() == text.encode()
         units = [1 + (ord(character) > 0xFFFF and offsets == "utf16") for character in text]
         places = [0, *itertools.accumulate(units)]
-        spans = [(places.index(one["start"]), places.index(one["end"])) for one in slot["spans"]]
+        spans = [(places.index(entry["start"]), places.index(entry["end"])) for entry in slot["spans"]]
         for value, kind in ((entity, "model") for entity in entities):
             covered = any(start <= value["start"] and value["end"] <= end for start, end in spans)
             assert covered or value["start"] == value["end"], kind

@@ -67,13 +67,13 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
     """A model of a kind and its entry, made once."""
     root = tmp_path_factory.mktemp("good")
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    faults: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def made(kind: str) -> tuple[Path, dict[str, Any]]:
-        if kind not in found:
+        if kind not in faults:
             folder = KINDS[kind](root / kind)
-            found[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
-        return found[kind]
+            faults[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
+        return faults[kind]
 
     return made
 
@@ -203,7 +203,7 @@ def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
     """What `inspect`, `add` of the folder and of an entry, and a load say; the last two with the entry of the good
     folder.
     """
-    said = []
+    lines = []
     named = {**entry, "weights": {"path": str(folder)}}
     file = tmp_path.with_name("entry.yaml")
     file.write_text(yaml.safe_dump(named))
@@ -212,11 +212,11 @@ def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
         done = CliRunner().invoke(main, ["models", *arguments], env={"SIE_HF_FALLBACK": "false"})
         assert done.exit_code == 1, (arguments, done.output)
         assert "Traceback" not in done.output
-        said.append(" ".join(done.output.split()))
+        lines.append(" ".join(done.output.split()))
     assert not list(tmp_path.glob("**/*.yaml"))
     with pytest.raises(ModelLoadFailed) as refused:
         load(parse_entry(named))
-    return [*said, refused.value.message]
+    return [*lines, refused.value.message]
 
 
 def load(entry: ModelEntry) -> Any:
@@ -276,8 +276,8 @@ def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     source, entry = good(kind)
     folder = shutil.copytree(source, tmp_path / "model")
     spoil(folder)
-    for said in refusals(folder, entry, tmp_path / "models"):
-        assert all(text in said for text in texts), said
+    for refusal in refusals(folder, entry, tmp_path / "models"):
+        assert all(text in refusal for text in texts), refusal
 
 
 def test_weights_that_change_after_a_load_are_checked_again(
@@ -321,10 +321,10 @@ def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_chec
     ):
         file = tmp_path / f"{number}.yaml"
         file.write_text(yaml.safe_dump({**entry, "id": f"test/{number}", "weights": weights}))
-        said = added(file, tmp_path / "models")
+        output = added(file, tmp_path / "models")
         assert (tmp_path / f"models/test/{number}.yaml").is_file()
-        assert (f"checked the files in {folder}" in said) == (number == 2)
-        assert ("a worker checks them when it loads the model" in said) == (number != 2)
+        assert (f"checked the files in {folder}" in output) == (number == 2)
+        assert ("a worker checks them when it loads the model" in output) == (number != 2)
 
 
 def test_an_entry_with_the_digest_of_another_file_is_not_added(

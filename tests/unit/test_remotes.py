@@ -97,11 +97,11 @@ class Relay:
             return self.status, b"{}", "location: http://127.0.0.1:1/\r\n"
         if path == "/info":
             return 200, json.dumps(self.info).encode(), ""
-        kept = {
+        fields_sent = {
             name: fields[name] for name in ("content-type", "accept", "authorization", "x-sie-remote") if name in fields
         }
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            answer = await client.post(self._to.join(path), content=body, headers=kept)
+            answer = await client.post(self._to.join(path), content=body, headers=fields_sent)
         return answer.status_code, self.change(answer.content), ""
 
 
@@ -136,7 +136,7 @@ class Fallback:
     async def finding(self, words: str) -> str:
         async def found() -> str:
             view = (await self.gateway.client.get("/v1/cluster")).json()
-            return next((each["wrong"] for each in view["findings"] if each["check"] == "remotes"), "")
+            return next((entry["wrong"] for entry in view["findings"] if entry["check"] == "remotes"), "")
 
         return str(await until_told(lambda: _holding(found, words), f"a finding with {words!r}"))
 
@@ -572,9 +572,9 @@ def test_vectors_are_equal_up_to_the_bound_of_the_precision(precision: str) -> N
 
 def test_a_long_text_that_deviates_limits_the_proof_to_texts_that_surely_fit() -> None:
     own, run = reference(long=2), proofs.plain_run(RESOLVED)
-    other = own.vectors.copy()
-    other[2] = 0
-    short = proofs.prove(ENTRY, run, own, other)
+    vectors_changed = own.vectors.copy()
+    vectors_changed[2] = 0
+    short = proofs.prove(ENTRY, run, own, vectors_changed)
     assert short.covers(ENTRY, run, ["x" * (512 - proofs.SPECIAL_TOKENS)])
     assert not short.covers(ENTRY, run, ["x" * 512])
     assert not short.covers(ENTRY, run, ["\ufdfa" * 40])  # one character whose normal form has eighteen
@@ -647,6 +647,6 @@ def test_the_prompts_of_an_entry_are_compared_with_both_sides() -> None:
 
 def test_the_worst_probe_is_named() -> None:
     left = np.eye(2, dtype=np.float32)
-    found = list(proofs.measure(left, np.array([[1, 0], [0, 1.1]], np.float32)))
-    assert found[0] == ProbeAgreement(1.0, 0.0, 0)
-    assert found[1].difference == pytest.approx(0.1, rel=1e-5)
+    differences = list(proofs.measure(left, np.array([[1, 0], [0, 1.1]], np.float32)))
+    assert differences[0] == ProbeAgreement(1.0, 0.0, 0)
+    assert differences[1].difference == pytest.approx(0.1, rel=1e-5)

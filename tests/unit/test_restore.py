@@ -71,8 +71,10 @@ class Following:
         self.workers.note(Heartbeat("w", "_default", "cpu", "default", True, "1", models=statuses))
 
     async def history(self) -> list[tuple[int, str, Any]]:
-        found = await self.store.history(MODEL)
-        return [(each.revision, each.operation, (each.entry or {}).get("max_tokens")) for each in found]
+        revisions = await self.store.history(MODEL)
+        return [
+            (revision.revision, revision.operation, (revision.entry or {}).get("max_tokens")) for revision in revisions
+        ]
 
 
 @pytest.fixture

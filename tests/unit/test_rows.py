@@ -71,8 +71,8 @@ def work(texts: Sequence[str], query: str | None = None, **options: Any) -> Work
 
 
 def rows_of(kind: str, layout: Layout | Rows, item: WorkItemInput) -> list[TokenRow]:
-    (made,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
-    return made.rows
+    (batch,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
+    return batch.rows
 
 
 def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
@@ -80,11 +80,11 @@ def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, trun
     whole = library(kind)([left], [right])
     length = len(whole["input_ids"][0])
     special = length - len(plain(kind, left)) - len(plain(kind, right))
-    kept = plain(kind, right if strategy == "only_first" else left)
+    ids_expected = plain(kind, right if strategy == "only_first" else left)
     assert row.full == length
     assert row.truncated == (length > limit)
     assert len(row.ids) == min(length, limit)
-    if len(kept) <= int(
+    if len(ids_expected) <= int(
         QUERY_SHARE * (limit - special)
     ):  # what is not cut fits its share, so the library can do it too
         expected = library(kind, side_of(truncate))(
@@ -102,8 +102,8 @@ def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, trun
 def test_a_pair_is_what_the_library_cuts_in_its_second_text(
     kind: str, query: str, texts: list[str], limit: int, truncate: Truncate
 ) -> None:
-    found = rows_of(kind, "pair", work(texts, query, truncate=truncate, max_tokens=limit))
-    for row, text in zip(found, texts, strict=True):
+    rows_made = rows_of(kind, "pair", work(texts, query, truncate=truncate, max_tokens=limit))
+    for row, text in zip(rows_made, texts, strict=True):
         check_pair(kind, row, query, text, limit, truncate, "only_second")
 
 
@@ -119,7 +119,7 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
     kind: str, texts: list[str], labels: list[str], limit: int, truncate: Truncate
 ) -> None:
     parameters = {"hypothesis_template": "is {}."}
-    found = iter(
+    rows_made = iter(
         rows_of(
             kind,
             "hypotheses",
@@ -128,8 +128,8 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
     )
     for text in texts:
         for label in labels:
-            check_pair(kind, next(found), text, f"is {label}.", limit, truncate, "only_first")
-    assert next(found, None) is None
+            check_pair(kind, next(rows_made), text, f"is {label}.", limit, truncate, "only_first")
+    assert next(rows_made, None) is None
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -145,8 +145,8 @@ def test_a_long_query_keeps_its_share_and_what_the_document_leaves(
     template = ours(kind).pair
     room = limit - template.special
     left, right = plain(kind, query), plain(kind, text)
-    kept = min(len(left), max(int(QUERY_SHARE * room), room - len(right)))
-    expected = [*template.first, *left[:kept], *template.middle, *right[: room - kept], *template.last]
+    room_of_left = min(len(left), max(int(QUERY_SHARE * room), room - len(right)))
+    expected = [*template.first, *left[:room_of_left], *template.middle, *right[: room - room_of_left], *template.last]
     assert row.ids.tolist() == expected
 
 
@@ -158,12 +158,12 @@ def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
 ) -> None:
     pieces = (("system {query}",), ("query: ", "query", ""), ("\n",), ("document: ", "document", " end"), ("answer:",))
     (row,) = rows_of(kind, "pieces", work([text], query, pieces=pieces, truncate=truncate, max_tokens=limit))
-    asked = plain(kind, f"query: {query}")
-    before = [*plain(kind, "system {query}"), *asked[: int(QUERY_SHARE * limit)], *plain(kind, "\n")]
+    ids_of_query = plain(kind, f"query: {query}")
+    before = [*plain(kind, "system {query}"), *ids_of_query[: int(QUERY_SHARE * limit)], *plain(kind, "\n")]
     after, document = plain(kind, "answer:"), plain(kind, f"document: {text} end")
     assert row.ids.tolist() == [*before, *document[: max(0, limit - len(before) - len(after))], *after]
     assert row.ids.tolist()[-len(after) :] == after
-    whole = len(plain(kind, "system {query}")) + len(asked) + len(plain(kind, "\n")) + len(document) + len(after)
+    whole = len(plain(kind, "system {query}")) + len(ids_of_query) + len(plain(kind, "\n")) + len(document) + len(after)
     assert row.full == whole
     assert row.truncated == (whole > len(row.ids))
 
@@ -205,8 +205,8 @@ def test_a_field_that_a_client_writes_is_text() -> None:
 @EXAMPLES
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
 def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit: int, truncate: Truncate) -> None:
-    found = rows_of(kind, "spans", work(texts, truncate=truncate, max_tokens=limit))
-    for row, text in zip(found, texts, strict=True):
+    rows_made = rows_of(kind, "spans", work(texts, truncate=truncate, max_tokens=limit))
+    for row, text in zip(rows_made, texts, strict=True):
         expected = library(kind, side_of(truncate))(
             text, truncation=True, max_length=limit, return_offsets_mapping=True, return_special_tokens_mask=True
         )
@@ -218,7 +218,7 @@ def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit
         assert row.offsets is not None
         assert [tuple(place) for place in row.offsets.tolist()] == places
         assert row.full == len(library(kind)(text)["input_ids"])
-    assert np.frombuffer(offsets_of(found), np.int32).size == 2 * sum(len(row.ids) for row in found)
+    assert np.frombuffer(offsets_of(rows_made), np.int32).size == 2 * sum(len(row.ids) for row in rows_made)
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -231,11 +231,11 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
 ) -> None:
     layout = Rows("sides", Side(marker=7, limit=cap, expanded=32), Side(marker=8))
     options = {"query_prefix": "q: ", "query_suffix": "?", "prefix": "d: ", "truncate": truncate, "max_tokens": limit}
-    (made,) = make(ours(kind), layout, [work(texts, query, **options)])
-    assert made.shared == 1
+    (batch,) = make(ours(kind), layout, [work(texts, query, **options)])
+    assert batch.shared == 1
     tokenizer = library(kind, side_of(truncate))
     for index, (row, text) in enumerate(
-        zip(made.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)
+        zip(batch.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)
     ):
         most = min(limit, cap) if index == 0 else limit
         ids = tokenizer(text, truncation=True, max_length=most - 1)["input_ids"]
@@ -251,10 +251,10 @@ def test_passages_are_pairs_with_the_places_of_their_text(
     kind: str, texts: list[str], instruction: str, limit: int
 ) -> None:
     """As the library pairs the instruction with a text; where it would cut the instruction, as a query is cut."""
-    found = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
+    rows_made = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
     pairs = rows_of(kind, "pair", work(texts, instruction, max_tokens=limit))
     tokenizer = library(kind)
-    for row, pair, text in zip(found, pairs, texts, strict=True):
+    for row, pair, text in zip(rows_made, pairs, texts, strict=True):
         assert row.ids.tolist() == pair.ids.tolist()
         assert (row.full, row.types is None) == (pair.full, pair.types is None)
         assert row.offsets is not None
@@ -299,11 +299,11 @@ def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Tr
         )
     ]
     together = make(ours("wordpiece"), Rows(layout), items)
-    for item, made in zip(items, together, strict=True):
+    for item, batch in zip(items, together, strict=True):
         (alone,) = make(ours("wordpiece"), Rows(layout), [item])
-        assert made.shared == alone.shared
-        assert [row.ids.tolist() for row in made.rows] == [row.ids.tolist() for row in alone.rows]
-        assert [(row.full, row.truncated) for row in made.rows] == [(row.full, row.truncated) for row in alone.rows]
+        assert batch.shared == alone.shared
+        assert [row.ids.tolist() for row in batch.rows] == [row.ids.tolist() for row in alone.rows]
+        assert [(row.full, row.truncated) for row in batch.rows] == [(row.full, row.truncated) for row in alone.rows]
 
 
 def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
@@ -315,6 +315,6 @@ def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
 
 def test_raw_rows_count_and_keep_the_texts() -> None:
     item = work(["river " * 100, "paper"], "search")
-    (made,) = make(ours("wordpiece"), Rows("raw"), [item])
+    (batch,) = make(ours("wordpiece"), Rows("raw"), [item])
     assert texts_of(item) == ["search", "river " * 100, "paper"]
-    assert (made.shared, [row.full for row in made.rows]) == (1, [1, 100, 1])
+    assert (batch.shared, [row.full for row in batch.rows]) == (1, [1, 100, 1])

@@ -110,7 +110,7 @@ class Scheduling(RuleBasedStateMachine):
     def one_is_cancelled(self, place: int) -> None:
         entry = self.here.pop(place % len(self.here))
         self.waiting.remove(entry)
-        if (seen := self.due[entry.bulk]) is not None and seen[0] is entry:
+        if (due := self.due[entry.bulk]) is not None and due[0] is entry:
             self.due[entry.bulk] = None
 
     def oldest(self, bulk: bool) -> BatchEntry[int] | None:
@@ -131,12 +131,12 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def send(self) -> None:
         for bulk in (False, True):
-            entry, seen = self.oldest(bulk), self.due[bulk]
-            if entry is not None and self.is_due(entry) and (seen is None or seen[0] is not entry):
+            entry, due = self.oldest(bulk), self.due[bulk]
+            if entry is not None and self.is_due(entry) and (due is None or due[0] is not entry):
                 keys = {
-                    other.key
-                    for other in self.here
-                    if other.bulk == bulk and other.key.residency == entry.key.residency
+                    second.key
+                    for second in self.here
+                    if second.bulk == bulk and second.key.residency == entry.key.residency
                 }
                 self.due[bulk] = (entry, len(keys))
         action = next_batch(
@@ -158,7 +158,7 @@ class Scheduling(RuleBasedStateMachine):
         head = queue[0]
         # what it holds
         assert len({entry.work for entry in batch.entries}) == len(batch.entries)
-        assert all(any(entry is other for other in queue) for entry in batch.entries), (
+        assert all(any(entry is second for second in queue) for entry in batch.entries), (
             "each waits, and has this key and this priority"
         )
         assert batch.cost == sum(entry.cost for entry in batch.entries)
@@ -169,8 +169,8 @@ class Scheduling(RuleBasedStateMachine):
         assert [entry.cost for entry in batch.entries] == sorted(entry.cost for entry in batch.entries)
         # in which order
         assert any(entry is head for entry in batch.entries), "the oldest of its key"
-        taken = {entry.work for entry in batch.entries}
-        left = [entry for entry in queue if entry.work not in taken]
+        works = {entry.work for entry in batch.entries}
+        left = [entry for entry in queue if entry.work not in works]
         latest_s = max(entry.arrived_s for entry in batch.entries)
         if batch.key.padded:
             assert all(latest_s - entry.arrived_s <= self.limits.reorder_s for entry in left)
@@ -191,9 +191,9 @@ class Scheduling(RuleBasedStateMachine):
         elif self.oldest(True) is not None:
             self.overtaken += 1
             assert self.overtaken <= self.limits.bulk_max_overtakes or self.limits.bulk_max_overtakes == 0
-        if (seen := self.due[bulk]) is not None:
-            entry, may_see = seen
-            if entry.work in taken:
+        if (due := self.due[bulk]) is not None:
+            entry, may_see = due
+            if entry.work in works:
                 self.due[bulk] = None
             else:
                 assert may_see > 1, (
@@ -242,10 +242,10 @@ def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float
     waiting: Waiting[str] = Waiting()
     for entry in entries:
         waiting.add(entry)
-    found = []
+    batches = []
     while isinstance(batch := next_batch(waiting, now_s, limits, BUSY), Batch):
-        found.append("".join(entry.work for entry in batch.entries))
-    return found
+        batches.append("".join(entry.work for entry in batch.entries))
+    return batches
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -266,8 +266,8 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
 def test_the_loras_of_a_model_take_turns() -> None:
     """A backlog of one LoRA does not hold the others, and no batch mixes two."""
     backlog = [BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
-    others = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
-    assert formed([*backlog, *others], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
+    entries = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
+    assert formed([*backlog, *entries], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
 
 
 def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:

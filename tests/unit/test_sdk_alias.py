@@ -58,9 +58,9 @@ def test_another_owner_of_the_name_comes_first(site: Path) -> None:
         "sie_sdk_alias",
         "sie_sdk_alias.pth",
     }
-    other = site / "sie_sdk"
-    other.mkdir()
-    (other / "__init__.py").write_text("OWNER = 'another'\n")
+    second_site = site / "sie_sdk"
+    second_site.mkdir()
+    (second_site / "__init__.py").write_text("OWNER = 'another'\n")
     assert output(site, "import sie_sdk; print(sie_sdk.OWNER)") == "another"
-    shutil.rmtree(other)
+    shutil.rmtree(second_site)
     assert output(site, "import sie_sdk; print(sie_sdk.__name__)") == "sie_client"

@@ -74,7 +74,7 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
     """What a plan sends, answered with `replies` in order, and what it returns. Parts run one after the other; other
     steps are done.
     """
-    given, sent = iter(replies), []
+    replies_left, sent = iter(replies), []
 
     def drive(steps: Plan[object]) -> object:
         reply: object = None
@@ -86,16 +86,16 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
             reply = None
             if isinstance(step, Send):
                 sent.append({"path": step.path, **msgspec.msgpack.decode(step.body)})
-                reply = next(given)
+                reply = next(replies_left)
             elif isinstance(step, Together):
-                reply = [drive(each) for each in step.plans]
+                reply = [drive(element) for element in step.plans]
             elif isinstance(step, BlockingWork):
                 reply = step.function()
             else:
                 assert isinstance(step, HttpAnswer)
 
     result = drive(steps)
-    assert next(given, None) is None, "it wants fewer"
+    assert next(replies_left, None) is None, "it wants fewer"
     return sent, result
 
 
@@ -183,8 +183,8 @@ def test_results_are_writable_arrays_with_timing() -> None:
 def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
     count = verbs.MAX_ITEMS + 3
     sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
-    assert [len(each["items"]) for each in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
-    assert [each["dense"][0] for each in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
+    assert [len(request["items"]) for request in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
+    assert [result["dense"][0] for result in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
     assert results.usage == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[attr-defined]
 
 
@@ -200,14 +200,14 @@ def test_each_item_has_its_own_usage_and_the_list_that_of_the_call() -> None:
 def test_parts_are_bounded_by_tokens_and_one_item_may_be_more() -> None:
     texts = ["a" * 40, "b" * 40, "c" * 400, "d" * 4, "ü" * 20]  # 12, 12, 102, 3 and 12 estimated tokens
     sent, _ = outcome(plan(texts, part_tokens=24), answered(2), answered(1), answered(2))
-    assert [each["items"] for each in sent] == [texts[:2], texts[2:3], texts[3:]]
+    assert [request["items"] for request in sent] == [texts[:2], texts[2:3], texts[3:]]
 
 
 def test_no_part_is_larger_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "PART_BYTES", 100)
     items = [{"document": b"%PDF-" + b"x" * 45}] * 5
     sent, _ = outcome(verbs.extract("m", items, {}, Session()), *(replied(items=[{}] * count) for count in (2, 2, 1)))  # type: ignore[arg-type]
-    assert [len(each["items"]) for each in sent] == [2, 2, 1]  # type: ignore[arg-type]
+    assert [len(request["items"]) for request in sent] == [2, 2, 1]  # type: ignore[arg-type]
 
 
 def test_only_the_parts_under_way_are_made_ready() -> None:
@@ -316,13 +316,13 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
+    ("retry_after", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
 )
-def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, min_s: float, max_s: float) -> None:
+def test_a_retry_after_that_is_no_number_of_seconds_means_five(retry_after: str, min_s: float, max_s: float) -> None:
     steps = plan(["a"])
     next(steps)
     pause = steps.send(
-        Received(503, {"retry-after": told, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
+        Received(503, {"retry-after": retry_after, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
     )
     assert isinstance(pause, Pause)
     assert min_s <= pause.seconds <= max_s
@@ -450,9 +450,9 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
     next(steps)
     with pytest.raises(sie_client.SIEError, match=f"{leaf.code}: why") as caught:
         steps.send(Received(error.status, headers, json.dumps(body).encode()))
-    told = caught.value
-    assert type(told) is sie_client.errors.codes()[leaf.code]
-    assert (told.code, told.status, told.reason, told.param, told.request_id, told.retryable) == (
+    report = caught.value
+    assert type(report) is sie_client.errors.codes()[leaf.code]
+    assert (report.code, report.status, report.reason, report.param, report.request_id, report.retryable) == (
         leaf.code,
         error.status,
         "a_reason",
@@ -460,7 +460,7 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
         "r9",
         error.retryable,
     )
-    assert (told.details["limit"], told.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
+    assert (report.details["limit"], report.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
 
 
 def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
@@ -542,15 +542,15 @@ def test_an_unreadable_error_still_has_its_status() -> None:
 
 
 def test_parameters_are_passed_on_as_they_are() -> None:
-    given = {
+    arguments = {
         "output_types": ["dense"],
         "muvera": {"seed": 7},
         "lora_id": "org/lora",
         "options": {"pooling": "cls"},
         "truncate": False,
     }
-    (sent,), _ = outcome(verbs.encode("m", ["a"], given, Session()), answered(1))
-    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": given}
+    (sent,), _ = outcome(verbs.encode("m", ["a"], arguments, Session()), answered(1))
+    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": arguments}
 
 
 def test_every_output_is_an_array_that_outputs_describes() -> None:
@@ -657,9 +657,9 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
     ]
     steps = verbs.score("m", "q", items, {}, Session())  # type: ignore[arg-type]
     sent, result = outcome(steps, replied(scores=first, usage=usages[0]), replied(scores=second, usage=usages[1]))
-    assert [[item["id"] for item in each["items"]] for each in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
-    assert [each["query"] for each in sent] == ["q", "q"]
-    assert [(each["item_id"], each["score"], each["rank"]) for each in result["scores"]] == [  # type: ignore[index]
+    assert [[item["id"] for item in request["items"]] for request in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
+    assert [request["query"] for request in sent] == ["q", "q"]
+    assert [(score["item_id"], score["score"], score["rank"]) for score in result["scores"]] == [  # type: ignore[index]
         ("item-0", 0.75, 0),
         ("item-2", 0.5, 1),
         ("twin", 0.5, 2),
@@ -679,8 +679,8 @@ def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.Mon
         "m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session()
     )
     sent, results = outcome(steps, *(replied(items=part) for part in slots))
-    assert [each["params"] for each in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
-    assert [each["id"] for each in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
+    assert [request["params"] for request in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
+    assert [result["id"] for result in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
     assert results[2]["entities"] == [{"label": "person"}]  # type: ignore[index]
 
 
@@ -722,13 +722,13 @@ def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(mo
         next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
 
 
-@pytest.mark.parametrize(("wrong", "told"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
-def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, told: str) -> None:
+@pytest.mark.parametrize(("wrong", "source"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
+def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, source: str) -> None:
     with SIEClient("http://127.0.0.1:9") as client:
         for call in (client.encode, client.extract, client.rerank):
             args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
             with pytest.raises(
-                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"
+                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {source}"
             ):
                 call(*args)
 
@@ -912,8 +912,8 @@ class Looked(pydantic.BaseModel):
 
     @pydantic.field_validator("who")
     @classmethod
-    def _number(cls, who: str) -> str:
-        return {"Ada": "1"}[who]
+    def _number(cls, name: str) -> str:
+        return {"Ada": "1"}[name]
 
 
 class LookedStruct(msgspec.Struct):

@@ -95,8 +95,8 @@ def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture
         steps = verbs.score("org/one", "q", ["a"], {}, session)
         next(steps)
         steps.send(Received(200, {}, msgspec.msgpack.encode(body)))
-    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == ["the server warns: options.pooling: not used by this model"]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["the server warns: options.pooling: not used by this model"]
 
 
 def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,14 +27,14 @@ def fields(shape: type) -> dict[str, Any]:
 
 def bare(hint: Any) -> Any:
     if typing.get_origin(hint) in (Union, types.UnionType):
-        kept = [each for each in typing.get_args(hint) if each not in (type(None), UnsetType)]
-        return Union[tuple(bare(each) for each in kept)]  # noqa: UP007  made of a tuple
+        kinds = [arg for arg in typing.get_args(hint) if arg not in (type(None), UnsetType)]
+        return Union[tuple(bare(kind) for kind in kinds)]  # noqa: UP007  made of a tuple
     return hint
 
 
 def test_the_options_of_a_reservation_are_the_fields_of_its_request() -> None:
-    asked = {name: hint for name, hint in fields(operations.PoolRequest).items() if name not in POSITIONAL | OF_OTHERS}
-    assert fields(client.PoolOptions) == asked
+    hints = {name: hint for name, hint in fields(operations.PoolRequest).items() if name not in POSITIONAL | OF_OTHERS}
+    assert fields(client.PoolOptions) == hints
 
 
 @pytest.mark.parametrize(("reply", "shape"), [(client.Pool, operations.Pool), (client.Usage, shapes.Usage)])

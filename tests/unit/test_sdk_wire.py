@@ -33,8 +33,17 @@ def test_paths_bytes_and_open_files_are_sent_byte_for_byte(tmp_path: Path) -> No
     path = tmp_path / "picture.png"
     path.write_bytes(JPEG)
     with path.open("rb") as file:
-        for given in (path, str(path), JPEG, bytearray(JPEG), memoryview(JPEG), io.BytesIO(JPEG), file, {"data": path}):
-            assert media(given, "p") == {"data": JPEG, "format": "jpeg"}, "its content, not its name, tells what it is"
+        for source in (
+            path,
+            str(path),
+            JPEG,
+            bytearray(JPEG),
+            memoryview(JPEG),
+            io.BytesIO(JPEG),
+            file,
+            {"data": path},
+        ):
+            assert media(source, "p") == {"data": JPEG, "format": "jpeg"}, "its content, not its name, tells what it is"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +65,11 @@ def test_paths_bytes_and_open_files_are_sent_byte_for_byte(tmp_path: Path) -> No
 def test_the_format_is_that_of_the_content_else_of_the_name(
     tmp_path: Path, data: bytes, name: str, kind: str | None
 ) -> None:
-    given: Any = data
+    source: Any = data
     if name:
-        given = tmp_path / name
-        given.write_bytes(data)
-    assert media(given, "p").get("format") == kind
+        source = tmp_path / name
+        source.write_bytes(data)
+    assert media(source, "p").get("format") == kind
 
 
 @pytest.mark.parametrize(
@@ -82,18 +91,18 @@ def test_the_format_is_that_of_the_content_else_of_the_name(
 def test_a_document_has_the_format_of_its_name_only_if_that_is_a_text(
     tmp_path: Path, data: bytes, name: str, kind: str | None
 ) -> None:
-    given: Any = data
+    source: Any = data
     if name:
-        given = tmp_path / name
-        given.write_bytes(data)
+        source = tmp_path / name
+        source.write_bytes(data)
     assert [
-        wire.item({"document": document}, "p")["document"].get("format") for document in (given, {"data": given})
+        wire.item({"document": document}, "p")["document"].get("format") for document in (source, {"data": source})
     ] == [kind] * 2
 
 
 def test_what_a_client_says_of_a_file_wins_and_goes_with_it() -> None:
-    told = {"data": b"x", "format": "md", "sample_rate": 16000}
-    assert media({**told, "extra": None}, "p") == told
+    document = {"data": b"x", "format": "md", "sample_rate": 16000}
+    assert media({**document, "extra": None}, "p") == document
     uri = "data:image/png;base64,AAAA"
     assert media(uri, "p") == uri
     assert media({"data": uri, "format": "png"}, "p") == {"data": uri, "format": "png"}
@@ -122,8 +131,8 @@ def test_an_image_of_pil_loses_nothing(mode: str) -> None:
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (5, 7, 3), (5, 7, 4), (1, 1)], ids=str)
 def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
     pixels = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
-    for given in (pixels, np.asfortranarray(pixels), {"data": pixels}):
-        (sent,) = wire.item({"images": given}, "i")["images"]
+    for source in (pixels, np.asfortranarray(pixels), {"data": pixels}):
+        (sent,) = wire.item({"images": source}, "i")["images"]
         again = Image.open(io.BytesIO(sent["data"]))
         again.verify()
         again = Image.open(io.BytesIO(sent["data"]))
@@ -132,7 +141,7 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("source", "why"),
     [
         ("/no/such/file", "FileNotFoundError"),
         (Path("/"), "IsADirectoryError"),
@@ -147,10 +156,10 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
         (np.uint8(3), "got uint8"),
     ],
 )
-def test_a_file_that_cannot_be_sent_is_named_by_its_place(given: Any, why: str) -> None:
+def test_a_file_that_cannot_be_sent_is_named_by_its_place(source: Any, why: str) -> None:
     """No other exception leaves the client, and what was given is not repeated."""
     with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.images\[1\].*{why}") as caught:
-        wire.item({"images": [b"x", given]}, "items[2]")
+        wire.item({"images": [b"x", source]}, "items[2]")
     assert (caught.value.code, caught.value.reason) == ("INVALID_INPUT", "invalid_media")
 
 
@@ -164,7 +173,7 @@ def test_the_url_of_an_image_is_left_to_the_gateway_and_one_of_another_file_is_r
 
 
 def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed() -> None:
-    given: Item = {
+    fields_given: Item = {
         "id": "a",
         "text": "t",
         "images": png(),
@@ -174,9 +183,9 @@ def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed()
         "metadata": {"n": np.float32(0.5), "v": np.ones(2, np.float32)},
         "multivector": [[1, 2], [3, 4]],
     }
-    before = dict(given)
-    sent = wire.item(given, "items[0]")
-    assert given == before
+    before = dict(fields_given)
+    sent = wire.item(fields_given, "items[0]")
+    assert fields_given == before
     assert (sent["id"], sent["text"]) == ("a", "t")
     assert sent["images"] == [{"data": png(), "format": "png"}]
     assert [sent[name].get("format") for name in ("document", "audio", "video")] == [None, "wav", "webm"]
@@ -187,22 +196,22 @@ def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed()
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
+    ("matrix", "dtype"),
     [("<f8", np.float32), ("<f4", np.float32), ("<f2", np.float16), ("<i8", np.float32), (">f4", np.float32)],
 )
-def test_token_matrices_travel_as_the_array_map_of_the_contract(given: Any, dtype: Any) -> None:
-    array = np.asfortranarray(np.arange(6).reshape(3, 2).astype(given))
+def test_token_matrices_travel_as_the_array_map_of_the_contract(matrix: Any, dtype: Any) -> None:
+    array = np.asfortranarray(np.arange(6).reshape(3, 2).astype(matrix))
     body = wire.encode({"items": [wire.item({"multivector": array}, "i")]}, "items")
     expected = msgspec.msgpack.encode(arrays.pack(np.arange(6).reshape(3, 2).astype(dtype)))
     assert expected in body
 
 
 @pytest.mark.parametrize(
-    ("given", "why"), [(np.zeros(3), r"shape \(3,\)"), ([["a"]], "of numbers"), ([[1], [1, 2]], "of numbers")]
+    ("matrix", "why"), [(np.zeros(3), r"shape \(3,\)"), ([["a"]], "of numbers"), ([[1], [1, 2]], "of numbers")]
 )
-def test_what_is_no_matrix_is_refused(given: Any, why: str) -> None:
+def test_what_is_no_matrix_is_refused(matrix: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
-        wire.item({"multivector": given}, "items[0]")
+        wire.item({"multivector": matrix}, "items[0]")
 
 
 @pytest.mark.parametrize("value", [object(), 1 << 70, {"a": {1, 2}, "b": object()}, "\ud800", np.array([object()])])
@@ -228,13 +237,13 @@ def test_strings_of_numpy_are_strings() -> None:
 
 
 def reply(values: Any) -> bytes:
-    told = {
+    body = {
         "model": "m",
         "timing": {},
         "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []},
         "fingerprint": "f",
     }
-    return msgspec.msgpack.encode({**told, "items": [{"dense": {"dims": 2, "dtype": "float32", "values": values}}]})
+    return msgspec.msgpack.encode({**body, "items": [{"dense": {"dims": 2, "dtype": "float32", "values": values}}]})
 
 
 @pytest.mark.parametrize(
@@ -249,10 +258,10 @@ def reply(values: Any) -> bytes:
     ids=lambda array: f"{array.dtype}{list(array.shape)}",
 )
 def test_an_array_of_a_reply_is_the_one_that_was_sent(array: Any) -> None:
-    found = wire.decode_vectors(reply(arrays.pack(array)))["items"][0]["dense"]
-    assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
-    assert found.flags.writeable
-    assert found.flags.aligned
+    vector = wire.decode_vectors(reply(arrays.pack(array)))["items"][0]["dense"]
+    assert (vector.dtype, vector.shape, vector.tolist()) == (array.dtype, array.shape, array.tolist())
+    assert vector.flags.writeable
+    assert vector.flags.aligned
 
 
 GOOD = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [1], b"data": b"\0\0\0\0"}
@@ -289,8 +298,8 @@ def test_an_array_that_is_none_is_never_made(change: dict[bytes, Any]) -> None:
 def test_metadata_comes_back_with_its_arrays() -> None:
     body = msgspec.msgpack.decode(reply(GOOD))
     body["items"][0]["metadata"] = {"a": arrays.pack(np.ones(1, np.float32)), "raw": b"\x00"}
-    found = wire.decode_vectors(msgspec.msgpack.encode(body))["items"][0]["metadata"]
-    assert (found["a"].tolist(), found["raw"]) == ([1.0], b"\x00")
+    metadata = wire.decode_vectors(msgspec.msgpack.encode(body))["items"][0]["metadata"]
+    assert (metadata["a"].tolist(), metadata["raw"]) == ([1.0], b"\x00")
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "int16", "int32", "uint8"])
@@ -312,7 +321,7 @@ def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("samples", "message"),
     [
         (np.zeros(5, np.float32), "audio: samples need their rate"),
         ({"data": np.zeros(5, np.float32)}, "audio.sample_rate: expected the number of samples"),
@@ -323,6 +332,6 @@ def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
     ],
     ids=range(6),
 )
-def test_samples_that_make_no_file_are_refused(given: Any, message: str) -> None:
+def test_samples_that_make_no_file_are_refused(samples: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        wire.item({"audio": given}, "items[0]")
+        wire.item({"audio": samples}, "items[0]")

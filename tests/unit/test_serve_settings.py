@@ -51,17 +51,17 @@ def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
             children.extend(group)
         return 0
 
-    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    expected_names = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
     with (
-        mock.patch.dict(os.environ, known | environ, clear=True),
+        mock.patch.dict(os.environ, expected_names | environ, clear=True),
         mock.patch.object(processes.LocalCluster, "run", noted),
     ):
         done = CliRunner().invoke(main, argv)
     assert done.exit_code == 0, done.output
     lines = done.stderr.splitlines()
-    found = {child.name: _read(child, lines) for child in children if child.name != "nats-server"}
-    return Served(found, [line for line in lines if line.startswith("warning: ")])
+    settings_read = {child.name: _read(child, lines) for child in children if child.name != "nats-server"}
+    return Served(settings_read, [line for line in lines if line.startswith("warning: ")])
 
 
 def _read(child: Child, lines: list[str]) -> Settings:
@@ -72,14 +72,14 @@ def _read(child: Child, lines: list[str]) -> Settings:
     runner = CliRunner()
     with mock.patch.dict(os.environ, child.environ, clear=True), runner.isolation() as (_, stderr, _):
         values = command.make_context(child.argv[role], list(child.argv[role + 1 :])).params
-        found = loaded(values, mode).settings
+        settings_read = loaded(values, mode).settings
         lines += stderr.getvalue().decode().splitlines()
-    return found
+    return settings_read
 
 
-def of(found: Served, field: str) -> dict[str, Any]:
+def of(served_settings: Served, field: str) -> dict[str, Any]:
     """The value of a field in each process that reads it."""
-    return {name: getattr(settings, field) for name, settings in found.settings.items()}
+    return {name: getattr(settings, field) for name, settings in served_settings.settings.items()}
 
 
 # the documented examples
@@ -87,9 +87,9 @@ def of(found: Served, field: str) -> dict[str, Any]:
 
 def test_the_production_example_value_by_value(tmp_path: Path) -> None:
     """On one machine with a queue: what is for standalone alone is told once, and the sidecar's own knobs hold."""
-    found = served(tmp_path, exported(PRODUCTION, {}))
-    assert found.settings.keys() == QUEUE.keys()
-    settings = found.settings
+    served_settings = served(tmp_path, exported(PRODUCTION, {}))
+    assert served_settings.settings.keys() == QUEUE.keys()
+    settings = served_settings.settings
     adapter, gateway = settings["adapter"], settings["gateway"]
     assert adapter.device == "cuda"
     assert adapter.models_dir == settings["config"].models_dir == "s3://my-bucket/models/"
@@ -97,17 +97,17 @@ def test_the_production_example_value_by_value(tmp_path: Path) -> None:
     assert adapter.cache_folder == Path("/mnt/nvme/cache")
     assert adapter.memory_pressure_threshold_percent == 90
     assert gateway.max_concurrent_requests == 1024
-    assert set(of(found, "log_json").values()) == {True}
-    for each in settings.values():
-        assert each.tracing.enabled
-        assert (each.tracing.endpoint, each.tracing.protocol) == ("http://collector:4317", "grpc")
+    assert set(of(served_settings, "log_json").values()) == {True}
+    for setting in settings.values():
+        assert setting.tracing.enabled
+        assert (setting.tracing.endpoint, setting.tracing.protocol) == ("http://collector:4317", "grpc")
     assert limits_of(settings["sidecar"], "queue") == BatchLimits(16384, 12, 0.005)
 
 
 def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> None:
-    found = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
-    assert found.settings.keys() == STANDALONE.keys()
-    alone, adapter = found.settings["standalone"], found.settings["adapter"]
+    served_settings = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
+    assert served_settings.settings.keys() == STANDALONE.keys()
+    alone, adapter = served_settings.settings["standalone"], served_settings.settings["adapter"]
     assert limits_of(alone, "standalone") == BatchLimits(16384, 128, 0.005)
     assert alone.max_concurrent_requests == 1024
     assert (adapter.device, adapter.models_dir, alone.models_dir) == (
@@ -117,10 +117,10 @@ def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> Non
     )
     assert (adapter.cluster_cache, adapter.cache_folder) == ("s3://my-bucket/weights/", Path("/mnt/nvme/cache"))
     assert adapter.memory_pressure_threshold_percent == 90
-    for each in (alone, adapter):
-        assert each.log_json
-        assert (each.tracing.enabled, each.tracing.endpoint) == (True, "http://collector:4317")
-    assert found.warnings == []
+    for settings in (alone, adapter):
+        assert settings.log_json
+        assert (settings.tracing.enabled, settings.tracing.endpoint) == (True, "http://collector:4317")
+    assert served_settings.warnings == []
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
@@ -129,10 +129,10 @@ def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     environ = exported(DEVELOPMENT, {"=mps": f"={device}"})
     queued, alone = served(tmp_path, environ), served(tmp_path / "alone", environ, "--standalone")
-    for found, mode in ((queued, "queue"), (alone, "standalone")):
-        adapter = found.settings["adapter"]
+    for served_settings, mode in ((queued, "queue"), (alone, "standalone")):
+        adapter = served_settings.settings["adapter"]
         assert (adapter.device, adapter.models_dir, adapter.instrumentation) == (device, "./models", True)
-        assert found.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
+        assert served_settings.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
         assert not adapter.log_json
         assert not adapter.tracing.enabled
         assert adapter.memory_pressure_threshold_percent == 85
@@ -161,8 +161,8 @@ def test_each_warning_is_told_once_whatever_the_number_of_processes(tmp_path: Pa
         "OTEL_TRACES_SAMPLER": "xray",
         "OTEL_TRACES_EXPORTER": "zipkin",
     }
-    found = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
-    assert sorted(warning.split()[1].rstrip(":") for warning in found.warnings) == sorted(
+    served_settings = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
+    assert sorted(warning.split()[1].rstrip(":") for warning in served_settings.warnings) == sorted(
         [
             "SIE_TYPO",
             "OTEL_TRACES_SAMPLER",
@@ -194,5 +194,5 @@ def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(
     tmp_path: Path, environ: dict[str, str], most: int
 ) -> None:
     """SIE_MAX_CONCURRENT_BATCHES: an adapter on a CPU has a lane for each core, and lanes bound what runs there."""
-    found = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
-    assert found.settings["sidecar"].max_concurrent_batches == most
+    served_settings = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
+    assert served_settings.settings["sidecar"].max_concurrent_batches == most

@@ -252,17 +252,15 @@ def test_a_row_says_what_it_is_for(row: SettingRow) -> None:
 @each_row
 def test_a_setting_has_its_documented_default(row: SettingRow) -> None:
     """Also where everything else is set."""
-    others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
+    rest = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
     # what these say changes the defaults of others, on purpose
-    others = {
-        name: raw
-        for name, raw in others.items()
-        if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")
+    rest = {
+        name: raw for name, raw in rest.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")
     }
-    for environ in ({}, others):
-        found = load(environ=environ)
-        assert shown(row, getattr(found.settings, row.field)) == DOCUMENTED[row.name].default
-        assert found.sources[row.name] == "default"
+    for environ in ({}, rest):
+        loaded_settings = load(environ=environ)
+        assert shown(row, getattr(loaded_settings.settings, row.field)) == DOCUMENTED[row.name].default
+        assert loaded_settings.sources[row.name] == "default"
 
 
 @each_row
@@ -286,9 +284,12 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
     """
     assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
     for raw in DOCUMENTED[row.name].bad:
-        found = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
-        assert (getattr(found.settings, row.field), found.sources[row.name]) == (row.default, "default")
-        (warning,) = found.warnings
+        loaded_settings = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
+        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[row.name]) == (
+            row.default,
+            "default",
+        )
+        (warning,) = loaded_settings.warnings
         assert warning.startswith(f"{row.name}: got '{raw}', expected {row.expected}")
         assert warning.endswith(f"it is ignored, and the default {shown(row, row.default)} is used")
         assert load(environ={row.name: raw}).warnings == ()
@@ -298,9 +299,9 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
 def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: SettingRow) -> None:
     """An empty variable of OpenTelemetry is always unset."""
     if row.default is None or row.is_standard:
-        found = load(environ={row.name: "  "})
-        assert getattr(found.settings, row.field) == row.default
-        assert found.sources[row.name] == "default"
+        loaded_settings = load(environ={row.name: "  "})
+        assert getattr(loaded_settings.settings, row.field) == row.default
+        assert loaded_settings.sources[row.name] == "default"
     else:
         with pytest.raises(SettingError, match=f"^{row.name}: "):
             load(environ={row.name: "  "})
@@ -310,14 +311,14 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 def test_a_flag_beats_the_environment_beats_the_default(row: SettingRow) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
     # of which each character counts
-    found = load(
+    loaded_settings = load(
         environ={row.name: good if row.name in ("SIE_NATS_PASSWORD", "SIE_NATS_STREAMS_PASSWORD") else f" {good} "}
     )
-    assert getattr(found.settings, row.field) == row.read(good) != row.default
-    assert found.sources[row.name] == "environment"
-    found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
-    assert getattr(found.settings, row.field) == row.default
-    assert found.sources[row.name] == "flag"
+    assert getattr(loaded_settings.settings, row.field) == row.read(good) != row.default
+    assert loaded_settings.sources[row.name] == "environment"
+    loaded_settings = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
+    assert getattr(loaded_settings.settings, row.field) == row.default
+    assert loaded_settings.sources[row.name] == "flag"
 
 
 def test_a_profile_of_the_operator_s_own_has_the_values_of_a_cpu_where_no_gpu_is_said() -> None:
@@ -338,17 +339,20 @@ def test_a_measured_default_stands_between_environment_and_documented_default(pr
         row = BY_NAME[name]
         where = f"machine profile {profile}"
         for chooser in ("SIE_MACHINE_PROFILE", "SIE_GPU_TYPE", "SIE_POOL"):
-            found = load(environ={chooser: profile})
-            assert (getattr(found.settings, row.field), found.sources[name]) == (row.read(measured), where)
-        found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
-        assert (getattr(found.settings, row.field), found.sources[name]) == (3, "environment")
+            loaded_settings = load(environ={chooser: profile})
+            assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (
+                row.read(measured),
+                where,
+            )
+        loaded_settings = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
+        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (3, "environment")
         written = load(environ={"SIE_MACHINE_PROFILE": profile, name: str(row.default)})
         assert (getattr(written.settings, row.field), written.sources[name]) == (
             row.default,
             "environment",
         ), "what was written wins"
-        found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
-        assert (getattr(found.settings, row.field), found.sources[name]) == (5, "flag")
+        loaded_settings = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
+        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (5, "flag")
         assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"
 
 
@@ -383,8 +387,10 @@ def test_values_that_contradict_each_other_end_the_start(environ: dict[str, str]
 
 
 def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> None:
-    found = load(environ={"SIE_MAX_BATCH_COSTS": "1", "PATH": "/bin", "OTEL_PYTHON": "x", "SIE_CHUNK_COST": "10"})
-    assert found.warnings == ("SIE_MAX_BATCH_COSTS is set, but no such setting exists",)
+    loaded_settings = load(
+        environ={"SIE_MAX_BATCH_COSTS": "1", "PATH": "/bin", "OTEL_PYTHON": "x", "SIE_CHUNK_COST": "10"}
+    )
+    assert loaded_settings.warnings == ("SIE_MAX_BATCH_COSTS is set, but no such setting exists",)
 
 
 @each_row
@@ -447,20 +453,20 @@ def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
 
 def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
     """Repr and str of everything that holds them, the table, and errors about them."""
-    found = load(environ=SECRET_ENVIRON)
-    assert found.settings.auth_token == Secret(CANARY)
-    assert found.settings.nats_url is not None
-    assert CANARY in found.settings.nats_url, "it is there to be used"
+    loaded_settings = load(environ=SECRET_ENVIRON)
+    assert loaded_settings.settings.auth_token == Secret(CANARY)
+    assert loaded_settings.settings.nats_url is not None
+    assert CANARY in loaded_settings.settings.nats_url, "it is there to be used"
     printed = [
-        repr(found),
-        str(found.settings),
-        repr(found.settings.auth_tokens),
-        f"{found.settings.admin_token}",
-        *found.warnings,
+        repr(loaded_settings),
+        str(loaded_settings.settings),
+        repr(loaded_settings.settings.auth_tokens),
+        f"{loaded_settings.settings.admin_token}",
+        *loaded_settings.warnings,
     ]
-    printed += [shown(row, getattr(found.settings, row.field)) for row in ROWS]
+    printed += [shown(row, getattr(loaded_settings.settings, row.field)) for row in ROWS]
     assert all(CANARY not in text for text in printed)
-    assert "host:4222,nats://other:4222" in repr(found)
+    assert "host:4222,nats://other:4222" in repr(loaded_settings)
 
 
 @pytest.mark.parametrize(
@@ -517,15 +523,15 @@ def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> N
     before = dict(os.environ)
     answer = CliRunner().invoke(main, ["settings", "--json", *flags], env=environ)
     assert answer.exit_code == 0, answer.output
-    told = {row["name"]: row for row in msgspec.json.decode(answer.stdout)}
-    assert list(told) == [row.name for row in ROWS]
+    rows_by_name = {row["name"]: row for row in msgspec.json.decode(answer.stdout)}
+    assert list(rows_by_name) == [row.name for row in ROWS]
     for name in flagged:
         row = BY_NAME[name]
-        assert told[name]["source"] == "flag"
-        assert told[name]["value"] == shown(row, row.read(DOCUMENTED[name].good))
-        assert told[name]["default"] == DOCUMENTED[name].default
-        assert told[name]["flag"] == row.flag
-    assert all(told[name]["flag"] == "" for name in set(told) - flagged)
+        assert rows_by_name[name]["source"] == "flag"
+        assert rows_by_name[name]["value"] == shown(row, row.read(DOCUMENTED[name].good))
+        assert rows_by_name[name]["default"] == DOCUMENTED[name].default
+        assert rows_by_name[name]["flag"] == row.flag
+    assert all(rows_by_name[name]["flag"] == "" for name in set(rows_by_name) - flagged)
     assert dict(os.environ) == before, "nothing is written back"
 
 
@@ -592,10 +598,10 @@ async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Pa
         more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []
         process = Forked("sie", [SIE, command, *more], {"PATH": os.environ["PATH"], name: raw})
         with process.stdout as output:
-            said = await asyncio.to_thread(output.read)
+            output_text = await asyncio.to_thread(output.read)
         status = process.wait(60)
-        right = status == 2 and said.startswith(f"error: {name}: ") and said.count("\n") == 1
-        return "" if right else f"{command} {name}={raw!r}: {status} {said}"
+        right = status == 2 and output_text.startswith(f"error: {name}: ") and output_text.count("\n") == 1
+        return "" if right else f"{command} {name}={raw!r}: {status} {output_text}"
 
     wrong = await asyncio.gather(*(check(*start) for start in BAD_STARTS))
     assert not any(wrong), "\n".join(wrong)
@@ -606,7 +612,10 @@ async def test_a_real_process_reads_its_own_environment_and_warns_on_standard_er
         "settings", "--json", "--chunk-cost", "9", SIE_CHUNK_COST="8", SIE_TYPO="1", SIE_ADMIN_TOKEN=CANARY
     )
     assert status == 0, err
-    told = {row["name"]: row for row in msgspec.json.decode(out)}
-    assert (told["SIE_CHUNK_COST"]["value"], told["SIE_CHUNK_COST"]["source"]) == ("9", "flag")
-    assert (told["SIE_ADMIN_TOKEN"]["value"], told["SIE_ADMIN_TOKEN"]["source"]) == ("***", "environment")
+    rows_by_name = {row["name"]: row for row in msgspec.json.decode(out)}
+    assert (rows_by_name["SIE_CHUNK_COST"]["value"], rows_by_name["SIE_CHUNK_COST"]["source"]) == ("9", "flag")
+    assert (rows_by_name["SIE_ADMIN_TOKEN"]["value"], rows_by_name["SIE_ADMIN_TOKEN"]["source"]) == (
+        "***",
+        "environment",
+    )
     assert err == "warning: SIE_TYPO is set, but no such setting exists\n"

@@ -183,11 +183,11 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
     pushed = snapshot(tmp_path / "a")
     ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), FetchProgress("it"))
     cache = {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
-    found = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
-    assert found == tmp_path / "b" / pushed.relative_to(tmp_path / "a")
+    weights = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
+    assert weights == tmp_path / "b" / pushed.relative_to(tmp_path / "a")
     assert hub.asked == []
     ClusterCache(place.url).remove("org/model", COMMIT)
-    assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == found
+    assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == weights
     empty = {"SIE_LOCAL_CACHE": str(tmp_path / "c")}
     missing = str(weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, SIE_HF_FALLBACK="false", **empty))
     assert re.match(
@@ -206,7 +206,7 @@ def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: HubStu
     assert "SIE_HF_FALLBACK" in refused
     assert hub.asked == []
     assert str(weights_of(HUB_ENTRY, **cache)).startswith("NOT_FOUND: org/model@")
-    assert [asked.path for asked in hub.of("/api/models/")] == [f"/api/models/org/model/revision/{COMMIT}"]
+    assert [request.path for request in hub.of("/api/models/")] == [f"/api/models/org/model/revision/{COMMIT}"]
 
 
 def lora(folder: Path, seed: int) -> str:
@@ -223,15 +223,15 @@ def lora(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("variable", "kept"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
+@pytest.mark.parametrize(("variable", "max_loras"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
 def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
-    variable: dict[str, str], kept: int, tmp_path: Path
+    variable: dict[str, str], max_loras: int, tmp_path: Path
 ) -> None:
     """SIE_MAX_LORAS_PER_MODEL."""
     entry = toys.entry(toys.save(tmp_path / "base", "bert"))
     with engine_of(SIE_MODELS_DIR=str(tmp_path), SIE_DEFAULT_COMPUTE_PRECISION="float32", **variable) as engine:
         resident = engine.residency.ensure(entry.id, entry)
-        names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(kept + 1)]
+        names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(max_loras + 1)]
 
         def vectors(name: str) -> bytes | str:
             reply = engine.execute(toy_batch(entry.id, name))
@@ -239,14 +239,14 @@ def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
 
         with torch.inference_mode():
             base = vectors("")
-            for name in names[:kept]:
+            for name in names[:max_loras]:
                 engine.ensure_lora(entry.id, name)
             first = vectors(names[0])
-            engine.ensure_lora(entry.id, names[kept])
-            assert resident.weights.loras.names() == (*names[2:kept], names[0], names[kept])
+            engine.ensure_lora(entry.id, names[max_loras])
+            assert resident.weights.loras.names() == (*names[2:max_loras], names[0], names[max_loras])
             assert vectors(names[1]) == "LORA_LOADING"
             assert vectors(names[0]) == first != base
-            assert len({vectors(name) for name in ("", names[0], names[kept])}) == 3
+            assert len({vectors(name) for name in ("", names[0], names[max_loras])}) == 3
             assert vectors("") == base
 
 
@@ -272,10 +272,10 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
     def told(engine: AdapterEngine, count: int) -> tuple[RanBatch, ...]:
         """What is described once it is so many: a batch is accounted for when it is answered."""
         until_s = time.monotonic() + 60
-        while len(found := engine.describe().batches or ()) < count:
+        while len(batches := engine.describe().batches or ()) < count:
             assert time.monotonic() < until_s
             time.sleep(0.002)
-        return found
+        return batches
 
     with engine_of(SIE_INSTRUMENTATION="true") as engine:
         assert engine.describe().batches == ()
@@ -308,13 +308,13 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         assert engine.describe().batches is None
         assert b"batches" not in frame(engine.describe())
 
-    kept = Instrumentation(lambda: 0)
+    instrumentation = Instrumentation(lambda: 0)
     job = DeviceJob(toy_batch(entry.id, ""), lambda reply: None)
     padded = BatchDone("b", (Failed(ModelLoading("not loaded").info()),), b"", 1.0, padding=7)
     for _ in range(100_000):
-        kept.ran(job, padded, 0, 0)
-    assert [each.number for each in kept.batches()] == list(range(100_001 - MAX_BATCHES, 100_001))
-    assert {(each.tokens, each.padding, each.failed) for each in kept.batches()} == {(5, 7, 1)}
+        instrumentation.ran(job, padded, 0, 0)
+    assert [batch.number for batch in instrumentation.batches()] == list(range(100_001 - MAX_BATCHES, 100_001))
+    assert {(batch.tokens, batch.padding, batch.failed) for batch in instrumentation.batches()} == {(5, 7, 1)}
 
 
 class Toy:

@@ -46,14 +46,14 @@ def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, m
         PACKAGED, "packaged"
     )
     named = put(tmp_path / "elsewhere", toy())
-    found = wanted_models(settings_of(SIE_MODELS_DIR=str(named)))
-    assert set(found) == {*PACKAGED, "toy/one"}
-    assert found["toy/one"] == (toy(), "overlay")
+    models = wanted_models(settings_of(SIE_MODELS_DIR=str(named)))
+    assert set(models) == {*PACKAGED, "toy/one"}
+    assert models["toy/one"] == (toy(), "overlay")
     replaced = toy(min(PACKAGED))
     put(tmp_path / "models", replaced, toy("toy/two"))
-    found = wanted_models(settings_of())
-    assert set(found) == {*PACKAGED, "toy/two"}
-    assert found[replaced.id] == (replaced, "overlay")
+    models = wanted_models(settings_of())
+    assert set(models) == {*PACKAGED, "toy/two"}
+    assert models[replaced.id] == (replaced, "overlay")
 
 
 def test_a_named_models_folder_that_cannot_be_read_ends_the_start() -> None:
@@ -105,8 +105,8 @@ async def test_the_pages_that_describe_the_service_need_what_its_other_pages_nee
     service = ConfigService(settings_of(SIE_CONFIG_READ_TOKEN="reader", SIE_ADMIN_TOKEN="root"))
     transport = httpx.ASGITransport(listened(create_app(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://config") as client:
-        for token, wanted in (("", 401), ("wrong", 401), ("reader", 503 if path.startswith("/v1/") else 200)):
+        for token, status in (("", 401), ("wrong", 401), ("reader", 503 if path.startswith("/v1/") else 200)):
             answer = await client.get(path, headers={"authorization": f"Bearer {token}"} if token else {})
-            assert answer.status_code == wanted, (token, answer.text)
+            assert answer.status_code == status, (token, answer.text)
         assert (await client.post(path, headers={"authorization": "Bearer reader"})).status_code in (401, 403, 405)
         assert (await client.get("/healthz")).status_code == 200, "probes stay open"

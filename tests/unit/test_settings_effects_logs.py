@@ -102,13 +102,13 @@ thread.join()
 int("{CANARY}")
 """
     done = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
-    _, told = await asyncio.wait_for(done.communicate(), 60)
-    entries = [msgspec.json.decode(line) for line in told.splitlines()]
+    _, stderr = await asyncio.wait_for(done.communicate(), 60)
+    entries = [msgspec.json.decode(line) for line in stderr.splitlines()]
     assert (done.returncode, [entry["level"] for entry in entries]) == (1, ["WARNING", "INFO", "CRITICAL", "CRITICAL"])
     assert all(set(entry) == KEYS for entry in entries)
     assert "something is old" in entries[0]["message"]
     assert entries[2]["message"].startswith("thread lane-0 ends by an exception")
-    assert CANARY.encode() not in told
+    assert CANARY.encode() not in stderr
 
 
 @contextlib.contextmanager

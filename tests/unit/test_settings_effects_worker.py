@@ -264,9 +264,9 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(
 ) -> None:
     """SIE_MACHINE_PROFILE: else SIE_GPU_TYPE, else the pool; another kind of node beside it never gets its work."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
-    named, other = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
+    named, second_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
     sidecar = await cluster.sidecar(named, **environ)
-    await cluster.sidecar(other, SIE_MACHINE_PROFILE="other")
+    await cluster.sidecar(second_adapter, SIE_MACHINE_PROFILE="other")
     beat = cluster.last_beat(sidecar.worker)
     assert beat is not None
     assert beat.machine_profile == profile
@@ -274,7 +274,7 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(
         assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers[
             "x-sie-worker"
         ] == sidecar.worker
-    assert not other.batches
+    assert not second_adapter.batches
 
 
 async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InProcess) -> None:
@@ -359,11 +359,11 @@ async def test_a_model_is_served_by_workers_of_its_bundle_only(
             answer = await gateway.encode("x", model=model)
             assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
         await cluster.sidecar(await cluster.adapter("other.sock"), SIE_BUNDLE="nowhere")
-        told = (
+        message = (
             "SIE_BUNDLE: the catalogue has no bundle nowhere, so this worker gets no work; "
             "it has the bundles default, vision"
         )
-        await until(lambda: told in caplog.text, "the log")
+        await until(lambda: message in caplog.text, "the log")
 
 
 # ports
@@ -483,7 +483,8 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
     passing = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
     await until(
-        lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["failed"], "the failure"
+        lambda: (beat := cluster.last_beat("w0")) and [entry.state for entry in beat.models] == ["failed"],
+        "the failure",
     )
     reason = "preloading toy/one, toy/two (try 1 of 3 failed: too little memory)"
     assert (await passing.get("/readyz")).text == f"not ready: {reason}"
@@ -493,11 +494,11 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     view = (await gateway.client.get("/v1/cluster")).json()
     assert [finding["check"] for finding in view["findings"]] == ["gateway", "loads"]
     assert reason in view["findings"][0]["wrong"]
-    other = await cluster.adapter("other.sock")
-    other.refusals["toy/two"] = adapter.refusals["toy/two"]
-    await cluster.sidecar(other, SIE_PRELOAD_MODELS="toy/two,toy/one")
+    second_adapter = await cluster.adapter("other.sock")
+    second_adapter.refusals["toy/two"] = adapter.refusals["toy/two"]
+    await cluster.sidecar(second_adapter, SIE_PRELOAD_MODELS="toy/two,toy/one")
     beat = cluster.last_beat("w1", ready=True)
-    assert [(each.model, each.state) for each in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
+    assert [(entry.model, entry.state) for entry in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
     assert "toy/two of SIE_PRELOAD_MODELS could not be loaded" in caplog.text
     unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
     with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):

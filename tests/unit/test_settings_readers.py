@@ -324,24 +324,28 @@ def _is_os(node: ast.AST, names: set[str]) -> bool:
 @functools.cache
 def fields_by_attribute() -> dict[str, frozenset[str]]:
     """The fields behind each attribute of Settings: a field itself, and what a property is made of."""
-    found = {row.field: frozenset({row.field}) for row in ROWS}
+    fields_of_row = {row.field: frozenset({row.field}) for row in ROWS}
     tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     for node in body:
         if isinstance(node, ast.FunctionDef) and any(
-            isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list
+            isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list
         ):
-            used = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr in found}
-            found[node.name] = frozenset(used)
-    return found
+            used = {
+                child.attr
+                for child in ast.walk(node)
+                if isinstance(child, ast.Attribute) and child.attr in fields_of_row
+            }
+            fields_of_row[node.name] = frozenset(used)
+    return fields_of_row
 
 
 def fields_read(tree: ast.AST) -> set[str]:
     """Fields read as attributes of something named settings."""
-    known = fields_by_attribute()
+    expected_names = fields_by_attribute()
     read: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in known:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in expected_names:
             owner = (
                 node.value.id
                 if isinstance(node.value, ast.Name)
@@ -350,7 +354,7 @@ def fields_read(tree: ast.AST) -> set[str]:
                 else ""
             )
             if owner in ("settings", "_settings"):
-                read |= known[node.attr]
+                read |= expected_names[node.attr]
     return read
 
 
@@ -359,7 +363,7 @@ def readers() -> dict[str, frozenset[str]]:
     """Field -> components that read it: in their package, in a module of the store that they import, or in the command
     that starts their process.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    result: dict[str, set[str]] = defaultdict(set)
     commands = {
         node.name: node
         for file, tree in trees("cli")
@@ -375,8 +379,8 @@ def readers() -> dict[str, frozenset[str]]:
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:
             for field in fields_read(tree):
-                found[field].add(component)
-    return {field: frozenset(components) for field, components in found.items()}
+                result[field].add(component)
+    return {field: frozenset(components) for field, components in result.items()}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -399,7 +403,7 @@ def test_every_setting_has_a_test_of_its_effect() -> None:
 def test_the_test_of_an_effect_exists_and_names_the_setting(name: str) -> None:
     file, _, function = EFFECTS[name].partition("::")
     tree = ast.parse((ROOT / file).read_text("utf-8"))
-    (found,) = (
+    (result,) = (
         node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     )
-    assert name in (ast.get_docstring(found) or ast.get_docstring(tree) or "")
+    assert name in (ast.get_docstring(result) or ast.get_docstring(tree) or "")

@@ -54,17 +54,17 @@ def refusal(data: bytes) -> str:
 )
 def test_each_format_gives_its_samples(kind: str, subtype: str, gap: float) -> None:
     sound = tone(0.5)
-    found = decoded(encoded(sound, kind, subtype=subtype))
-    assert found.dtype == np.float32
-    assert np.abs(found[:20_000] - sound[:20_000]).max() <= gap
+    wave = decoded(encoded(sound, kind, subtype=subtype))
+    assert wave.dtype == np.float32
+    assert np.abs(wave[:20_000] - sound[:20_000]).max() <= gap
 
 
 def test_channels_become_their_mean_and_another_rate_the_models() -> None:
     """As librosa.load does it: first the mean, then soxr at high quality."""
     sound = tone(0.5, rate=44_100, channels=3)
-    found = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
-    assert np.array_equal(found, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))
-    assert len(found) == 24_000
+    wave = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
+    assert np.array_equal(wave, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))
+    assert len(wave) == 24_000
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypa
     monkeypatch.setattr(np.random, "choice", lambda own: own[len(own) // 2])
     sound = tone(seconds, seed=int(100 * seconds))
     expected = np.asarray(library(sound, sampling_rate=RATE, return_tensors="np").input_features[0])
-    found = sounds.features(sound, recipe)
-    assert found.shape == expected.shape == recipe.shape
+    features = sounds.features(sound, recipe)
+    assert features.shape == expected.shape == recipe.shape
     exact = slice(1, None) if recipe.fused and seconds > 1.01 else slice(None)
-    assert np.array_equal(found[exact], expected[exact])
-    assert np.abs(found - expected).max() <= 1e-4
+    assert np.array_equal(features[exact], expected[exact])
+    assert np.abs(features - expected).max() <= 1e-4
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.7, 2.0, 2.005, 5.3])
@@ -102,11 +102,11 @@ def test_all_of_a_sound_becomes_the_features_of_whisper(seconds: float) -> None:
     whole = {"truncation": False, "padding": "longest"} if seconds > 2 else {}
     torched = np.asarray(library(sound, sampling_rate=16_000, return_tensors="np", **whole).input_features[0])
     padded = np.pad(sound, (0, max(0, 32_000 - len(sound))))
-    found = sounds.features(sound, WINDOWS)
-    assert np.array_equal(found[0].T, library._np_extract_fbank_features(padded[None], "cpu")[0])
-    assert np.abs(found[0].T - torched).max() <= 1e-4
-    assert WINDOWS.can_make(recipes.Shape(*found.shape))
-    assert WINDOWS.cost(recipes.Shape(*found.shape)) == -(-(len(padded) // 160) * 160 // 320)
+    features = sounds.features(sound, WINDOWS)
+    assert np.array_equal(features[0].T, library._np_extract_fbank_features(padded[None], "cpu")[0])
+    assert np.abs(features[0].T - torched).max() <= 1e-4
+    assert WINDOWS.can_make(recipes.Shape(*features.shape))
+    assert WINDOWS.cost(recipes.Shape(*features.shape)) == -(-(len(padded) // 160) * 160 // 320)
 
 
 @pytest.mark.parametrize("filling", ["repeatpad", "repeat", "pad"])
@@ -185,9 +185,9 @@ def test_damaged_files_are_refused_or_read_and_never_raise_anything_else() -> No
         for _ in range(chance.randint(1, 8)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         try:
-            found = sounds.prepare(bytes(data), PLAIN)
-            assert found.shape == PLAIN.shape
-            assert np.isfinite(found.values).all()
+            prepared = sounds.prepare(bytes(data), PLAIN)
+            assert prepared.shape == PLAIN.shape
+            assert np.isfinite(prepared.values).all()
             outcomes.add("read")
         except InvalidInput as error:
             outcomes.add(error.message.partition(":")[0])

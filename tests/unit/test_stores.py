@@ -32,25 +32,25 @@ QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
     ],
 )
 def test_what_a_store_says_is_told_without_a_secret(text: str, kind: type[StoreError], message: str) -> None:
-    found = failure(Exception(text))
-    assert type(found) is kind
-    assert re.search(message, str(found))
+    failure_read = failure(Exception(text))
+    assert type(failure_read) is kind
+    assert re.search(message, str(failure_read))
 
 
 async def test_what_may_pass_is_asked_again_and_what_may_not_is_asked_once() -> None:
-    asked = 0
+    count = 0
 
     async def fails(error: StoreError) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal count
+        count += 1
         raise error
 
     with pytest.raises(StoreError, match="later"):
         await QUICK.call(lambda: fails(StoreError("later")))
-    assert asked == 3
+    assert count == 3
     with pytest.raises(ObjectMissing):
         await QUICK.call(lambda: fails(ObjectMissing("never")))
-    assert asked == 4
+    assert count == 4
 
 
 async def test_what_never_answers_ends_at_the_bound() -> None:

@@ -33,20 +33,20 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
     entries = packaged_catalogue().entries
     async with InProcess(tmp_path, *entries.values()) as cluster:
         gateway = await cluster.gateway()
-        asked = [(path, {"model": name, **body}) for path, body in NAMED.items()]
-        asked += [(path.format(name), body) for path, body in IN_PATH.items()]
-        for path, body in asked:
+        requests = [(path, {"model": name, **body}) for path, body in NAMED.items()]
+        requests += [(path.format(name), body) for path, body in IN_PATH.items()]
+        for path, body in requests:
             answer = await gateway.client.post(path, json=body)
-            found = answer.json()
-            told = found["detail" if "error_type" in found else "error"]
-            assert (answer.status_code, found["code"]) == (404, "MODEL_NOT_FOUND"), told
+            result = answer.json()
+            error = result["detail" if "error_type" in result else "error"]
+            assert (answer.status_code, result["code"]) == (404, "MODEL_NOT_FOUND"), error
             part = next(part for part in (*TASK, "encode", "score", "extract") if f"/{part}" in path)
-            like = told["suggestions"]
-            assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
-            meant = f"; did you mean {' or '.join(like)}?" if like else ";"
+            like = error["suggestions"]
+            assert all(TASK.get(part, part) in entries[entry].tasks for entry in like), (path, like)
+            suggestion = f"; did you mean {' or '.join(like)}?" if like else ";"
             lists = "" if like else " GET /v1/models lists the available ones"
             adds = f" `sie pull {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
-            assert told["message"].endswith(meant + adds)
+            assert error["message"].endswith(suggestion + adds)
         assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
             "suggestions"
         ]

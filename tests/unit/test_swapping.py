@@ -186,13 +186,13 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
     again.
     """
     worker = Worker(0.02)
-    asked: list[str] = []
+    models: list[str] = []
     inside = 0
     ensure_ready = worker.link.ensure_ready
 
     async def one_at_a_time(question: ipc.EnsureReady) -> ipc.Ready:
         nonlocal inside
-        asked.append(question.model)
+        models.append(question.model)
         inside += 1
         try:
             await asyncio.sleep(0)  # both are asked for, and both run out of memory
@@ -206,18 +206,18 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
     worker.link.ensure_ready = one_at_a_time  # type: ignore[method-assign]
     async with asyncio.timeout(30):
         assert await asyncio.gather(worker.run(worker.a), worker.run(worker.b)) == ["toy/a", "toy/b"]
-    assert len(asked) <= 6
+    assert len(models) <= 6
 
 
 async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> None:
     worker = Worker(1000.0)
-    asked = 0
+    count = 0
     ensure_ready = worker.link.ensure_ready
 
     async def in_use(question: ipc.EnsureReady) -> ipc.Ready:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
+        nonlocal count
+        count += 1
+        if count > 1:
             return await ensure_ready(question)
         assert question.may_drop == ("toy/a",)
         await worker.run(worker.a, 0.0)  # and it is idle again before the answer comes
@@ -227,7 +227,7 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
         await worker.run(worker.a)
         worker.link.ensure_ready = in_use  # type: ignore[method-assign]
         assert await worker.run(worker.b) == "toy/b"
-    assert asked == 2
+    assert count == 2
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -248,14 +248,14 @@ async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
 
 async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
     worker = Worker(1000.0)
-    ensure_ready, asked = worker.link.ensure_ready, 0
+    ensure_ready, count = worker.link.ensure_ready, 0
 
     async def arriving(question: ipc.EnsureReady) -> ipc.Ready:
-        nonlocal asked
-        asked += 1
-        if asked > 2:
+        nonlocal count
+        count += 1
+        if count > 2:
             return await ensure_ready(question)
-        if asked == 2:
+        if count == 2:
             worker.link.loaded = "toy/left"  # it ends between this answer and the next question
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
 

@@ -101,8 +101,8 @@ class Tenant:
             "/v1/files": {"files": {"file": ("b.jsonl", b"{}")}, "data": {"purpose": "jobs"}},
         }
 
-    async def send(self, who: str, method: str, path: str, **more: Any) -> httpx.Response:
-        token = self.tokens[who]
+    async def send(self, caller: str, method: str, path: str, **more: Any) -> httpx.Response:
+        token = self.tokens[caller]
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return await self.gateway.client.request(method, path, headers=headers, **more)
 
@@ -111,18 +111,18 @@ class Tenant:
         assert answer.status_code in (200, 201), answer.text
         return answer.json()
 
-    async def call(self, who: str, method: str, row: str) -> httpx.Response:
+    async def call(self, caller: str, method: str, row: str) -> httpx.Response:
         path = row
         for placeholder, value in self.ids.items():
             path = path.replace(placeholder, value)
         query = {"worker": self.ids["w0"]} if row == "/v1/pools/assignments" else {}
         more: dict[str, Any] = self.bodies.get(row, {"json": {"model": MODEL[:-1], "inputs": "x", "items": ["x"]}})
-        return await self.send(who, method, path, params=query, **(more if method != "GET" else {}))
+        return await self.send(caller, method, path, params=query, **(more if method != "GET" else {}))
 
-    async def frame(self, who: str) -> str:
+    async def frame(self, caller: str) -> str:
         """The first frame of the cluster's websocket."""
         url = f"{self.gateway.url.replace('http', 'ws')}/ws/cluster-status"
-        headers = {"authorization": f"Bearer {self.tokens[who]}"}
+        headers = {"authorization": f"Bearer {self.tokens[caller]}"}
         async with connect(url, additional_headers=headers, proxy=None) as socket:
             return str(await socket.recv())
 
@@ -138,8 +138,8 @@ async def tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncItera
     async with InProcess(tmp_path) as cluster:
         tokens = {"": "", "static": STATIC, "admin": ADMIN}
         buckets = await keys.KeyBuckets.open(cluster.server.connect("operator"), 1)
-        for who, scopes in (("A", DEFAULT), ("B", DEFAULT), ("R", ("read",))):
-            key, tokens[who] = keys.create(who, scopes, now_s=time.time())
+        for caller, scopes in (("A", DEFAULT), ("B", DEFAULT), ("R", ("read",))):
+            key, tokens[caller] = keys.create(caller, scopes, now_s=time.time())
             await buckets.write(key, 0)
         gateway = await cluster.gateway(
             SIE_AUTH_MODE="token",
@@ -197,45 +197,53 @@ def test_every_route_has_one_row() -> None:
 
 async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_key_made(tenant: Tenant) -> None:
     scopes = {"A": DEFAULT, "B": DEFAULT, "static": DEFAULT, "R": ("read",), "": ()}
-    others = ("B", "static", "R", "")
+    callers = ("B", "static", "R", "")
     parts = ("{name}", "{file}", "{job}", "{batch}", "{request}")
     secrets = [tenant.ids[part] for part in parts]
     # first: the failed requests of a minute that are kept are few, and those of others follow
-    for who in ("A", "admin"):
+    for caller in ("A", "admin"):
         for row in sorted(rows(SHOWS) | rows(OWNED)):
             if row[0] == "GET" and not row[1].startswith("/ws/"):
-                answer = await tenant.call(who, *row)
-                found = 409 if row[1].startswith("/v1/jobs/{job}/") else 200  # the job has no output yet
-                assert answer.status_code in (200, found, 404 if "part" in row[1] else 200), (who, row, answer.text)
+                answer = await tenant.call(caller, *row)
+                expected_status = 409 if row[1].startswith("/v1/jobs/{job}/") else 200  # the job has no output yet
+                assert answer.status_code in (200, expected_status, 404 if "part" in row[1] else 200), (
+                    caller,
+                    row,
+                    answer.text,
+                )
                 if row in rows(SHOWS) - {("GET", "/v1/pools/assignments")}:
-                    told = answer.text
-                    assert MARK in told or any(each in told for each in secrets) or "code=" in told, (who, row, told)
+                    report = answer.text
+                    assert MARK in report or any(secret in report for secret in secrets) or "code=" in report, (
+                        caller,
+                        row,
+                        report,
+                    )
     count = 0
     for route in ROUTES:
         row = (route.method, route.path)
         if route.path.startswith("/ws/"):
             continue
-        for who in others:
-            answer = await tenant.call(who, *row)
+        for caller in callers:
+            answer = await tenant.call(caller, *row)
             count += 1
-            if route.scope not in (OPEN, ANY) and route.scope not in scopes[who]:
-                assert answer.status_code == (403 if who else 401), (who, row, answer.text)
+            if route.scope not in (OPEN, ANY) and route.scope not in scopes[caller]:
+                assert answer.status_code == (403 if caller else 401), (caller, row, answer.text)
             elif row in rows(OWNED):
-                assert answer.status_code == 404, (who, row, answer.text)
+                assert answer.status_code == 404, (caller, row, answer.text)
             if row in rows(OWNED) or route.path in tenant.bodies:
                 # an error may repeat an id that the caller wrote
-                assert not any(name in answer.text for name in (MODEL, FILE, NAME)), (who, row, answer.text)
+                assert not any(name in answer.text for name in (MODEL, FILE, NAME)), (caller, row, answer.text)
             elif row not in rows(SHOWS) or answer.status_code < 400:
-                told = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
-                assert not any(secret in told for secret in (*secrets, MODEL, FILE, NAME)), (who, row, answer.text)
+                report = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
+                assert not any(secret in report for secret in (*secrets, MODEL, FILE, NAME)), (caller, row, answer.text)
     assert count > 300
     for body in ("/v1/pools", "/v1/jobs", "/v1/batches"):  # by the name of A's pool, the id of A's file
         answer = await tenant.call("B", "POST", body)
         assert answer.status_code in (400, 404, 409), answer.text
         assert "spec" not in answer.text
-    for who, is_seen in (("A", True), ("admin", True), ("B", False), ("R", False), ("static", False)):
-        frame = await tenant.frame(who)
-        assert (POOL in frame, HIDDEN in frame) == (is_seen, not is_seen), (who, frame)
+    for caller, is_seen in (("A", True), ("admin", True), ("B", False), ("R", False), ("static", False)):
+        frame = await tenant.frame(caller)
+        assert (POOL in frame, HIDDEN in frame) == (is_seen, not is_seen), (caller, frame)
     for method, path in (("POST", "/v1/pools/{name}/renew"), ("DELETE", "/v1/pools/{name}")):
         assert (await tenant.call("A", method, path)).status_code == 200
 

@@ -149,10 +149,10 @@ def test_pieces_give_the_ids_of_the_whole_text(
     """Whatever the text holds; `truncated` is exact, and with NONE so is the number of tokens."""
     whole = text * times
     ids, full = oracle(tokenizer, whole, truncate, limit), len(oracle(tokenizer, whole, truncate, 0))
-    (found,) = text_rows(eager(tokenizer), [whole], truncate, limit)
-    assert found.ids.tolist() == ids
-    assert found.truncated == (full > limit)
-    assert found.full == full or (truncate != "NONE" and limit < found.full <= full)
+    (row,) = text_rows(eager(tokenizer), [whole], truncate, limit)
+    assert row.ids.tolist() == ids
+    assert row.truncated == (full > limit)
+    assert row.full == full or (truncate != "NONE" and limit < row.full <= full)
 
 
 @settings(max_examples=60)
@@ -214,8 +214,8 @@ def test_a_tokenizer_that_looks_across_spaces_is_never_cut(make: object) -> None
     ours = eager(tokenizer)
     text = "a x a x " * 200
     for truncate in ("END", "START"):
-        (found,) = text_rows(ours, [text], truncate, 7)  # type: ignore[arg-type]
-        assert found.ids.tolist() == oracle(tokenizer, text, truncate, 7)
+        (row,) = text_rows(ours, [text], truncate, 7)  # type: ignore[arg-type]
+        assert row.ids.tolist() == oracle(tokenizer, text, truncate, 7)
 
 
 def test_an_unknown_but_harmless_step_is_tried_and_passes() -> None:
@@ -264,8 +264,8 @@ def test_a_long_text_costs_what_is_kept_of_it() -> None:
         assert count <= len(piece)
     pieces = list(ours._long._pieces(text, 512 * 8, False))
     assert max(len(piece) for piece, _ in pieces) < (1 << 18) + 50
-    (found,) = text_rows(ours, [text], "NONE")
-    assert found.full == 40_000 * 12 + 2
+    (row,) = text_rows(ours, [text], "NONE")
+    assert row.full == 40_000 * 12 + 2
 
 
 def test_a_call_of_the_tokenizer_is_bounded_and_a_longer_text_that_cannot_be_cut_is_refused(
@@ -287,21 +287,21 @@ def test_a_long_text_without_spaces_is_read_whole_and_right() -> None:
     ours = ModelTokenizer(tokenizer.to_str().encode(), 512)
     for text in ("ab" * 150_000, "x" * 300_000 + " y z"):
         for truncate in ("END", "START"):
-            (found,) = text_rows(ours, [text], truncate, 16)  # type: ignore[arg-type]
-            assert found.ids.tolist() == oracle(tokenizer, text, truncate, 16)
+            (row,) = text_rows(ours, [text], truncate, 16)  # type: ignore[arg-type]
+            assert row.ids.tolist() == oracle(tokenizer, text, truncate, 16)
 
 
 def test_long_and_short_texts_of_a_batch_keep_their_order(tokenizer: Tokenizer) -> None:
     ours = ModelTokenizer(tokenizer.to_str().encode(), 64)
     texts = [word * times for times in (2000, 1, 1500, 0, 3) for word in ("hello ", "The naive ")]
-    found = text_rows(ours, texts)
-    assert [each.ids.tolist() for each in found] == [oracle(tokenizer, text, "END", 64) for text in texts]
+    rows_made = text_rows(ours, texts)
+    assert [row.ids.tolist() for row in rows_made] == [oracle(tokenizer, text, "END", 64) for text in texts]
 
 
 def test_a_limit_below_the_special_tokens_keeps_them_alone() -> None:
-    (found,) = text_rows(ModelTokenizer(trained("minilm").to_str().encode(), 64), ["some words"], limit=1)
-    assert found.ids.tolist() == [101, 102]
-    assert found.truncated
+    (row,) = text_rows(ModelTokenizer(trained("minilm").to_str().encode(), 64), ["some words"], limit=1)
+    assert row.ids.tolist() == [101, 102]
+    assert row.truncated
 
 
 async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
@@ -310,7 +310,7 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
     pool = TokenizerPool(4)
     options: list[tuple[Truncate, int]] = [(truncate, limit) for limit in range(3, 67) for truncate in ("END", "START")]
     try:
-        calls = [pool.run(len(text), partial(text_rows, ours, [text], *each)) for each in options]
+        calls = [pool.run(len(text), partial(text_rows, ours, [text], *option)) for option in options]
         rows = await asyncio.gather(*calls)
     finally:
         pool.close()
@@ -330,14 +330,14 @@ async def test_a_panic_of_the_tokenizer_fails_only_its_own_call(characters: int)
     try:
         async with asyncio.timeout(60):
             together = 2 * characters
-            found = await asyncio.gather(
+            outcomes = await asyncio.gather(
                 *(pool.run(characters, call, together) for call in calls), return_exceptions=True
             )
     finally:
         pool.close()
-    assert [type(result) for result in found] == [RuntimeError, RuntimeError, str]
-    assert "PanicException" in str(found[0])
-    assert "中" not in str(found[0])
+    assert [type(result) for result in outcomes] == [RuntimeError, RuntimeError, str]
+    assert "PanicException" in str(outcomes[0])
+    assert "中" not in str(outcomes[0])
 
 
 async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,15 +361,15 @@ async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pyt
         return threading.current_thread().name
 
     small = [pool.run(200, thread, together=34 * 200) for _ in range(32)]
-    gone = asyncio.ensure_future(pool.run(200, thread, together=34 * 200))
+    stopped = asyncio.ensure_future(pool.run(200, thread, together=34 * 200))
     asking = asyncio.gather(*small, pool.run(200, fails, together=34 * 200), return_exceptions=True)
     await asyncio.sleep(0)
-    gone.cancel()
-    found = await asking
+    stopped.cancel()
+    outcome = await asking
     assert hops == 1
-    assert len(set(found[:32])) == 1
-    assert found[0] != threading.main_thread().name
-    assert isinstance(found[32], KeyError)
+    assert len(set(outcome[:32])) == 1
+    assert outcome[0] != threading.main_thread().name
+    assert isinstance(outcome[32], KeyError)
     assert await pool.run(200, thread, together=INLINE_CHARACTERS) == threading.main_thread().name
     await asyncio.gather(*(pool.run(INLINE_CHARACTERS + 1, thread) for _ in range(3)))
     assert hops == 4

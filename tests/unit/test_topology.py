@@ -46,8 +46,8 @@ def test_a_token_keeps_its_name(name: str) -> None:
 
 
 @given(NAMES, NAMES)
-def test_different_names_have_different_tokens(one: str, other: str) -> None:
-    assert (token(one) == token(other)) == (one == other)
+def test_different_names_have_different_tokens(first: str, second: str) -> None:
+    assert (token(first) == token(second)) == (first == second)
 
 
 @given(NAMES)
@@ -81,20 +81,23 @@ def test_consumers_of_different_work_never_share_a_name_or_a_message(
     lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
 ) -> None:
     """Filters are disjoint by construction."""
-    one, other = work_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other_model, 10)
+    first_spec, second_spec = (
+        work_consumer(lane, priority, model, 10),
+        work_consumer(other_lane, other_priority, other_model, 10),
+    )
     same = (lane, priority, model) == (other_lane, other_priority, other_model)
-    assert ((one.stream, one.name) == (other.stream, other.name)) == same
-    assert (one.subject == other.subject) == same
-    assert overlap(one.subject, other.subject) == same
+    assert ((first_spec.stream, first_spec.name) == (second_spec.stream, second_spec.name)) == same
+    assert (first_spec.subject == second_spec.subject) == same
+    assert overlap(first_spec.subject, second_spec.subject) == same
 
 
 @given(LANES, LANES, PRIORITIES, NAMES)
 def test_the_prefix_of_a_lane_begins_the_names_of_its_consumers_and_of_no_others(
-    lane: Lane, other: Lane, priority: str, model: str
+    lane: Lane, second_lane: Lane, priority: str, model: str
 ) -> None:
-    name = work_consumer(other, priority, model, 10).name
+    name = work_consumer(second_lane, priority, model, 10).name
     assert name.startswith(lane.consumer_prefix()) == (
-        (lane.machine_profile, lane.bundle) == (other.machine_profile, other.bundle)
+        (lane.machine_profile, lane.bundle) == (second_lane.machine_profile, second_lane.bundle)
     )
 
 
@@ -117,10 +120,13 @@ def test_names_are_short_enough_for_a_folder_at_the_broker(lane: Lane, priority:
 
 @given(LANES, PRIORITIES, NAMES, LANES, PRIORITIES, NAMES)
 def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
-    lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other: str
+    lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
 ) -> None:
     """Both ways of a model may hold messages at once, so no filter may take what another one takes."""
-    slot, own = topology.slot_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other, 10)
+    slot, own = (
+        topology.slot_consumer(lane, priority, model, 10),
+        work_consumer(other_lane, other_priority, other_model, 10),
+    )
     assert not overlap(slot.subject, own.subject)
     assert (slot.stream, slot.name) != (own.stream, own.name)
     assert slot.name.startswith(lane.consumer_prefix())
@@ -128,7 +134,7 @@ def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
     assert not topology.is_slot(own.name)
     assert matches(slot.subject, topology.slot_subject(lane, priority, model))
     assert matches(f"sie.work.{lane.pool}.>", slot.subject)
-    second = topology.slot_consumer(other_lane, other_priority, other, 10)
+    second = topology.slot_consumer(other_lane, other_priority, other_model, 10)
     assert (
         (slot.subject == second.subject)
         == ((slot.stream, slot.name) == (second.stream, second.name))
@@ -195,7 +201,7 @@ def test_a_lane_is_written_with_dots() -> None:
 
 
 def test_two_lanes_of_different_pools_have_streams_of_their_own() -> None:
-    one, other = (work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b"))
-    assert one.name != other.name
-    assert not overlap(one.subjects[0], other.subjects[0])
-    assert topology.stream_name("a") == one.name
+    first, second = (work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b"))
+    assert first.name != second.name
+    assert not overlap(first.subjects[0], second.subjects[0])
+    assert topology.stream_name("a") == first.name

@@ -130,15 +130,15 @@ async def test_spans_go_to_the_collector_to_the_console_or_nowhere(
     tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """OTEL_TRACES_EXPORTER."""
-    told = {}
+    report = {}
     for exporter in ("console", "none"):
         async with InProcess(made(tmp_path / exporter)) as cluster:
             gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_EXPORTER=exporter)
             answer = await gateway.encode("a", traceparent=CLIENT)
             assert answer.headers["x-trace-id"] == TRACE
-        told[exporter] = capsys.readouterr().out
-    assert TRACE in told["console"]
-    assert TRACE not in told["none"]
+        report[exporter] = capsys.readouterr().out
+    assert TRACE in report["console"]
+    assert TRACE not in report["none"]
     assert collector.spans == []
 
 
@@ -146,11 +146,11 @@ async def test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nob
     tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     """OTEL_EXPORTER_OTLP_ENDPOINT."""
-    with Collector() as other:
+    with Collector() as second_collector:
         async with InProcess(tmp_path) as cluster:
-            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=other.url)
+            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=second_collector.url)
             assert (await gateway.encode("a")).status_code == 200
-            await until(other, "batch")
+            await until(second_collector, "batch")
     assert collector.spans == []
     async with InProcess(made(tmp_path / "away")) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://user:secret@127.0.0.1:{free_port()}")
@@ -293,9 +293,9 @@ def test_no_variable_of_the_sdk_ends_a_process(
     tracer = tracing.start(
         settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway"
     )
-    told = [record.message for record in caplog.records if record.name == "sie.tracing"]
+    messages = [record.message for record in caplog.records if record.name == "sie.tracing"]
     assert (tracer is None) == any(
-        line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in told
+        line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in messages
     )
     if tracer is not None:
         tracer.begin("x").end()
@@ -426,11 +426,11 @@ async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_e
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, **own)
         adapter.hold_batches = True
-        asked = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
+        task = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
         await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
         adapter.hold_batches = False
         await adapter.die()
-        assert (await asked).status_code == 200
+        assert (await task).status_code == 200
         spans = await until(collector, "work")
         await adapter.die()  # with nothing to do, it counts as well
         async with asyncio.timeout(30):
@@ -453,13 +453,13 @@ async def test_work_that_is_handed_back_at_the_end_is_told_of(
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, **own)
         adapter.hold_batches = True
-        asked = asyncio.create_task(gateway.encode("a"))
+        task = asyncio.create_task(gateway.encode("a"))
         await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
         await sidecar.end()
         await until(collector, "work")
         adapter.let_go()
         await cluster.sidecar()
-        assert (await asked).status_code == 200
+        assert (await task).status_code == 200
 
 
 async def test_what_machines_poll_has_no_trace(tmp_path: Path) -> None:
@@ -477,11 +477,11 @@ async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_se
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
         await cluster.sidecar(adapter)
         adapter.hold_batches = True
-        asked = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
+        request = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
         await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
         (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
         handler.cancel()
-        assert (await asked).status_code == 500
+        assert (await request).status_code == 500
         (span,) = [span for span in await until(collector, "POST encode") if span.name == "POST encode"]
         assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="500") == 1
     assert (span.is_error, span.attributes["http.response.status_code"]) == (True, 500)
@@ -514,8 +514,10 @@ def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
     tracing.end_request(span, "encode", 200)
     took_ms = (time.perf_counter() - received_s) * 1000
     tracer.close()
-    told = {seen.name: seen for seen in collector.spans if seen.trace == current_trace.trace_id_of(context.traceparent)}
-    root, part = told["POST encode"], told["reply"]
+    spans_by_name = {
+        entry.name: entry for entry in collector.spans if entry.trace == current_trace.trace_id_of(context.traceparent)
+    }
+    root, part = spans_by_name["POST encode"], spans_by_name["reply"]
     assert 250 <= root.ms <= took_ms
     assert root.start_ns < part.start_ns < part.end_ns < root.end_ns
 

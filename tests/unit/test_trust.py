@@ -109,12 +109,12 @@ def test_what_the_operator_s_own_files_say_is_trusted_and_no_more(loc: str) -> N
     if "trust_remote_code" in loc:  # the code of that commit, and not of another one
         moved = msgspec.structs.replace(own, weights=msgspec.structs.replace(own.weights, revision="1" * 40))
         assert trust(own).refused(moved, is_here=True) is not None
-    for other in ASKS.keys() - {loc}:
-        if {loc, other} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[other] != ASKS[
-            loc
-        ]:
-            refused = trust(own).refused(entry_of(**ASKS[other]), is_here=True)
-            assert (refused is None) == ({loc, other} <= {"$.weights.path", "$.run.lora"}), "the same place"
+    for loc_allowed in ASKS.keys() - {loc}:
+        if {loc, loc_allowed} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[
+            loc_allowed
+        ] != ASKS[loc]:
+            refused = trust(own).refused(entry_of(**ASKS[loc_allowed]), is_here=True)
+            assert (refused is None) == ({loc, loc_allowed} <= {"$.weights.path", "$.run.lora"}), "the same place"
 
 
 @pytest.mark.parametrize("weights", [{"path": "/srv/model"}, {"package": "some-distribution"}])
@@ -244,8 +244,8 @@ class Adapter:
         self._thread.join(10)
         assert self.engine.stop(10)
         self._server.close()
-        for each in (self._listener, self._wake, self._waker):
-            each.close()
+        for end in (self._listener, self._wake, self._waker):
+            end.close()
 
 
 SETTINGS = Settings(device="cpu", default_compute_precision="float32", hf_fallback=False)
@@ -270,8 +270,8 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return running[-1]
 
     yield started
-    for each in running:
-        each.stop()
+    for process in running:
+        process.stop()
 
 
 def refusal(answer: Any) -> Any:
@@ -378,31 +378,31 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
         bucket = await keys.bucket_of(cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
         gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="20")
-        heard: list[tuple[str, httpx.Response]] = []
+        contacts: list[tuple[str, httpx.Response]] = []
         early = await cluster.sidecar(ready=False, SIE_IPC_SOCKET_PATH=f"{tmp_path}/nobody.sock", SIE_POOL="other")
         await until(lambda: early.task.done() or cluster.last_beat(early.worker), "a worker without an adapter")
-        heard.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
+        contacts.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
         worker = await cluster.sidecar(SIE_IPC_SOCKET_PATH=running.path)
-        heard += [
+        contacts += [
             ("GET /readyz of a worker", await worker.get("/readyz")),
             ("GET /nope of a worker", await worker.get("/nope")),
         ]
         names = [*(entry.id for entry in entries), f"{toy.id}:tuned"]
-        asked = [(row.method, row.path) for row in ROUTES]
-        for (verb, path), model in itertools.product(asked, names):
+        requests = [(row.method, row.path) for row in ROUTES]
+        for (verb, path), model in itertools.product(requests, names):
             path = path.replace("{model:path}", model).replace("{id:path}", model).replace("{name}", "default")
             body = json.dumps({"model": model, **EVERYTHING}) if verb != "GET" else None
             answer = await gateway.client.request(
                 verb, path, content=body, headers={"authorization": token}, timeout=30
             )
-            heard.append((f"{verb} {path}", answer))
-        statuses = {what: answer.status_code for what, answer in heard}
+            contacts.append((f"{verb} {path}", answer))
+        statuses = {subject: answer.status_code for subject, answer in contacts}
     assert {503, 200, 403} <= set(statuses.values())
     assert [statuses[f"POST /v1/encode/{name}"] for name in names] == [200, *[500] * 5], statuses
-    for what, answer in heard:
-        told = f"{answer.text} {answer.headers}"
-        assert str(tmp_path) not in told, (what, told)
-        assert HOME not in told, (what, told)
+    for contact, answer in contacts:
+        reply_text = f"{answer.text} {answer.headers}"
+        assert str(tmp_path) not in reply_text, (contact, reply_text)
+        assert HOME not in reply_text, (contact, reply_text)
 
 
 @pytest.mark.parametrize(
@@ -435,19 +435,19 @@ def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, mo
     folder.mkdir()
     (folder / "mine.yaml").write_text(json.dumps({**PLAIN, "weights": {"path": "/etc"}}))
     assert examined(Allowed()) == ""
-    assert [each.id for each in own_entries(Allowed())] == ["me/model"]
+    assert [entry.id for entry in own_entries(Allowed())] == ["me/model"]
     folder.chmod(0o777)
-    for given in (Allowed(), Allowed(models_dir=str(folder))):
+    for source in (Allowed(), Allowed(models_dir=str(folder))):
         with pytest.raises(
             SettingError, match=rf"^SIE_MODELS_DIR: {folder}.*every user .*chmod o-w.*SIE_MODEL_PATHS={folder}"
         ):
-            examined(given)
+            examined(source)
         with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR"):
-            Overlay(Settings(models_dir=given.models_dir)).describe()
-        assert list(own_entries(given)) == []
-        accepted = replace(given, paths=(str(folder),))
+            Overlay(Settings(models_dir=source.models_dir)).describe()
+        assert list(own_entries(source)) == []
+        accepted = replace(source, paths=(str(folder),))
         assert examined(accepted) == ""
-        assert [each.id for each in own_entries(accepted)] == ["me/model"]
+        assert [entry.id for entry in own_entries(accepted)] == ["me/model"]
 
 
 def test_a_file_that_cannot_be_read_leaves_the_other_entries_of_the_models_folder_trusted(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_a_file_that_cannot_be_read_leaves_the_other_entries_of_the_models_folde
     (tmp_path / "b.yaml").write_text("x: !!bool q\n")
     (tmp_path / "c.yaml").write_text("[" * 200_000)
     (tmp_path / "mine.yaml").write_text(json.dumps(PLAIN))
-    assert [each.id for each in own_entries(Allowed(models_dir=str(tmp_path)))] == ["me/model"]
+    assert [entry.id for entry in own_entries(Allowed(models_dir=str(tmp_path)))] == ["me/model"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -92,9 +92,9 @@ def encoded(
     return ModelAnswer("encode", info, question, results, {**SHARED, **more})
 
 
-def extracted(text: str, labels: tuple[str, ...] = (), **found: Any) -> ModelAnswer:
+def extracted(text: str, labels: tuple[str, ...] = (), **fields: Any) -> ModelAnswer:
     empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
-    slot = {"id": "item-0", **empty, **found, "usage": USAGE}
+    slot = {"id": "item-0", **empty, **fields, "usage": USAGE}
     return ModelAnswer("extract", EXTRACTS, Question("test/gliner", inputs(text), labels=labels), [slot], SHARED)
 
 
@@ -113,8 +113,8 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
     for name in ("a.png", "a.wav", "a.pdf", "a"):
         (tmp_path / name).write_bytes(b"x")
     files = [f"@{tmp_path / name}" for name in ("a.png", "a.wav", "a.pdf", "a")]
-    found, query = read(["text", "-", "@@handle", *files], "q")
-    assert [dict(each.item) for each in found] == [
+    sources, query = read(["text", "-", "@@handle", *files], "q")
+    assert [dict(source.item) for source in sources] == [
         {"text": "text"},
         {"text": "two\nlines"},
         {"text": "@handle"},
@@ -123,8 +123,8 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
         {"document": tmp_path / "a.pdf"},
         {"document": tmp_path / "a"},
     ]
-    assert found[1].label == "two lines"
-    assert found[3].label == files[0]
+    assert sources[1].label == "two lines"
+    assert sources[3].label == files[0]
     assert query is not None
     assert query.item == {"text": "q"}
 
@@ -149,14 +149,14 @@ def test_what_cannot_be_asked_is_refused(texts: list[str], query: str | None, wh
     assert refused.value.message.isprintable()
 
 
-@pytest.mark.parametrize(("given", "why"), [(b"", "standard input is empty"), (b"\xff", "no text in UTF-8")])
-def test_standard_input_without_a_text_is_refused(given: bytes, why: str) -> None:
-    result = CliRunner().invoke(main, ["try", "m", "-"], input=given)
+@pytest.mark.parametrize(("stdin", "why"), [(b"", "standard input is empty"), (b"\xff", "no text in UTF-8")])
+def test_standard_input_without_a_text_is_refused(stdin: bytes, why: str) -> None:
+    result = CliRunner().invoke(main, ["try", "m", "-"], input=stdin)
     assert (result.exit_code, why in result.output) == (1, True), result.output
 
 
 @pytest.mark.parametrize(
-    ("info", "asked", "verb"),
+    ("info", "options", "verb"),
     [
         (ENCODES, {}, "encode"),
         ({**ENCODES, "tasks": ["score", "encode"]}, {}, "encode"),
@@ -166,12 +166,12 @@ def test_standard_input_without_a_text_is_refused(given: bytes, why: str) -> Non
         ({**EXTRACTS, "tasks": ["encode", "extract"]}, {"labels": ("a",)}, "extract"),
     ],
 )
-def test_the_verb_follows_the_model_and_the_options(info: Any, asked: dict[str, Any], verb: str) -> None:
-    assert verb_of(info, Question("m", (), **asked)) == verb
+def test_the_verb_follows_the_model_and_the_options(info: Any, options: dict[str, Any], verb: str) -> None:
+    assert verb_of(info, Question("m", (), **options)) == verb
 
 
 @pytest.mark.parametrize(
-    ("info", "asked", "why"),
+    ("info", "options", "why"),
     [
         (SCORES, {}, 'test/cross scores texts against a query: give the query with --query "a question"'),
         (
@@ -185,9 +185,9 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, asked: dict[str, 
         (ENCODES, {"labels": ("a",), "query": QuestionInput({})}, "use only one of the two"),
     ],
 )
-def test_options_that_do_not_fit_the_model_are_refused(info: Any, asked: dict[str, Any], why: str) -> None:
+def test_options_that_do_not_fit_the_model_are_refused(info: Any, options: dict[str, Any], why: str) -> None:
     with pytest.raises(CommandRefused, match=r".") as refused:
-        verb_of(info, Question("m", (), **asked))
+        verb_of(info, Question("m", (), **options))
     assert why in refused.value.message
 
 
@@ -240,8 +240,8 @@ def sparse(count: int) -> dict[str, Any]:
 def test_the_strongest_words_of_a_sparse_vector_come_first() -> None:
     answer = encoded(sparse(12), texts=("a",))
     assert strongest(answer.results[0]["sparse"]) == (list(range(11, 1, -1)), [float(n) for n in range(12, 2, -1)])
-    told = ModelAnswer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
-    text = picture(told)
+    answer_with_words = ModelAnswer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
+    text = picture(answer_with_words)
     assert f"w11?  12.000  {'█' * 24}\n" in text
     assert "w2?" in text
     assert "w1? " not in text
@@ -288,8 +288,10 @@ def scored(*scores: float | None, scale: str = "probability") -> ModelAnswer:
         }
         for rank, (place, score) in enumerate(zip(reversed(range(len(scores))), scores, strict=True))
     ]
-    asked, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
-    return ModelAnswer("score", {**SCORES, "score_scale": scale}, Question("test/cross", asked, query), entries, SHARED)
+    question, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
+    return ModelAnswer(
+        "score", {**SCORES, "score_scale": scale}, Question("test/cross", question, query), entries, SHARED
+    )
 
 
 def test_documents_are_ranked_with_bars() -> None:
@@ -333,8 +335,10 @@ def test_colours_mark_instead_of_brackets() -> None:
 
 def test_marks_stand_where_they_are_in_a_text_with_control_characters_and_wide_ones() -> None:
     text = "😀\x1b\u202eAda\nB"
-    found = marked(text, [LabelledSpan(3, 6, "p"), LabelledSpan(0, 7, "q")], colours(["p", "q"]), has_colours=False)
-    assert found.plain == "[😀??[Ada]\n]B"
+    text_marked = marked(
+        text, [LabelledSpan(3, 6, "p"), LabelledSpan(0, 7, "q")], colours(["p", "q"]), has_colours=False
+    )
+    assert text_marked.plain == "[😀??[Ada]\n]B"
     assert marked(text, [LabelledSpan(3, 6, "p")], colours(["p"]), has_colours=True).plain == "😀??Ada\nB"
 
 
@@ -343,14 +347,14 @@ def test_nothing_found_says_what_to_do() -> None:
 
 
 def test_all_kinds_of_findings_are_shown() -> None:
-    found = extracted(
+    text_shown = extracted(
         ADA,
         classifications=[{"label": "calm", "score": 0.75}, {"label": "joy", "score": 0.25}],
         relations=[{"head": "Ada", "tail": "Charles", "relation": "met", "score": 0.5}],
         objects=[{"label": "a red car", "score": 0.83, "bbox": [412, 230, 180, 96]}],
         data={"text": "\n".join(["a\x1b"] * 30), "pages": [1, 2], "long": list(range(500))},
     )
-    text = picture(found)
+    text = picture(text_shown)
     assert f"calm   0.750  {'█' * 18}\n" in text
     assert "Ada   met       Charles  0.500\n" in text
     assert "a red car  0.830  x 412, y 230, 180 x 96\n" in text
@@ -403,13 +407,13 @@ def test_json_is_the_reply_of_the_api_and_harmless_to_a_terminal() -> None:
     answer = encoded(
         {**dense(0.5, 1), **sparse(2), "outputs": {**dense(0, 0)["outputs"], **sparse(2)["outputs"]}}, texts=("a",)
     )
-    told = json.loads(json_of(answer))
-    assert told["items"][0]["dense"] == {"dims": 2, "dtype": "float32", "values": [0.5, 1.0]}
-    assert told["items"][0]["sparse"] == {"dims": 72, "dtype": "float32", "indices": [0, 1], "values": [1.0, 2.0]}
-    assert told["timing"] == SHARED["timing"]
+    document = json.loads(json_of(answer))
+    assert document["items"][0]["dense"] == {"dims": 2, "dtype": "float32", "values": [0.5, 1.0]}
+    assert document["items"][0]["sparse"] == {"dims": 72, "dtype": "float32", "indices": [0, 1], "values": [1.0, 2.0]}
+    assert document["timing"] == SHARED["timing"]
     bad = "a\x9b\x7f\u202e\n東京😀\U000e0001"
-    found = extracted("x", data={"text": bad})
-    text = json_of(found)
+    text_shown = extracted("x", data={"text": bad})
+    text = json_of(text_shown)
     assert json.loads(text)["items"][0]["data"]["text"] == bad
     assert text.replace("\n", "").isprintable()
     assert "東京😀" in text

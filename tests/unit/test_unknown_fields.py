@@ -30,14 +30,14 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
 
 async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> dict[str, Any]:
     """The error, which is the same of a body in msgpack."""
-    told = []
+    errors = []
     for encode, kind in ((msgspec.json.encode, "application/json"), (msgspec.msgpack.encode, "application/msgpack")):
         answer = await gateway.client.post(path, content=encode(body), headers={"content-type": kind, **headers})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
-        told.append({key: value for key, value in error.items() if key != "request_id"})
-    assert told[0] == told[1]
-    return told[0]
+        errors.append({key: value for key, value in error.items() if key != "request_id"})
+    assert errors[0] == errors[1]
+    return errors[0]
 
 
 @pytest.mark.parametrize("route", ["encode", "score", "extract"])
@@ -57,7 +57,7 @@ async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProces
 
 
 @pytest.mark.parametrize(
-    ("field", "meant"),
+    ("field", "suggestion"),
     [
         ("image", "images"),
         ("content", "text"),
@@ -69,21 +69,21 @@ async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProces
     ],
 )
 async def test_what_other_servers_call_a_field_of_an_item_is_named(
-    gateway: GatewayProcess, field: str, meant: str
+    gateway: GatewayProcess, field: str, suggestion: str
 ) -> None:
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{field: "secret"}]})
     assert error["param"] == "items[0].text"
-    assert error["message"].endswith(f"missing; unknown field `{field}`; did you mean `{meant}`?")
+    assert error["message"].endswith(f"missing; unknown field `{field}`; did you mean `{suggestion}`?")
 
 
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
-    others = (
+    bodies_more = (
         {},
         {"items": []},
         {"params": {"truncate": "END"}, "threshold": 1, "items": None},
         {"items": [], "itmes": ["a"]},
     )
-    for body in ({"secret": 1}, *others):
+    for body in ({"secret": 1}, *bodies_more):
         assert (await refused(gateway, f"/v1/encode/{ONE}", body))["message"] == "items: expected at least one item"
 
 
@@ -96,7 +96,7 @@ async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: Gate
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "meant"),
+    ("body", "path", "suggestion"),
     [
         ({"paramz": {"truncate": "NONE"}}, "paramz", "params"),
         ({"outputtypes": ["dense"]}, "outputtypes", "output_types"),
@@ -109,9 +109,9 @@ async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: Gate
     ],
 )
 async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
-    gateway: GatewayProcess, body: dict[str, Any], path: str, meant: str
+    gateway: GatewayProcess, body: dict[str, Any], path: str, suggestion: str
 ) -> None:
-    end = f"; it is {meant}" if " " in meant else f"; did you mean `{meant}`?" if meant else ""
+    end = f"; it is {suggestion}" if " " in suggestion else f"; did you mean `{suggestion}`?" if suggestion else ""
     answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": [{"text": "a", "note": 1}], **body})
     assert answer.status_code == 200, answer.text
     assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} here{end}"]

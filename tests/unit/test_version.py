@@ -22,9 +22,9 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
 def test_every_copy_is_the_version() -> None:
-    found = dict(version.found())
-    assert set(found.values()) == {version.current()}
-    files = {place.partition(":")[0] for place in found}
+    versions = dict(version.found())
+    assert set(versions.values()) == {version.current()}
+    files = {place.partition(":")[0] for place in versions}
     assert {"core/contracts/sie_contracts/__init__.py", "charts/sie-cluster/Chart.yaml", "docs/kubernetes.md"} <= files
 
 
@@ -53,7 +53,7 @@ def test_a_new_version_is_written_everywhere_and_nowhere_else(tmp_path: Path) ->
     before = len([*version.found(tmp_path)])
     version.write("1.22.0rc1", tmp_path)
     assert version.current(tmp_path) == "1.22.0rc1"
-    assert [other for _, other in version.found(tmp_path)] == ["1.22.0rc1"] * before
+    assert [version_read for _, version_read in version.found(tmp_path)] == ["1.22.0rc1"] * before
     assert page.read_text() == text.replace(now, "1.22.0rc1", 5)
     source = (tmp_path / version.SOURCE).read_text("utf-8")
     assert source == (ROOT / version.SOURCE).read_text("utf-8").replace(

@@ -35,12 +35,12 @@ async def served(frames: ViewerFrames) -> AsyncIterator[int]:
 
 
 async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() -> None:
-    made = 0
+    count = 0
 
     def make() -> str:
-        nonlocal made
-        made += 1
-        return str(made)
+        nonlocal count
+        count += 1
+        return str(count)
 
     loop = asyncio.get_running_loop()
     interval_s = 0.3
@@ -53,11 +53,11 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
             await looking.recv()
             at_s.append(loop.time())
         # others who look meanwhile get a frame that is there; what they send is thrown away
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as other:
-            await other.send("x" * 4000)
-            assert int(await other.recv()) <= made
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as second_socket:
+            await second_socket.send("x" * 4000)
+            assert int(await second_socket.recv()) <= count
     assert all(later - earlier >= 0.8 * interval_s for earlier, later in itertools.pairwise(at_s))
-    assert made <= 6
+    assert count <= 6
 
 
 async def deaf(port: int) -> socket.socket:
@@ -83,20 +83,20 @@ async def deaf(port: int) -> socket.socket:
 
 async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
     """What waits for it stays below the buffers of one connection, whatever the number of frames."""
-    made = 0
+    count = 0
     text = "x" * (256 << 10)
 
     def make() -> str:
-        nonlocal made
-        made += 1
-        return f"{made} {text}"
+        nonlocal count
+        count += 1
+        return f"{count} {text}"
 
     frames = ViewerFrames(make, 0.001, patience_s=0.5)
     async with served(frames) as port:
         slow = await deaf(port)
         await until(lambda: frames.looking == 1, "the socket is accepted")
         await until(lambda: frames.looking == 0, "the slow peer is cut off")
-        assert made < 200, "frames that nobody reads are not made"  # 50 MiB: above what any kernel buffers here
+        assert count < 200, "frames that nobody reads are not made"  # 50 MiB: above what any kernel buffers here
         with contextlib.suppress(ConnectionError):
             while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(slow, 1 << 20), 10):
                 pass
@@ -110,12 +110,12 @@ async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_r
     """Close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
     close.
     """
-    made = 0
+    count = 0
 
     def make() -> str:
-        nonlocal made
-        made += 1
-        return f"{made:0{256 << 10}}"
+        nonlocal count
+        count += 1
+        return f"{count:0{256 << 10}}"
 
     big, small = ViewerFrames(make, 0.001, patience_s=60), ViewerFrames(lambda: str(time.monotonic()), 0.05)
 
@@ -126,8 +126,8 @@ async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_r
     await server.start()
     slow = await deaf(server.port)
     before = -1
-    while before != made or not made:  # until its buffers are full
-        before = made
+    while before != count or not count:  # until its buffers are full
+        before = count
         await asyncio.sleep(0.1)
     quick = await connect(f"ws://127.0.0.1:{server.port}/small", proxy=None)
     await quick.recv()

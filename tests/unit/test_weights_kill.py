@@ -54,7 +54,7 @@ def on_disk(cache: Path) -> int:
 
 def asked_for(hub: HubStub) -> list[Asked]:
     """The requests for the bytes of the largest file."""
-    return [asked for asked in hub.of("/cdn/") if asked.path.endswith(BIG)]
+    return [request for request in hub.of("/cdn/") if request.path.endswith(BIG)]
 
 
 def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
@@ -85,8 +85,8 @@ def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path)
         there, before = on_disk(cache), len(asked_for(hub))
         assert obtain(hub, cache) == LocalCache(cache).place(REPOSITORY, COMMIT)
         assert is_right(cache)
-        (asked,) = asked_for(hub)[before:]
-        assert asked.start == there
+        (request,) = asked_for(hub)[before:]
+        assert request.start == there
         resumed.add(there)
     assert len(resumed) == POINTS
 
@@ -99,7 +99,7 @@ def test_killed_twice_it_goes_on_twice(hub: HubStub, tmp_path: Path) -> None:
     assert 0 < first < second < BIG_BYTES
     obtain(hub, tmp_path)
     assert is_right(tmp_path)
-    assert [asked.start for asked in asked_for(hub)] == [0, first, second]
+    assert [request.start for request in asked_for(hub)] == [0, first, second]
     assert not list(tmp_path.rglob(f"*{PART}"))
 
 
@@ -147,10 +147,12 @@ def test_of_several_processes_one_fetches(hub: HubStub, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(fetcher(hub, tmp_path))
         assert begun.wait(END_S)
-        others = [stack.enter_context(fetcher(hub, tmp_path)) for _ in range(3)]
-        assert [other.hear() for other in others] == ["waiting"] * 3
+        fetchers = [stack.enter_context(fetcher(hub, tmp_path)) for _ in range(3)]
+        assert [fetcher_more.hear() for fetcher_more in fetchers] == ["waiting"] * 3
         go.set()
-        assert {each.hear() for each in (first, *others)} == {LocalCache(tmp_path).place(REPOSITORY, COMMIT)}
+        assert {fetcher_any.hear() for fetcher_any in (first, *fetchers)} == {
+            LocalCache(tmp_path).place(REPOSITORY, COMMIT)
+        }
     assert is_right(tmp_path)
     assert len(hub.of("/api/models/")) == 1
     assert hub.sent == {name: len(data) for name, data in FILES.items()}
@@ -175,4 +177,4 @@ def test_when_the_one_that_fetches_is_killed_one_that_waits_goes_on(hub: HubStub
             go.set()
             assert second.hear() == LocalCache(tmp_path).place(REPOSITORY, COMMIT)
     assert is_right(tmp_path)
-    assert [asked.start for asked in asked_for(hub)] == [0, there]
+    assert [request.start for request in asked_for(hub)] == [0, there]

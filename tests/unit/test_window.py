@@ -25,8 +25,8 @@ def window() -> KeyWindow:
     return KeyWindow(Shares(), QUANTUM)
 
 
-def order(found: list[tuple[Ticket, int]]) -> str:
-    return "".join(ticket.key for ticket, _ in found)
+def order(grants: list[tuple[Ticket, int]]) -> str:
+    return "".join(ticket.key for ticket, _ in grants)
 
 
 # the bound
@@ -51,8 +51,8 @@ def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> 
         times.note(tokens, 0.016 + 1e-6 * tokens)
     assert times.fixed_tokens() == pytest.approx(16_000)
     for fixed, tokens in ((0.0, 4 / 3 * BATCH), (BATCH / 4, 1.5 * BATCH), (BATCH, 2 * BATCH), (math.inf, 2 * BATCH)):
-        found = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
-        assert found.tokens == pytest.approx(tokens)
+        bound_read = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
+        assert bound_read.tokens == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("sizes", [(), (500,), (500, 500, 500), (500, 505, 495)])
@@ -96,23 +96,23 @@ def test_a_lane_is_contested_while_two_keys_were_seen_lately() -> None:
 
 
 def test_keys_take_turns_by_tokens_however_many_requests_each_has() -> None:
-    one = window()
+    key_window = window()
     for _ in range(40):
-        one.join(Ticket("a", [QUANTUM]))
-    one.join(Ticket("b", [QUANTUM] * 3))
-    one.join(Ticket("c", [QUANTUM // 4] * 12))
-    granted = order(one.grant(QueueBound(12 * QUANTUM), math.inf))
+        key_window.join(Ticket("a", [QUANTUM]))
+    key_window.join(Ticket("b", [QUANTUM] * 3))
+    key_window.join(Ticket("c", [QUANTUM // 4] * 12))
+    granted = order(key_window.grant(QueueBound(12 * QUANTUM), math.inf))
     assert granted == "abccccabccccabccccaaa"[: len(granted)]
     assert len(granted) == 3 * 6 + 3
 
 
 def test_a_key_has_at_most_its_window_and_others_pass_it() -> None:
-    one = window()
-    one.join(Ticket("a", [QUANTUM] * 10))
-    assert order(one.grant(QueueBound(), 4 * QUANTUM)) == "aaaa"
-    one.join(Ticket("b", [10]))
-    assert order(one.grant(QueueBound(), 4 * QUANTUM)) == "b"
-    assert one.grant(QueueBound(), 4 * QUANTUM) == []
+    key_window = window()
+    key_window.join(Ticket("a", [QUANTUM] * 10))
+    assert order(key_window.grant(QueueBound(), 4 * QUANTUM)) == "aaaa"
+    key_window.join(Ticket("b", [10]))
+    assert order(key_window.grant(QueueBound(), 4 * QUANTUM)) == "b"
+    assert key_window.grant(QueueBound(), 4 * QUANTUM) == []
 
 
 def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
@@ -129,55 +129,55 @@ def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
 
 def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
     """A large chunk is not passed for ever by small ones that fit where it does not, of one key or of many."""
-    one = window()
+    key_window = window()
     holder = Ticket("h", [100])
-    one.join(holder)
-    one.grant(QueueBound(), math.inf)
+    key_window.join(holder)
+    key_window.grant(QueueBound(), math.inf)
     large = Ticket("a", [QUANTUM])
-    one.join(large)
+    key_window.join(large)
     most = QueueBound(QUANTUM + 50)
     passed = []
     for number in range(20):
         small = Ticket(f"b{number}", [QUANTUM // 10])
-        one.join(small)
-        passed += one.grant(most, math.inf)
-        one.give_back(small, 0)
+        key_window.join(small)
+        passed += key_window.grant(most, math.inf)
+        key_window.give_back(small, 0)
     assert len(passed) == 10
-    one.give_back(holder, 0)
-    assert order(one.grant(most, math.inf)) == "a"
+    key_window.give_back(holder, 0)
+    assert order(key_window.grant(most, math.inf)) == "a"
 
 
 def test_a_chunk_above_every_bound_goes_alone() -> None:
-    one = window()
+    key_window = window()
     large = Ticket("a", [10 * QUANTUM])
-    one.join(large)
-    one.join(Ticket("a", [1]))
-    assert order(one.grant(QueueBound(100, 1), 100)) == "a"
-    one.give_back(large, 0)
-    assert order(one.grant(QueueBound(100, 1), 100)) == "a"
+    key_window.join(large)
+    key_window.join(Ticket("a", [1]))
+    assert order(key_window.grant(QueueBound(100, 1), 100)) == "a"
+    key_window.give_back(large, 0)
+    assert order(key_window.grant(QueueBound(100, 1), 100)) == "a"
 
 
 def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end_one_by_one() -> None:
-    one = window()
+    key_window = window()
     large, next_one, small = (Ticket("a", [QUANTUM] * count) for count in (9, 9, 1))
-    one.join(large)
-    assert one.grant(QueueBound(2 * QUANTUM), math.inf) == [(large, 0), (large, 1)]
-    one.join(next_one)
-    one.join(small)
-    found = [ticket for ticket, _ in one.grant(QueueBound(9 * QUANTUM), math.inf)]
-    assert found.index(small) <= 3
-    assert found.count(large) >= 4
-    assert found.count(next_one) == 1
+    key_window.join(large)
+    assert key_window.grant(QueueBound(2 * QUANTUM), math.inf) == [(large, 0), (large, 1)]
+    key_window.join(next_one)
+    key_window.join(small)
+    tickets = [ticket for ticket, _ in key_window.grant(QueueBound(9 * QUANTUM), math.inf)]
+    assert tickets.index(small) <= 3
+    assert tickets.count(large) >= 4
+    assert tickets.count(next_one) == 1
 
 
 def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
-    one = window()
+    key_window = window()
     ticket = Ticket("a", [10])
-    assert one.fits_now(ticket, QueueBound(100), 100)
-    one.admit(ticket)
-    assert not one.fits_now(Ticket("b", [100]), QueueBound(100), 1000)
-    one.join(Ticket("c", [1000]))
-    assert not one.fits_now(Ticket("b", [1]), QueueBound(100), 1000)
+    assert key_window.fits_now(ticket, QueueBound(100), 100)
+    key_window.admit(ticket)
+    assert not key_window.fits_now(Ticket("b", [100]), QueueBound(100), 1000)
+    key_window.join(Ticket("c", [1000]))
+    assert not key_window.fits_now(Ticket("b", [1]), QueueBound(100), 1000)
 
 
 class Turns(RuleBasedStateMachine):
@@ -201,54 +201,56 @@ class Turns(RuleBasedStateMachine):
 
     @rule(model=st.integers(0, 1), tokens=st.integers(1, 600), items=st.integers(1, 8), limit=st.integers(1, 400))
     def grant(self, model: int, tokens: int, items: int, limit: int) -> None:
-        one = self.windows[model]
+        key_window = self.windows[model]
         before = dict(self.shares.tokens)
-        had = one.items
-        found = one.grant(QueueBound(tokens, items), limit)
-        if found:
-            assert one.items <= max(items, had, 1)
-            assert one.tokens <= tokens or one.items == 1 or one.items == had
-            for key in {ticket.key for ticket, _ in found}:
-                mine = [ticket.costs[chunk] for ticket, chunk in found if ticket.key == key]
+        had = key_window.items
+        grants = key_window.grant(QueueBound(tokens, items), limit)
+        if grants:
+            assert key_window.items <= max(items, had, 1)
+            assert key_window.tokens <= tokens or key_window.items == 1 or key_window.items == had
+            for key in {ticket.key for ticket, _ in grants}:
+                mine = [ticket.costs[chunk] for ticket, chunk in grants if ticket.key == key]
                 assert self.shares.tokens[key] <= limit or (len(mine) == 1 and not before.get(key))
-        elif one.is_waiting and not one.items:  # nothing in the queue: only a key's own window may keep it
-            assert all(self.shares.tokens.get(key) for key in one.waiting_tokens())
+        elif (
+            key_window.is_waiting and not key_window.items
+        ):  # nothing in the queue: only a key's own window may keep it
+            assert all(self.shares.tokens.get(key) for key in key_window.waiting_tokens())
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 100), chunk=st.integers(0, 6))
     def give_back(self, which: int, chunk: int) -> None:
-        one, ticket = self.open[which % len(self.open)]
+        first, ticket = self.open[which % len(self.open)]
         was_held = chunk in ticket.held
-        assert one.give_back(ticket, chunk) == was_held
-        assert not one.give_back(ticket, chunk)
+        assert first.give_back(ticket, chunk) == was_held
+        assert not first.give_back(ticket, chunk)
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 100))
     def leave(self, which: int) -> None:
-        one, ticket = self.open.pop(which % len(self.open))
-        one.leave(ticket)
-        one.leave(ticket)
+        first, ticket = self.open.pop(which % len(self.open))
+        first.leave(ticket)
+        first.leave(ticket)
         assert not ticket.held
 
     @invariant()
     def counted_is_held(self) -> None:
-        for one in self.windows:
-            mine = [ticket for window, ticket in self.open if window is one]
-            assert one.tokens == sum(ticket.costs[chunk] for ticket in mine for chunk in ticket.held)
-            assert one.items == sum(len(ticket.held) for ticket in mine)
+        for entry in self.windows:
+            mine = [ticket for window, ticket in self.open if window is entry]
+            assert entry.tokens == sum(ticket.costs[chunk] for ticket in mine for chunk in ticket.held)
+            assert entry.items == sum(len(ticket.held) for ticket in mine)
             waiting: dict[str, int] = {}
             for ticket in mine:
                 if ticket.waiting:
                     waiting[ticket.key] = waiting.get(ticket.key, 0) + sum(ticket.costs[ticket.next :])
-            assert one.waiting_tokens() == waiting
+            assert entry.waiting_tokens() == waiting
         for key in "abc":
             held = sum(ticket.costs[chunk] for _, ticket in self.open if ticket.key == key for chunk in ticket.held)
             assert self.shares.tokens.get(key, 0) == held
 
     def teardown(self) -> None:
-        for one, ticket in self.open:
-            one.leave(ticket)
-        assert all(one.idle and not one.tokens for one in self.windows)
+        for first, ticket in self.open:
+            first.leave(ticket)
+        assert all(entry.idle and not entry.tokens for entry in self.windows)
         assert not self.shares.tokens
 
 
@@ -260,17 +262,17 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
     """For any sizes: the bound of deficit round robin, a quantum and the largest chunk, and a turn that may have
     passed.
     """
-    one = window()
+    key_window = window()
     for number, costs in enumerate(requests):
-        one.join(Ticket(str(number), costs))
+        key_window.join(Ticket(str(number), costs))
     sent = {str(number): 0 for number in range(len(requests))}
-    while one.is_waiting:
-        granted = one.grant(QueueBound(room * QUANTUM), math.inf)
+    while key_window.is_waiting:
+        granted = key_window.grant(QueueBound(room * QUANTUM), math.inf)
         assert granted
         for ticket, chunk in granted:
             sent[ticket.key] += ticket.costs[chunk]
-            one.give_back(ticket, chunk)
-        waiting = [sent[key] for key in one.waiting_tokens()]
+            key_window.give_back(ticket, chunk)
+        waiting = [sent[key] for key in key_window.waiting_tokens()]
         if len(waiting) > 1:
             assert max(waiting) - min(waiting) <= 3 * QUANTUM
 
@@ -287,8 +289,8 @@ def simulate(
 
     `fair`: what this gateway lets into the queue is bounded as it does it; else everything goes in at once.
     """
-    one, way_s, times = window(), 0.001, BatchTimes()
-    shares = one.shares
+    key_window, way_s, times = window(), 0.001, BatchTimes()
+    shares = key_window.shares
     events: list[tuple[float, int, Callable[[float], None]]] = []
     count = 0
 
@@ -312,7 +314,7 @@ def simulate(
             if fair
             else QueueBound()
         )
-        for ticket, _ in one.grant(most, math.inf):
+        for ticket, _ in key_window.grant(most, math.inf):
             at(now_s + way_s, lambda now_s, ticket=ticket: published(ticket, now_s))  # type: ignore[misc]
 
     def published(ticket: Ticket, now_s: float) -> None:
@@ -348,7 +350,7 @@ def simulate(
 
     def answered(ticket: Ticket, now_s: float) -> None:
         nonlocal done_tokens
-        one.give_back(ticket, 0)
+        key_window.give_back(ticket, 0)
         started_s, key = came[id(ticket)]
         took[key].append(now_s - started_s)
         done_tokens += ticket.costs[0]
@@ -356,13 +358,13 @@ def simulate(
 
     def arrive(key: str, tokens: int, now_s: float) -> None:
         ticket = Ticket(key, [tokens])
-        kept.append(ticket)
+        tickets.append(ticket)
         came[id(ticket)] = now_s, key
         shares.saw(key, now_s)
-        one.join(ticket)
+        key_window.join(ticket)
         pump(now_s)
 
-    kept: list[Ticket] = []
+    tickets: list[Ticket] = []
     for due_s, key, tokens in arrivals:
         at(due_s, lambda now_s, key=key, tokens=tokens: arrive(key, tokens, now_s))  # type: ignore[misc]
     while events and events[0][0] <= until_s:

@@ -46,11 +46,11 @@ async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
     gateway, adapter = await cluster.gateway(), await written(cluster)
     pages = WRITTEN_AT_ONCE + WRITTEN_READY + 5
     sent = [asyncio.create_task(gateway.encode(f"page {number}")) for number in range(pages)]
-    await adapter.until(lambda seen: seen.running == WRITTEN_AT_ONCE, "all places taken")
+    await adapter.until(lambda state: state.running == WRITTEN_AT_ONCE, "all places taken")
     adapter.hold_batches = False  # those that come from now on
     assert (await asyncio.wait_for(gateway.encode("a text", model=OTHER), 30)).status_code == 200
     assert adapter.running == WRITTEN_AT_ONCE
-    assert {len(each.groups) for each in adapter.batches if each.model == WRITER} == {1}
+    assert {len(batch.groups) for batch in adapter.batches if batch.model == WRITER} == {1}
     adapter.let_go()
     assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * pages
     assert adapter.peak_running <= WRITTEN_AT_ONCE + 1
@@ -60,9 +60,9 @@ async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct)
     """What is written beside it is answered, and so is what another model's batches hold."""
     adapter = await written(direct)
     leaves, stays = await direct.publish("leaves", request="gone"), await direct.publish("stays")
-    await adapter.until(lambda seen: seen.running == 2, "both are written")
+    await adapter.until(lambda state: state.running == 2, "both are written")
     await direct.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone",))))
-    await adapter.until(lambda seen: seen.cancels and seen.running == 1, "one is cancelled")
+    await adapter.until(lambda state: state.cancels and state.running == 1, "one is cancelled")
     await direct.left(1)
     adapter.let_go()
     assert isinstance((await direct.result(stays)).outcomes[0], Ok)
@@ -73,10 +73,10 @@ async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct)
 async def test_a_connection_on_which_something_was_cancelled_is_used_again(direct: Direct) -> None:
     adapter = await written(direct)
     await direct.publish("leaves", request="gone")
-    await adapter.until(lambda seen: seen.running == 1, "it is written")
+    await adapter.until(lambda state: state.running == 1, "it is written")
     connections = adapter.connections
     await direct.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone",))))
-    await adapter.until(lambda seen: seen.cancels and not seen.running, "it is cancelled")
+    await adapter.until(lambda state: state.cancels and not state.running, "it is cancelled")
     adapter.let_go()
     for text in ("a", "b"):
         assert isinstance((await direct.result(await direct.publish(text))).outcomes[0], Ok)
@@ -86,7 +86,7 @@ async def test_a_connection_on_which_something_was_cancelled_is_used_again(direc
 async def test_what_takes_longer_than_its_budget_is_cancelled(direct: Direct) -> None:
     adapter = await written(direct)
     item = await direct.publish("a page", budget_ms=1400)  # it begins before that
-    await adapter.until(lambda seen: seen.cancels, "the budget is over", timeout_s=20)
+    await adapter.until(lambda state: state.cancels, "the budget is over", timeout_s=20)
     outcome = (await direct.result(item)).outcomes[0]
     assert isinstance(outcome, Failed)
     assert adapter.running == 0

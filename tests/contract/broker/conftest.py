@@ -15,14 +15,14 @@ from sie_broker import Broker
 
 @pytest.fixture(params=["memory", "nats"])
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    made: Harness
+    created: Harness
     if request.param == "memory":
-        made = MemoryHarness()
+        created = MemoryHarness()
     else:
-        made = NatsHarness(NatsServer(tmp_path / "nats"))
-        await made.restore()
-    yield made
-    await made.close()
+        created = NatsHarness(NatsServer(tmp_path / "nats"))
+        await created.restore()
+    yield created
+    await created.close()
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarn
         return started[-1]
 
     yield start
-    for each in started:
-        await each.close()
+    for connection in started:
+        await connection.close()
 
 
 @pytest.fixture
 async def broker(harness: Harness) -> Broker:
     """A connection with the work stream in place."""
-    made = await harness.connect()
-    await made.ensure_stream(STREAM, owner=True)
-    return made
+    connection = await harness.connect()
+    await connection.ensure_stream(STREAM, owner=True)
+    return connection

@@ -28,11 +28,11 @@ async def test_a_published_message_is_stored_once_per_id(broker: Broker) -> None
     """A repeated publish is answered with the first one's sequence and says so."""
     first = await broker.publish(subject_of("a"), b"work", "id-1")
     again = await broker.publish(subject_of("a"), b"work", "id-1")
-    other = await broker.publish(subject_of("a"), b"work", "id-2")
+    second = await broker.publish(subject_of("a"), b"work", "id-2")
 
     assert (first.sequence, first.duplicate) == (1, False)
     assert (again.sequence, again.duplicate) == (1, True)
-    assert (other.sequence, other.duplicate) == (2, False)
+    assert (second.sequence, second.duplicate) == (2, False)
     assert (await broker.stream_state(STREAM.name)).messages == 2
 
 
@@ -196,10 +196,10 @@ async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
 
     naked_s = time.monotonic()
     await first.nak(0.5)
-    other, again = (await box.fill(3))[1:]
+    rest, again = (await box.fill(3))[1:]
 
     assert 0.45 < time.monotonic() - naked_s < 20.0  # the ack wait is 30 s
-    assert (other.sequence, other.delivered) == (2, 1)
+    assert (rest.sequence, rest.delivered) == (2, 1)
     assert (again.sequence, again.delivered) == (1, 2)
     assert again.sent_s == first.sent_s
     await pulls.stop()
@@ -235,8 +235,8 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
     (stale,) = await first_box.fill(1)
     leased_s = time.monotonic()
 
-    other = (await harness.connect("other")).pulls(STREAM.name, second_box.put)
-    other.want(spec.name, 1)
+    second_pulls = (await harness.connect("other")).pulls(STREAM.name, second_box.put)
+    second_pulls.want(spec.name, 1)
     (fresh,) = await second_box.fill(1)
     assert time.monotonic() - leased_s > 0.4
     assert (stale.delivered, fresh.delivered) == (1, 2)
@@ -244,10 +244,10 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
 
     await stale.ack()
     await messages_left(broker, 0)
-    other.want(spec.name, 1)
+    second_pulls.want(spec.name, 1)
     await fresh.nak()
     await second_box.quiet(0.7)
-    await other.stop()
+    await second_pulls.stop()
     await silent.stop()
 
 
@@ -294,19 +294,19 @@ async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: 
     pulls = [
         (await harness.connect(f"worker {number}")).pulls(STREAM.name, box.put) for number, box in enumerate(boxes)
     ]
-    for each in pulls:
-        each.want(spec.name, 20)
+    for pull in pulls:
+        pull.want(spec.name, 20)
     await broker.ensure_consumer(spec)
     await asyncio.gather(*(box.fill(20) for box in boxes))
     await broker.ensure_consumer(spec)
 
-    for each in pulls:
-        each.want(spec.name, 1)
+    for pull in pulls:
+        pull.want(spec.name, 1)
     await boxes[0].quiet(0.2)
     assert sorted(item.sequence for box in boxes for item in box.items) == list(range(1, 41))
     assert {item.delivered for box in boxes for item in box.items} == {1}
-    for each in pulls:
-        await each.stop()
+    for pull in pulls:
+        await pull.stop()
 
 
 async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
@@ -315,13 +315,13 @@ async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
     with pytest.raises(BrokerError):
         await broker.ensure_consumer(ConsumerSpec(STREAM.name, "wide", f"sie.work.{LANE.pool}.>"))
 
-    other = consumer_of("b")
-    await broker.ensure_consumer(other)
-    moved = dataclasses.replace(other, subject=subject_of("a"), version=other.version + 1)
+    second_spec = consumer_of("b")
+    await broker.ensure_consumer(second_spec)
+    moved = dataclasses.replace(second_spec, subject=subject_of("a"), version=second_spec.version + 1)
     with pytest.raises(TopologyMismatch) as refusal:
         await broker.ensure_consumer(moved)
     assert refusal.value.field == "subject"
-    assert sorted(await broker.consumers(STREAM.name)) == sorted([consumer_of("a").name, other.name])
+    assert sorted(await broker.consumers(STREAM.name)) == sorted([consumer_of("a").name, second_spec.name])
 
 
 async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker: Broker, harness: Harness) -> None:
@@ -394,18 +394,18 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
         count = len(box.items)
         await worker.flush(WAIT_S)
         assert len(box.items) == count
-    given = box.items
+    deliveries = box.items
     await publishing
 
-    for delivery in given:
+    for delivery in deliveries:
         await delivery.ack()
     rest: Box[Delivery] = Box()
     last = worker.pulls(STREAM.name, rest.put)
     last.want(spec.name, 2000)
-    given = given + await rest.fill(2000 - len(given))
-    assert sorted(delivery.sequence for delivery in given) == list(range(1, 2001))
+    deliveries = deliveries + await rest.fill(2000 - len(deliveries))
+    assert sorted(delivery.sequence for delivery in deliveries) == list(range(1, 2001))
     # what the broker finds no taker for on the way out it hands on at once, with a count of 2
-    assert sum(delivery.delivered - 1 for delivery in given) < 10
+    assert sum(delivery.delivered - 1 for delivery in deliveries) < 10
     await last.stop()
 
 

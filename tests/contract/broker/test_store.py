@@ -12,8 +12,8 @@ from sie_broker import Broker, Entry, Write, WrongRevision
 
 async def test_keys_are_written_by_compare_and_set(harness: Harness) -> None:
     """Create only, update only at the expected revision, remove, create again; what loses stores nothing."""
-    one, two = await harness.connect("one"), await harness.connect("two")
-    bucket, same = await one.key_value("things"), await two.key_value("things")
+    connection, two = await harness.connect("one"), await harness.connect("two")
+    bucket, same = await connection.key_value("things"), await two.key_value("things")
     assert await bucket.get("a.b") is None
     first = await bucket.write([Write("a.b", b"1", 0)])
     assert await same.get("a.b") == Entry("a.b", b"1", first)
@@ -117,10 +117,10 @@ async def test_racing_writers_win_once(harness: Harness) -> None:
 
 async def test_the_epoch_names_contents(harness: Harness) -> None:
     broker = await harness.connect()
-    bucket, other = await broker.key_value("things"), await broker.key_value("others")
+    bucket, second_bucket = await broker.key_value("things"), await broker.key_value("others")
     empty = await bucket.epoch()
     assert empty == await (await broker.key_value("things")).epoch()
-    assert empty != await other.epoch()
+    assert empty != await second_bucket.epoch()
     revision = await bucket.write([Write("a", b"1")])
     full = await bucket.epoch()
     assert full != empty

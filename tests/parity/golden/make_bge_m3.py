@@ -44,23 +44,23 @@ def _oracle(folder: str, most: int) -> dict[str, Any]:
     model = BGEM3FlagModel(folder, use_fp16=False, devices="cpu")
     rows = []
     for text in TEXTS:  # one at a time: no padding
-        found = model.encode([text], max_length=most, return_dense=True, return_sparse=True, return_colbert_vecs=True)
+        output = model.encode([text], max_length=most, return_dense=True, return_sparse=True, return_colbert_vecs=True)
         rows.append(
             {
                 "text": text,
                 "ids": model.tokenizer(text, truncation=True, max_length=most)["input_ids"],
-                "dense": _rounded(found["dense_vecs"][0]),
-                "sparse": {key: _rounded(value) for key, value in found["lexical_weights"][0].items()},
-                "multivector": _rounded(found["colbert_vecs"][0]),
+                "dense": _rounded(output["dense_vecs"][0]),
+                "sparse": {key: _rounded(value) for key, value in output["lexical_weights"][0].items()},
+                "multivector": _rounded(output["colbert_vecs"][0]),
             }
         )
     scores = []
     for query in QUERIES:
         pairs = [(query, text) for text in TEXTS]
         limits = {"max_query_length": most, "max_passage_length": most}
-        found = model.compute_score(pairs, batch_size=1, weights_for_different_modes=WEIGHTS, **limits)
+        output = model.compute_score(pairs, batch_size=1, weights_for_different_modes=WEIGHTS, **limits)
         modes = {"dense": "dense", "sparse": "sparse", "colbert": "colbert", "hybrid": "colbert+sparse+dense"}
-        scores.append({"query": query, **{mode: _rounded(found[name]) for mode, name in modes.items()}})
+        scores.append({"query": query, **{mode: _rounded(output[name]) for mode, name in modes.items()}})
     return {"texts": rows, "scores": scores}
 
 

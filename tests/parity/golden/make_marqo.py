@@ -48,27 +48,30 @@ class Tower(nn.Module):
 
 def main() -> None:
     folder = dual_checkpoints.marqo(Path(tempfile.mkdtemp()) / "marqo")
-    said = json.loads((folder / "open_clip_config.json").read_text())
+    config = json.loads((folder / "open_clip_config.json").read_text())
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="</s>")
-    text: dict[str, Any] = {**said["model_cfg"]["text_cfg"], "vocab_size": len(tokenizer), "width": 48, "layers": 2}
+    text: dict[str, Any] = {**config["model_cfg"]["text_cfg"], "vocab_size": len(tokenizer), "width": 48, "layers": 2}
     small = {"image_size": SIZE, "layers": 1, "width": 64, "head_width": 64, "patch_size": PATCH}
     model = CustomTextCLIP(OPEN_CLIP_WIDTH, small, text, init_logit_bias=-10)
     model.visual = Tower()
     model.load_state_dict(load_file(folder / "open_clip_model.safetensors"), strict=True)
     model.eval()
-    transform = image_transform_v2(PreprocessCfg(size=SIZE, **said["preprocess_cfg"]), is_train=False)
+    transform = image_transform_v2(PreprocessCfg(size=SIZE, **config["preprocess_cfg"]), is_train=False)
     clean = get_clean_fn("canonicalize")
     with torch.inference_mode():
         pixels = torch.stack([transform(image(*size, seed)) for seed, size in enumerate(SIZES)])
         ids = tokenizer(
             [clean(text) for text in TEXTS],
-            max_length=said["model_cfg"]["text_cfg"]["context_length"],
+            max_length=config["model_cfg"]["text_cfg"]["context_length"],
             padding="max_length",
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        found = {"images": model.encode_image(pixels, normalize=True), "texts": model.encode_text(ids, normalize=True)}
-    rounded = {name: [[round(x, 7) for x in row] for row in rows.tolist()] for name, rows in found.items()}
+        vectors = {
+            "images": model.encode_image(pixels, normalize=True),
+            "texts": model.encode_text(ids, normalize=True),
+        }
+    rounded = {name: [[round(x, 7) for x in row] for row in rows.tolist()] for name, rows in vectors.items()}
     target = Path(__file__).with_name("marqo.json")
     target.write_text(json.dumps({"open_clip": open_clip.__version__, "timm": timm.__version__, **rounded}))
 

@@ -107,7 +107,9 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
         now_s += float(step_s)
         codes += run(engine, adversarial(generator), number)[0]
     got = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
-    right = all(np.allclose(one, other, atol=1e-5) for one, other in zip(expected, got, strict=True))
+    right = all(
+        np.allclose(vector, vector_returned, atol=1e-5) for vector, vector_returned in zip(expected, got, strict=True)
+    )
     memory = devices.memory(engine.device)
     engine.stop(5)
     print(

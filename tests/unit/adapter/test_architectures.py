@@ -49,9 +49,9 @@ def test_filling_that_is_not_attended_to_is_a_masked_part_of_the_stock_model(kin
     stock = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     sequences = toys.random_ids([3, 9, 9, 12, 30])
     batch = Items(np.array([len(ids) for ids in sequences]), np.concatenate(sequences))
-    wanted = np.array([12, 12, 0, 12, 12])
+    lengths = np.array([12, 12, 0, 12, 12])
     for got, ids, length in zip(
-        run(encoder, expanded(batch, wanted, 9, attended=False)), sequences, wanted, strict=True
+        run(encoder, expanded(batch, lengths, 9, attended=False)), sequences, lengths, strict=True
     ):
         filled = torch.tensor([[*ids, *[9] * (length - len(ids))]])
         mask = (torch.arange(filled.shape[1]) < len(ids)).long()[None]
@@ -70,9 +70,9 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
     batch = Items(np.array([5, 17, 17]), np.concatenate(sequences), np.concatenate(types).astype(np.uint8))
     for ids, kinds, got in zip(sequences, types, run(encoder, batch), strict=True):
         with torch.inference_mode():
-            given = torch.from_numpy(ids)[None].long()
-            expected = stock(input_ids=given, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
-            assert (stock(input_ids=given)[0][0] - expected).abs().max() > 0.01
+            tensors = torch.from_numpy(ids)[None].long()
+            expected = stock(input_ids=tensors, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
+            assert (stock(input_ids=tensors)[0][0] - expected).abs().max() > 0.01
         assert (got - expected).abs().max() <= 2e-5
 
 
@@ -87,5 +87,5 @@ def test_two_loads_give_the_same_bits_whatever_takes_how_long(
     encoders = [toys.load(folder, dtype=dtype) for _ in range(3)]
     monkeypatch.undo()
     sequences = toys.random_ids(LENGTHS)
-    first, *others = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
-    assert all(torch.equal(first, other) for other in others)
+    first, *rest = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
+    assert all(torch.equal(first, states_of_rest) for states_of_rest in rest)

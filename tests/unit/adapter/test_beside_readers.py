@@ -47,7 +47,7 @@ class Reader:
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[dict[str, Any]]:
         assert self._read is not None
-        return [{"data": {"ids": each.ids}} for each in self._read(texts)]
+        return [{"data": {"ids": text.ids}} for text in self._read(texts)]
 
 
 class Gate:
@@ -56,7 +56,7 @@ class Gate:
     def __init__(self) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()
 
-    def __call__(self, *given: object) -> None:
+    def __call__(self, *arguments: object) -> None:
         self.reached.release()
         assert self.opened.wait(WAIT_S)
 

@@ -121,8 +121,8 @@ def test_the_manifest_is_written_last_and_a_second_push_writes_nothing(faulty: P
 def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Path) -> None:
     """Of two objects there the one that another writer left is not trusted, although it has the right size."""
     large = f"{PLACE}/{LARGE}"
-    faulty.server.faults.refuse = lambda asked: (
-        ("503 Slow Down", "SlowDown") if asked.method == "PUT" and large in asked.path else None
+    faulty.server.faults.refuse = lambda request: (
+        ("503 Slow Down", "SlowDown") if request.method == "PUT" and large in request.path else None
     )
     with pytest.raises(FetchFailed, match="SlowDown") as caught:
         push(faulty, source)
@@ -151,8 +151,8 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
     with ThreadPoolExecutor(4) as threads:
         pushes = [threads.submit(push, place, source) for _ in range(3)]
         pushes.append(threads.submit(opened(place).push, less, short, FetchProgress("it")))
-        for each in pushes:
-            each.result()
+        for entry in pushes:
+            entry.result()
     (stored,) = opened(place).listed()
     assert stored.wrong == {}
     assert stored.manifest is not None
@@ -166,15 +166,15 @@ def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
 ) -> None:
     """What a push relied on is gone when it ends: it looks again."""
     push(faulty, source)
-    other = ClusterCache(faulty.url, LIMITS)
+    second_cache = ClusterCache(faulty.url, LIMITS)
     lists = removals = 0
 
-    def removed(asked: Request) -> None:
+    def removed(request: Request) -> None:
         nonlocal lists, removals
-        lists += asked.path == f"/{BUCKET}"
-        if not removals and (asked.method == "PUT" and asked.path.endswith("more.txt") if is_more else lists == 2):
+        lists += request.path == f"/{BUCKET}"
+        if not removals and (request.method == "PUT" and request.path.endswith("more.txt") if is_more else lists == 2):
             removals += 1
-            other.remove(REPOSITORY, COMMIT)
+            second_cache.remove(REPOSITORY, COMMIT)
 
     if is_more:
         (source / "more.txt").write_text("more")
@@ -307,9 +307,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_read_again(faulty: Place
     faulty.put(f"{PLACE}/{LARGE}", bytes(len(right)))
     reads = 0
 
-    def repaired(asked: Request) -> None:
+    def repaired(request: Request) -> None:
         nonlocal reads
-        if asked.range and asked.path.endswith(LARGE):
+        if request.range and request.path.endswith(LARGE):
             reads += 1
             if reads == 8:
                 faulty.put(f"{PLACE}/{LARGE}", right)
@@ -330,8 +330,8 @@ def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path,
     push(faulty, source)
     second = threading.Event()
 
-    def wait_for_another(asked: Request) -> None:
-        if asked.range:
+    def wait_for_another(request: Request) -> None:
+        if request.range:
             if faulty.server.faults.now > 1:
                 second.set()
             second.wait(LIMITS.stall_s / 2)  # the first read of all waits for the next one
@@ -340,7 +340,7 @@ def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path,
     faulty.server.faults = Faults(before=wait_for_another)
     obtained(faulty, tmp_path / "cache")
     assert 1 < faulty.server.faults.most_at_once <= LIMITS.parts_at_once
-    ranges = [tuple(map(int, asked.range.removeprefix("bytes=").split("-"))) for asked in faulty.server.faults.reads()]
+    ranges = [tuple(map(int, read.range.removeprefix("bytes=").split("-"))) for read in faulty.server.faults.reads()]
     assert {end - start + 1 for start, end in ranges if start} == {64 << 10, 1_000_003 % (64 << 10)}
 
 
@@ -404,8 +404,8 @@ def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source:
 
 def first_read(place: Place) -> int:
     """The first byte of the large file that was asked for since the faults were set."""
-    asked = (each for each in place.server.faults.reads() if each.path.endswith(LARGE))
-    return min(int(each.range.removeprefix("bytes=").split("-")[0]) for each in asked)
+    reads = (read for read in place.server.faults.reads() if read.path.endswith(LARGE))
+    return min(int(read.range.removeprefix("bytes=").split("-")[0]) for read in reads)
 
 
 def _length(tmp_path: Path) -> int:
@@ -487,10 +487,10 @@ def test_an_answer_that_may_be_another_one_later_is_asked_for_again(
     push(faulty, source)
     refused: set[Request] = set()
 
-    def once(asked: Request) -> tuple[str, str] | None:
-        if asked in refused:
+    def once(request: Request) -> tuple[str, str] | None:
+        if request in refused:
             return None
-        refused.add(asked)
+        refused.add(request)
         return status, "SlowDown"
 
     faulty.server.faults = Faults(refuse=once)
@@ -511,7 +511,7 @@ def test_credentials_that_expire_in_the_middle_are_a_typed_error(
     """Asked once, not again and again; when they are renewed the next try goes on."""
     push(faulty, source)
     faulty.server.faults = Faults(
-        refuse=lambda asked: (status, code) if len(faulty.server.faults.reads()) > 8 else None
+        refuse=lambda request: (status, code) if len(faulty.server.faults.reads()) > 8 else None
     )
     with pytest.raises(
         FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): give credentials"

@@ -74,16 +74,16 @@ def test_a_package_of_kernels_counts_if_it_can_be_imported(
         (tmp_path / "flash_attn.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    found = flash_import.__wrapped__()
+    reason = flash_import.__wrapped__()
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    assert expected in found
-    assert bool(found) is bool(expected)
+    assert expected in reason
+    assert bool(reason) is bool(expected)
 
 
 def test_a_kernel_that_cannot_run_is_not_told_of_as_the_one_in_force(tmp_path: Path) -> None:
     model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)).eval()
-    found = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
-    assert found == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
+    backends = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
+    assert backends == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
 
 
 @pytest.mark.parametrize(

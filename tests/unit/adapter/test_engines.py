@@ -108,8 +108,8 @@ def packed_of(lengths: list[int], vocabulary: int = 100) -> PackedBatch:
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())
 
 
-def cost(found: list[RowGroup]) -> int:
-    return sum(PASS_TOKENS + group.rows * group.columns for group in found)
+def cost(row_groups: list[RowGroup]) -> int:
+    return sum(PASS_TOKENS + group.rows * group.columns for group in row_groups)
 
 
 @given(
@@ -121,10 +121,10 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
     lengths: list[int], max_tokens: int, max_filling: int
 ) -> None:
     lengths.sort()
-    found = groups(np.array(lengths), max_tokens, max_filling)
-    assert [group.start for group in found] == [0, *(group.stop for group in found)][:-1]
-    assert found[-1].stop == len(lengths)
-    for group in found:
+    row_groups = groups(np.array(lengths), max_tokens, max_filling)
+    assert [group.start for group in row_groups] == [0, *(group.stop for group in row_groups)][:-1]
+    assert row_groups[-1].stop == len(lengths)
+    for group in row_groups:
         held = lengths[group.start : group.stop]
         assert group.rows.bit_count() == 1
         assert 0 < len(held) <= group.rows < 2 * len(held)
@@ -134,7 +134,7 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
         assert group.columns - held[0] <= max_filling
     for apart in range(1, len(lengths)):
         parts = (lengths[:apart], lengths[apart:])
-        assert cost(found) <= sum(cost(groups(np.array(part), max_tokens, max_filling)) for part in parts)
+        assert cost(row_groups) <= sum(cost(groups(np.array(part), max_tokens, max_filling)) for part in parts)
 
 
 def test_what_fills_up_costs_less_than_a_pass_more() -> None:
@@ -209,8 +209,8 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
     graph, stock = loaded(bert, "bert"), loaded(bert, "bert", engine="torch")
     assert (graph.backbone.engine.engine, stock.backbone.engine.engine) == ("openvino", "torch")
     packed = packed_of([5, 64, 5, 9, 5, 31, 128])
-    found = states(graph, packed)
-    torch.testing.assert_close(found, states(stock, packed), atol=2e-5, rtol=1e-4)
+    states_run = states(graph, packed)
+    torch.testing.assert_close(states_run, states(stock, packed), atol=2e-5, rtol=1e-4)
     hidden = pack(
         Items(np.array([9, 33]), packed.ids[:42].astype(np.int32), visible=np.array([5, 33])), np.arange(2), Positions()
     )
@@ -219,7 +219,7 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
         own = slice(int(packed.bounds[sequence]), int(packed.bounds[sequence + 1]))
         ids = packed.ids[own].astype(np.int32)
         alone = pack(Items(np.array([len(ids)]), ids), np.arange(1), Positions())
-        torch.testing.assert_close(states(graph, alone), found[own], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(states(graph, alone), states_run[own], atol=1e-5, rtol=1e-4)
 
 
 def test_a_conversion_logs_no_warning(bert: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,14 +238,14 @@ def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
     packed = packed_of([17, 3, 40, 40, 90])
     expected = states(first, packed)
     assert torch.equal(expected, states(second, packed))
-    found: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: found.append(states(first, packed))) for _ in range(4)]
+    runs: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: runs.append(states(first, packed))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(expected, each) for each in found)
+    assert len(runs) == 4
+    assert all(torch.equal(expected, run_threads) for run_threads in runs)
 
 
 def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
 
 def test_the_weights_of_torch_are_freed(bert: Path) -> None:
     model = loaded(bert, "bert")
-    assert {each.device.type for each in model.backbone._model.parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in model.backbone._model.parameters()} == {"meta"}
     assert model.memory_bytes > 0
 
 
@@ -265,7 +265,7 @@ def test_an_architecture_that_does_not_convert_runs_on_torch(longrope: Path) -> 
     model: Any = loaded(longrope, "llama longrope")
     assert model.engine_choice.engine == "torch"
     assert "not openvino: it does not convert" in model.engine_choice.reason
-    assert {each.device.type for each in model.backbone._model.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in model.backbone._model.parameters()} == {"cpu"}
     with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: it does not convert"):
         loaded(longrope, "llama longrope", engine="openvino")
 
@@ -276,8 +276,8 @@ def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
     class Corrupted(Graph):
         def _run(self, packed: PackedBatch, compiled: Any) -> torch.Tensor:
-            found = super()._run(packed, compiled)
-            return found.roll(1, dims=1) if compiled is getattr(self, request.param) else found
+            states_run = super()._run(packed, compiled)
+            return states_run.roll(1, dims=1) if compiled is getattr(self, request.param) else states_run
 
     monkeypatch.setattr(backbones, "Graph", Corrupted)
     monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
@@ -297,7 +297,7 @@ def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
 @pytest.mark.parametrize(("load", "copies"), [({}, 3), ({"engine": "torch"}, 1)])
 def test_the_copies_of_a_conversion_count_before_a_load(bert: Path, load: dict[str, Any], copies: int) -> None:
     entry = entry_of(bert, "bert", load)
-    nbytes = sum(each.numel() * 4 for each in load_file(bert / "model.safetensors").values())
+    nbytes = sum(tensor.numel() * 4 for tensor in load_file(bert / "model.safetensors").values())
     assert loader_of(bert).needed_bytes(Catalogue.resolve_profile(entry, "default", entry.id)) == copies * nbytes
 
 
@@ -359,22 +359,24 @@ def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:
     assert small.engine_choice.demand == "load.precision is int8"
     assert small.memory_bytes < whole.memory_bytes
     packed = packed_of([5, 64, 5, 9, 128])
-    found = states(small, packed)
-    assert float(torch.cosine_similarity(found.float(), states(whole, packed), dim=1).min()) > 0.98
+    states_run = states(small, packed)
+    assert float(torch.cosine_similarity(states_run.float(), states(whole, packed), dim=1).min()) > 0.98
     own = slice(int(packed.bounds[0]), int(packed.bounds[1]))
     alone = pack(Items(np.array([5]), packed.ids[own].astype(np.int32)), np.arange(1), Positions())
-    torch.testing.assert_close(states(small, alone).float(), found[own].float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(states(small, alone).float(), states_run[own].float(), atol=2e-2, rtol=2e-2)
 
 
 def test_minilm_in_8_bits_ranks_texts_as_sentence_transformers() -> None:
-    made = ParityEngine()
-    served = made.load(oracle.model_folder(), "int8", width=384, max_tokens=256, engine="openvino")
+    engine = ParityEngine()
+    served = engine.load(oracle.model_folder(), "int8", width=384, max_tokens=256, engine="openvino")
     texts = oracle.ragged_texts(40, seed=3)
-    found, wanted = served.encode(texts, normalize=True), oracle.encode(texts)
-    assert oracle.cosines(found, wanted).min() >= 0.99
-    one, other = np.triu_indices(len(texts), 1)
-    assert kendalltau((found @ found.T)[one, other], (wanted @ wanted.T)[one, other])[0] >= 0.95
-    made.stop()
+    vectors, vectors_expected = served.encode(texts, normalize=True), oracle.encode(texts)
+    assert oracle.cosines(vectors, vectors_expected).min() >= 0.99
+    left, right = np.triu_indices(len(texts), 1)
+    assert (
+        kendalltau((vectors @ vectors.T)[left, right], (vectors_expected @ vectors_expected.T)[left, right])[0] >= 0.95
+    )
+    engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -419,8 +421,8 @@ def test_the_fingerprint_names_the_engine_that_runs_and_not_who_asked() -> None:
     entry = parse_entry(
         {"id": "a/b", "weights": {"path": "x"}, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8}
     )
-    asked = LoadOptions(engine="torch")
-    assert fingerprint(entry, LoadOptions(), "float32") == fingerprint(entry, asked, "float32", "torch")
+    options = LoadOptions(engine="torch")
+    assert fingerprint(entry, LoadOptions(), "float32") == fingerprint(entry, options, "float32", "torch")
     assert fingerprint(entry, LoadOptions(), "float32") != fingerprint(entry, LoadOptions(), "float32", "openvino")
 
 

@@ -134,12 +134,12 @@ def model_of(folder: Path, auto: Any = AutoModel, *, consumed: tuple[str, ...] =
 
 def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> Path:
     """A copy of the model less the named tensors, plus the added ones."""
-    made = copied(folder, target)
-    tensors = load_file(made / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
-    assert len(kept) == len(tensors) - len(names)
-    save_file({**kept, **added}, made / "model.safetensors", {"format": "pt"})
-    return made
+    folder_copied = copied(folder, target)
+    tensors = load_file(folder_copied / "model.safetensors")
+    tensors_left = {name: tensor for name, tensor in tensors.items() if name not in names}
+    assert len(tensors_left) == len(tensors) - len(names)
+    save_file({**tensors_left, **added}, folder_copied / "model.safetensors", {"format": "pt"})
+    return folder_copied
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_a_weight_that_the_caller_reads_is_not_unexpected(bert: Path, tmp_path: 
     folder = without(bert, tmp_path / "more", **added)
     with pytest.raises(ModelLoadFailed, match=r"1 unexpected keys: other\.weight"):
         model_of(folder, consumed=("linear.weight",))
-    found = checkpoint.tensor(folder, "linear.weight")
-    assert found is not None
-    assert torch.equal(found, added["linear.weight"])
+    tensor = checkpoint.tensor(folder, "linear.weight")
+    assert tensor is not None
+    assert torch.equal(tensor, added["linear.weight"])
     assert checkpoint.tensor(folder, "absent") is None
 
 
@@ -223,9 +223,9 @@ def test_an_entry_overrides_the_direction_of_attention(kind: str, override: bool
         encoder = toys.load(folder, options=options)
         assert encoder.attention == "sdpa"
         first, second = np.array([7, 8, 9], np.int32), np.array([7, 8, 10], np.int32)
-        one, other = states_packed(encoder, [first, second])
-        assert torch.allclose(one[0], other[0], atol=1e-6) == causal
-        assert not torch.allclose(one[2], other[2], atol=1e-2)
+        first_states, second_states = states_packed(encoder, [first, second])
+        assert torch.allclose(first_states[0], second_states[0], atol=1e-6) == causal
+        assert not torch.allclose(first_states[2], second_states[2], atol=1e-2)
 
 
 # modules.json
@@ -262,8 +262,8 @@ def modules(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) ->
 def test_the_pooling_of_a_model_is_read_from_its_own_files(
     config: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    found = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
-    assert (found.pooling, found.normalizes) == (expected, True)
+    modules_read = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
+    assert (modules_read.pooling, modules_read.normalizes) == (expected, True)
     bare = read_modules(tmp_path / "none")
     assert (bare.pooling, bare.layers, bare.normalizes) == ("", (), False)
 
@@ -500,10 +500,10 @@ def test_bfloat16_is_near_float32_and_keeps_rotary_bases(kind: str, tmp_path: Pa
 
 def test_a_load_leaves_the_precision_of_the_process_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane that computes while another model loads must not see another default."""
-    seen: list[torch.dtype] = []
-    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    tensors_read: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", tensors_read.append)
     toys.load(bert, dtype=torch.bfloat16)
-    assert set(seen) <= {torch.float32}
+    assert set(tensors_read) <= {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,14 +80,14 @@ def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
     """The code of a new primitive finds no memory; with all of it free again, oneDNN still refuses that thread, and we
     do not.
     """
-    told = child("unusable_thread.py", timeout_s=60)
-    assert told["refusal"] == "could not create a primitive"
-    assert told["unusable"]
-    assert not told["new_thread"]
-    assert told["here"] == "right"
-    assert told["results"] == ["right"] * 3
-    assert told["refused"] == []
-    assert told["device_thread"] == {
+    report = child("unusable_thread.py", timeout_s=60)
+    assert report["refusal"] == "could not create a primitive"
+    assert report["unusable"]
+    assert not report["new_thread"]
+    assert report["here"] == "right"
+    assert report["results"] == ["right"] * 3
+    assert report["refused"] == []
+    assert report["device_thread"] == {
         "told": [["could not create a primitive", False], ["right", False], ["right", False]],
         "ended": True,
     }
@@ -98,10 +98,12 @@ def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
     layer = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "max_position_embeddings": 64}
     small = toys.save(folder / "small", "bert", **layer, num_hidden_layers=1)
     large = toys.save(folder / "large", "bert", **layer, num_hidden_layers=layers)
-    told = child("load_cycles.py", small, large, cycles, timeout_s=timeout_s)
-    before, *after = told["resident"]
-    assert told["weights"] >= layers * 50e6
-    assert max(after) - before <= 0.05 * told["weights"], f"MiB: {[resident >> 20 for resident in told['resident']]}"
+    report = child("load_cycles.py", small, large, cycles, timeout_s=timeout_s)
+    before, *after = report["resident"]
+    assert report["weights"] >= layers * 50e6
+    assert max(after) - before <= 0.05 * report["weights"], (
+        f"MiB: {[resident >> 20 for resident in report['resident']]}"
+    )
 
 
 @pytest.mark.long

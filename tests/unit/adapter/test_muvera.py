@@ -240,11 +240,11 @@ class Largest(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
-        return made
+        return result
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def die_in(path: Path, tokens: int, fitted: int = 0) -> None:
 
 
 def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
-    kept = PassRecords(path)
-    with kept.during(KEY, 10, 0), kept.during(KEY, 20, 5):
+    records = PassRecords(path)
+    with records.during(KEY, 10, 0), records.during(KEY, 20, 5):
         pass
-    with pytest.raises(MemoryError), kept.during(KEY, 30, 0):
+    with pytest.raises(MemoryError), records.during(KEY, 30, 0):
         raise MemoryError
     assert PassRecords(path).left() == []
     die_in(path, 4000, 3000)
@@ -52,14 +52,14 @@ def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
 
 
 def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
-    kept = PassRecords(path)
-    running = [kept.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
-    for each in running:
-        each.__enter__()
-    with kept.during("x" * 5000, 7, 0):
+    records = PassRecords(path)
+    running = [records.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
+    for record in running:
+        record.__enter__()
+    with records.during("x" * 5000, 7, 0):
         assert len(PassRecords(path).left()) == SLOTS
-    for each in running:
-        each.__exit__(None, None, None)
+    for record in running:
+        record.__exit__(None, None, None)
 
 
 def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None
 
 
 def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:
-    one, other = (
+    first, second = (
         load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
         for name in "ab"
     )
-    DeviceLimits.for_machine(one).failed(KEY, 100)
-    assert DeviceLimits.for_machine(other).limit(KEY) == 50
-    with PassRecords.for_socket(one).during(KEY, 9, 0):
-        assert PassRecords.for_socket(other).left() == []
+    DeviceLimits.for_machine(first).failed(KEY, 100)
+    assert DeviceLimits.for_machine(second).limit(KEY) == 50
+    with PassRecords.for_socket(first).during(KEY, 9, 0):
+        assert PassRecords.for_socket(second).left() == []

@@ -136,10 +136,10 @@ def test_a_profile_that_gets_another_precision_is_told_so_once(
             name: warned.load(Catalogue.resolve_profile(entry, name, "test/mini"))
             for name in ("default", "bf16", "bf16", "half")
         }
-    told = {
+    precisions = {
         name: (model.requested_precision, model.precision, model.precision_reason) for name, model in models.items()
     }
-    assert told == {
+    assert precisions == {
         "default": ("float32", "float32", ""),
         "bf16": ("bfloat16", "float32", NO_INSTRUCTIONS),
         "half": ("float16", "float32", NO_INSTRUCTIONS),

@@ -35,32 +35,32 @@ class Letters:
         self.calls.append(tuple(texts))
         if options.parameters.get("colour"):
             raise InvalidInput("colour: no such thing", reason="schema")
-        found = [self._vectors(text) for text in texts]
-        return found[self.lost :]
+        results = [self._vectors(text) for text in texts]
+        return results[self.lost :]
 
     def _vectors(self, text: str) -> dict[str, Any] | SIEError:
         if text == "bad":
             return InferenceFailed("bad", reason="their_own")
         counts = [float(text.count(letter)) for letter in "abc"]
         rows = np.eye(3)[["abc".index(letter) for letter in text if letter in "abc"]].reshape(-1, 3)
-        found: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             "dense": [NAN] * 3 if text == "nan" else counts,
             "sparse": ([1, 5], [0.5, 0.25]),
             "multivector": rows,
         }
         if text.startswith("nan in "):
             name = text.removeprefix("nan in ")
-            found = {"dense": counts, name: ([1], [NAN]) if name == "sparse" else np.full((2, 3), NAN)}
+            outputs = {"dense": counts, name: ([1], [NAN]) if name == "sparse" else np.full((2, 3), NAN)}
         if text == "only dense":
-            found = {"dense": counts}
-        return found
+            outputs = {"dense": counts}
+        return outputs
 
     def score(self, query: str, texts: Sequence[str], options: RunOptions) -> list[Any]:
         self.calls.append((query, *texts))
         if query == "poison":
             raise InvalidInput("poison", reason="poison")
-        found = [self._score(query, text) for text in texts]
-        return found[self.lost :]
+        scores = [self._score(query, text) for text in texts]
+        return scores[self.lost :]
 
     def _score(self, query: str, text: str) -> float | SIEError:
         if text == "bad":
@@ -69,8 +69,8 @@ class Letters:
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Any]:
         self.calls.append(tuple(texts))
-        found = [self._found(text, option) for text, option in zip(texts, options, strict=True)]
-        return found[self.lost :]
+        results = [self._found(text, option) for text, option in zip(texts, options, strict=True)]
+        return results[self.lost :]
 
     def _found(self, text: str, option: ExtractOptions) -> dict[str, Any] | SIEError:
         if text == "bad":
@@ -101,7 +101,7 @@ def test_texts_become_vectors_with_the_options_of_their_group() -> None:
     done = run("encode", ["a", "bb", "abc", "ca", "ab"], *groups, family=family)
     assert family.calls == [("a", "bb"), ("abc",), ("ca",), ("ab",)]
     got = arrays(done)
-    assert [found["dense"].tolist() for found in got[:2]] == [[1, 0, 0], [0, 2, 0]]
+    assert [outcome["dense"].tolist() for outcome in got[:2]] == [[1, 0, 0], [0, 2, 0]]
     np.testing.assert_allclose(got[2]["dense"], np.array([1, 1]) / np.sqrt(2), rtol=1e-6)
     assert list(got[3]) == ["sparse.indices", "sparse.values", "multivector", "dense"]
     assert got[3]["multivector"].tolist() == [[0, 0, 1], [1, 0, 0]]
@@ -128,7 +128,7 @@ def test_a_nan_in_any_output_stays_inside(output: str) -> None:
     text = f"nan in {'multivector' if output == 'dense' else output}"
     done = run("encode", [text, "abc"], Group(0, 2, options))
     assert reasons(done) == ["non_finite", ""]
-    assert all(np.isfinite(array).all() for found in arrays(done) for array in found.values())
+    assert all(np.isfinite(array).all() for entry in arrays(done) for array in entry.values())
 
 
 def test_what_one_group_asks_in_vain_is_no_harm_to_the_others() -> None:
@@ -226,8 +226,8 @@ def test_texts_that_do_not_fit_together_are_halved_and_one_that_fits_nowhere_is_
 
     done = run("encode", ["a", "b", "ab", "huge", "c", "bc", "abc"], Group(0, 7, RAW), family=Small())
     assert reasons(done)[3] == "out_of_memory"
-    kept = [outcome for outcome in done.outcomes if isinstance(outcome, Ok)]
-    vectors = [np.frombuffer(done.block, "<f4", 3, outcome.outputs["dense"].offset).tolist() for outcome in kept]
+    good = [outcome for outcome in done.outcomes if isinstance(outcome, Ok)]
+    vectors = [np.frombuffer(done.block, "<f4", 3, outcome.outputs["dense"].offset).tolist() for outcome in good]
     assert vectors == [[float(text.count(letter)) for letter in "abc"] for text in ("a", "b", "ab", "c", "bc", "abc")]
 
 
@@ -260,8 +260,8 @@ class Tokenising:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Any]:
-        def run(some: Sequence[str], option: ExtractOptions, made: Counted) -> list[Any]:
-            return [{"entities": [{"text": text, "size": size}]} for text, size in zip(some, made.counts, strict=True)]
+        def run(some: Sequence[str], option: ExtractOptions, count: Counted) -> list[Any]:
+            return [{"entities": [{"text": text, "size": size}]} for text, size in zip(some, count.counts, strict=True)]
 
         return run_alike(texts, options, self._make, run, preparation)
 

@@ -64,20 +64,20 @@ class Sums:
     rows: list[int] = field(default_factory=list)  # of each step
 
     def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
-        found = []
+        results = []
         for prompt in prompts:
             keys = torch.tensor(prompt.ids, dtype=torch.float64).view(1, 1, -1, 1)
             values = torch.arange(1.0, len(prompt.ids) + 1, dtype=torch.float64).view(1, 1, -1, 1)
-            found.append(RowStart([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
-        return found
+            results.append(RowStart([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
+        return results
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         self.rows.append(len(ids))
         self.fails(len(ids))
         places = slots.positions - self.shift + 1
         keys, values = slots.cache().update(ids[:, None, :, None].double(), places[:, None, :, None].double(), 0)
-        seen = slots.mask[:, 0, 0, :, None]
-        sums = torch.where(seen, keys[:, 0] * values[:, 0], 0.0).sum((1, 2)).long()
+        visible_mask = slots.mask[:, 0, 0, :, None]
+        sums = torch.where(visible_mask, keys[:, 0] * values[:, 0], 0.0).sum((1, 2)).long()
         return _scores(((sums * 7 + places[:, 0]) % WORDS).tolist())
 
 
@@ -108,24 +108,24 @@ def test_a_row_that_joins_between_steps_changes_no_row(every: int) -> None:
             loop.waiting.append(left.pop(0))
         loop.turn()
         turns += 1
-    assert [GeneratedText(each.ids, each.finish) for each in rows if each.finish] == [
-        expected(each) for each in PROMPTS
+    assert [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish] == [
+        expected(prompt) for prompt in PROMPTS
     ]
-    assert {each.finish for each in rows} == {"stop", "length"}
+    assert {entry.finish for entry in rows} == {"stop", "length"}
 
 
 def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
     model = Sums(together=4)
-    found: dict[int, list[GeneratedText]] = {}
+    results: dict[int, list[GeneratedText]] = {}
     threads = [
-        threading.Thread(target=lambda part=part: found.update({part: readings.read(model, PROMPTS[part::2])}))
+        threading.Thread(target=lambda part=part: results.update({part: readings.read(model, PROMPTS[part::2])}))
         for part in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert found == {part: [expected(each) for each in PROMPTS[part::2]] for part in range(2)}
+    assert results == {part: [expected(prompt) for prompt in PROMPTS[part::2]] for part in range(2)}
     assert max(model.rows) >= 4
     assert readings.stop(TIMEOUT_S)
 
@@ -133,18 +133,18 @@ def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
 def test_no_more_rows_run_at_a_time_than_there_are_places(readings: Readings) -> None:
     model = Sums(together=8)
     prompts = PROMPTS * 4
-    assert readings.read(model, prompts) == [expected(each) for each in prompts]
+    assert readings.read(model, prompts) == [expected(prompt) for prompt in prompts]
     assert max(model.rows) <= reading.MAX_ROWS
 
 
 def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
-    model, gone = Sums(together=8), threading.Event()
+    model, cancelled = Sums(together=8), threading.Event()
     loop = _Loop(model, CPU)
-    leaves, stays = row(PROMPTS[0], gone.is_set), row(PROMPTS[5])
+    leaves, stays = row(PROMPTS[0], cancelled.is_set), row(PROMPTS[5])
     loop.waiting.extend([leaves, stays])
     loop.turn()
     loop.turn()
-    gone.set()
+    cancelled.set()
     loop.turn()
     assert model.rows == [2, 2, 1]
     assert isinstance(leaves.call.error, InternalFailure)
@@ -160,7 +160,7 @@ def test_rows_that_do_not_fit_together_begin_anew_with_fewer_mates(readings: Rea
             raise torch.OutOfMemoryError("too many")
 
     model = Sums(together=8, fails=fails)
-    assert readings.read(model, PROMPTS) == [expected(each) for each in PROMPTS]
+    assert readings.read(model, PROMPTS) == [expected(prompt) for prompt in PROMPTS]
     assert max(model.rows) > 2
 
 
@@ -195,8 +195,8 @@ class Device:
             self.loop.turn()
             if len(self.loop._rows) > 1:
                 most = max(most, self.held_bytes())
-        assert [each.call.error for each in rows] == [None] * len(rows)
-        return [GeneratedText(each.ids, each.finish) for each in rows if each.finish], most
+        assert [entry.call.error for entry in rows] == [None] * len(rows)
+        return [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish], most
 
 
 POSITION_BYTES = 2 * 8  # a key and a value of Sums
@@ -207,23 +207,23 @@ def test_rows_together_take_no_more_than_the_device_has_for_them(slots: int) -> 
     """Room for so many rows of 128 positions. All become longer, so some wait, and the youngest begin anew."""
     limit_bytes = slots * 128 * POSITION_BYTES
     device = Device(limit_bytes)
-    found, most = device.read(LONG)
-    assert found == [expected(each) for each in LONG]
+    texts_read, most = device.read(LONG)
+    assert texts_read == [expected(prompt) for prompt in LONG]
     assert most <= limit_bytes
     assert max(device.model.rows) >= min(slots, 2)
 
 
 def test_a_row_alone_takes_what_it_needs() -> None:
     device = Device(0)
-    assert device.read(LONG[:3]) == ([expected(each) for each in LONG[:3]], 0)
+    assert device.read(LONG[:3]) == ([expected(prompt) for prompt in LONG[:3]], 0)
 
 
 def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
     """None of these begins anew. While two rows become four, both sizes are held."""
     device = Device((2 + 4) * 64 * POSITION_BYTES)
     prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
-    found, _ = device.read(prompts)
-    assert found == [expected(each) for each in prompts]
+    texts_read, _ = device.read(prompts)
+    assert texts_read == [expected(prompt) for prompt in prompts]
     assert max(device.model.rows) == 4
     assert sum(device.model.rows) == 10 * 19
 
@@ -242,10 +242,10 @@ def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None
     loop.waiting.extend(rows)
     while not loop.is_idle:
         loop.turn()
-    assert [GeneratedText(each.ids, each.finish) for each in rows if each.finish] == [
-        expected(each) for each in PROMPTS[:2]
+    assert [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish] == [
+        expected(prompt) for prompt in PROMPTS[:2]
     ]
-    assert sum(model.rows) == sum(len(each.ids) - 1 for each in rows)
+    assert sum(model.rows) == sum(len(entry.ids) - 1 for entry in rows)
 
 
 def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
@@ -258,7 +258,7 @@ def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
 
     model = Sums(together=8, fails=fails)
     loop = _Loop(model, CPU)
-    loop.waiting.extend(row(each) for each in LONG * 2)
+    loop.waiting.extend(row(prompt) for prompt in LONG * 2)
     while not loop.is_idle:
         loop.turn()
     assert model.rows[0] == 8
@@ -272,7 +272,7 @@ def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -
 
     with pytest.raises(ValueError, match="wrong"):
         readings.read(Sums(fails=fails), PROMPTS)
-    assert readings.read(Sums(), PROMPTS) == [expected(each) for each in PROMPTS]
+    assert readings.read(Sums(), PROMPTS) == [expected(prompt) for prompt in PROMPTS]
 
 
 def test_scores_that_are_not_finite_end_one_row(readings: Readings) -> None:
@@ -355,8 +355,8 @@ def test_a_row_goes_on_with_the_prompt_that_follows_behind_those_that_wait(first
     going = replace(asked(5, 6, most=first), then=asked(8, 9, most=6))
     last = going.following(expected(going))
     assert last is not None
-    given = [going, *PROMPTS]
-    assert readings.read(Sums(), given) == [expected(last), *map(expected, PROMPTS)]
+    prompts = [going, *PROMPTS]
+    assert readings.read(Sums(), prompts) == [expected(last), *map(expected, PROMPTS)]
 
 
 def test_a_row_that_repeats_itself_ends() -> None:

@@ -69,9 +69,9 @@ each_python = pytest.mark.parametrize("name", ["fake", pytest.param("real", mark
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A model, and for the one that stands for the real server its states."""
-    made = add_modules(build(tmp_path / "qwen3", ARCHITECTURES["qwen3 causal"]), [pooling("last"), NORMALIZE])
-    states = fake_sglang.LastStates(made)
-    yield made
+    created = add_modules(build(tmp_path / "qwen3", ARCHITECTURES["qwen3 causal"]), [pooling("last"), NORMALIZE])
+    states = fake_sglang.LastStates(created)
+    yield created
     states.close()
 
 
@@ -90,27 +90,27 @@ def entry_of(folder: Path, **load: Any) -> ModelEntry:
 
 @contextmanager
 def engine(python: str | None) -> Iterator[AdapterEngine]:
-    made = AdapterEngine(Settings(device="cpu", sglang_python=python))
+    sglang_engine = AdapterEngine(Settings(device="cpu", sglang_python=python))
     try:
-        yield made
+        yield sglang_engine
     finally:
-        assert made.stop(10)
+        assert sglang_engine.stop(10)
 
 
-def runner_of(made: AdapterEngine) -> SGLang:
-    with made.residency.use("m") as resident:
+def runner_of(sglang_engine: AdapterEngine) -> SGLang:
+    with sglang_engine.residency.use("m") as resident:
         runner: StateRunner = resident.weights.backbone._runner  # type: ignore[attr-defined]
     assert isinstance(runner, SGLang)
     return runner
 
 
-def run(made: AdapterEngine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
+def run(sglang_engine: AdapterEngine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
     lengths, ids = np.array([len(ids) for ids in texts], "<i4"), np.concatenate(texts).astype("<i4")
     group = Group(0, len(texts), RunOptions(**options))
     message = RunBatch("b", "m", "encode", lengths.tobytes(), ids.tobytes(), (group,), pooling=pooling)
-    found = made.execute(message)
-    assert isinstance(found, BatchDone | Refused)
-    return found
+    reply = sglang_engine.execute(message)
+    assert isinstance(reply, BatchDone | Refused)
+    return reply
 
 
 def vectors(done: BatchDone | Refused) -> np.ndarray:
@@ -118,10 +118,10 @@ def vectors(done: BatchDone | Refused) -> np.ndarray:
     return np.frombuffer(done.block, "<f4").reshape(len(done.outcomes), -1)
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def until(condition: Callable[[], object], event: str) -> None:
     end_s = time.monotonic() + ENDS_S
     while not condition():
-        assert time.monotonic() < end_s, what
+        assert time.monotonic() < end_s, event
         time.sleep(0.02)
 
 
@@ -142,25 +142,28 @@ def test_its_vectors_are_those_of_torch_and_its_processes_end_with_the_model(
         stock.residency.ensure("m", entry_of(folder, engine="torch"))
         expected, means = vectors(run(stock, TEXTS)), vectors(run(stock, TEXTS, pooling="mean"))
         unscaled = vectors(run(stock, TEXTS, normalize=False))
-    with engine(request.getfixturevalue(name)) as made:
-        weights: Any = made.residency.ensure("m", entry_of(folder)).weights
+    with engine(request.getfixturevalue(name)) as sglang_engine:
+        weights: Any = sglang_engine.residency.ensure("m", entry_of(folder)).weights
         assert (weights.engine_choice.engine, weights.attention) == ("sglang", "sglang")
         assert weights.certificate["packed"]["dense"] >= 0.9999
         assert weights.memory_bytes > (5e6 if name == "fake" else 100e6), "that of its processes"
         del weights
-        done = run(made, TEXTS)
+        done = run(sglang_engine, TEXTS)
         np.testing.assert_allclose(vectors(done), expected, atol=1e-5)
         assert isinstance(done, BatchDone)
         assert done.engine == "sglang"
         for text, vector in zip(TEXTS, expected, strict=True):
-            np.testing.assert_allclose(vectors(run(made, [text]))[0], vector, atol=1e-5)
-        for other, wanted in ((run(made, TEXTS, pooling="mean"), means), (run(made, TEXTS, normalize=False), unscaled)):
-            np.testing.assert_allclose(vectors(other), wanted, atol=1e-5)
-            assert isinstance(other, BatchDone)
-            assert other.engine == "torch"
-        pids = [pid for pid in psutil.pids() if runs(pid) and os.getsid(pid) == runner_of(made).pid]
+            np.testing.assert_allclose(vectors(run(sglang_engine, [text]))[0], vector, atol=1e-5)
+        for second, vectors_expected in (
+            (run(sglang_engine, TEXTS, pooling="mean"), means),
+            (run(sglang_engine, TEXTS, normalize=False), unscaled),
+        ):
+            np.testing.assert_allclose(vectors(second), vectors_expected, atol=1e-5)
+            assert isinstance(second, BatchDone)
+            assert second.engine == "torch"
+        pids = [pid for pid in psutil.pids() if runs(pid) and os.getsid(pid) == runner_of(sglang_engine).pid]
         assert len(pids) > 1
-        made.residency.release("m")
+        sglang_engine.residency.release("m")
         until(lambda: not any(map(runs, pids)), "the processes of a model that was unloaded")
 
 
@@ -168,28 +171,28 @@ def test_its_vectors_are_those_of_torch_and_its_processes_end_with_the_model(
 def test_a_server_that_was_killed_is_replaced_for_the_next_batch(
     name: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    with engine(request.getfixturevalue(name)) as made:
-        made.residency.ensure("m", entry_of(folder))
-        before, pid = vectors(run(made, TEXTS)), runner_of(made).pid
+    with engine(request.getfixturevalue(name)) as sglang_engine:
+        sglang_engine.residency.ensure("m", entry_of(folder))
+        before, pid = vectors(run(sglang_engine, TEXTS)), runner_of(sglang_engine).pid
         os.kill(pid, signal.SIGKILL)
-        np.testing.assert_allclose(vectors(run(made, TEXTS)), before, atol=1e-6)
-        assert runner_of(made).pid != pid
+        np.testing.assert_allclose(vectors(run(sglang_engine, TEXTS)), before, atol=1e-6)
+        assert runner_of(sglang_engine).pid != pid
         assert not runs(pid)
 
 
 def test_a_text_that_ends_it_fails_and_its_mates_do_not(folder: Path, fake: str) -> None:
-    with engine(fake) as made:
-        made.residency.ensure("m", entry_of(folder))
+    with engine(fake) as sglang_engine:
+        sglang_engine.residency.ensure("m", entry_of(folder))
         (folder / "dies").write_text(str(BAD_ID))
-        expected = vectors(run(made, [[5, 6]]))[0]
-        done = run(made, [[5, BAD_ID], [5, 6]])
+        expected = vectors(run(sglang_engine, [[5, 6]]))[0]
+        done = run(sglang_engine, [[5, BAD_ID], [5, 6]])
         assert isinstance(done, BatchDone)
         failed, fine = done.outcomes
         assert isinstance(failed, Failed)
         assert (failed.error.code, failed.error.reason) == ("INFERENCE_ERROR", "non_finite")
         assert isinstance(fine, Ok)
         np.testing.assert_allclose(np.frombuffer(done.block, "<f4"), expected, atol=1e-6)
-        assert len(vectors(run(made, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
         assert not any(map(runs, started(folder)[:-2])), "of all but the last server, and its child"
 
 
@@ -201,30 +204,30 @@ def test_one_that_does_not_serve_the_model_is_not_used(
     file: str, reason: str, folder: Path, fake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / file).touch()
-    with engine(fake) as made:
+    with engine(fake) as sglang_engine:
         with pytest.raises(ModelLoadFailed, match=rf"load\.engine is sglang: {reason}"):
-            made.residency.ensure("m", entry_of(folder))
+            sglang_engine.residency.ensure("m", entry_of(folder))
         unasked = replace(engines.RULES["sglang"], unasked=lambda facts: "")
         monkeypatch.setattr(engines, "RULES", MappingProxyType({"sglang": unasked, "torch": engines.RULES["torch"]}))
-        weights: Any = made.residency.ensure("m", entry_of(folder, engine=None)).weights
+        weights: Any = sglang_engine.residency.ensure("m", entry_of(folder, engine=None)).weights
         assert weights.engine_choice.engine == "torch"
         assert f"not sglang: {reason}" in weights.engine_choice.reason
-        assert len(vectors(run(made, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
     if file == "wrong":
         until(lambda: not any(map(runs, started(folder))), "the processes of servers that were not used")
 
 
 def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(folder: Path, fake: str) -> None:
-    with engine(fake) as made:
-        made.residency.ensure("m", entry_of(folder))
+    with engine(fake) as sglang_engine:
+        sglang_engine.residency.ensure("m", entry_of(folder))
         (folder / "refuses").touch()
-        os.kill(runner_of(made).pid, signal.SIGKILL)
+        os.kill(runner_of(sglang_engine).pid, signal.SIGKILL)
         for _ in range(2):
-            failed = run(made, TEXTS)
+            failed = run(sglang_engine, TEXTS)
             assert isinstance(failed, Refused)
             assert failed.error.code == "INFERENCE_ERROR"
         (folder / "refuses").unlink()
-        assert len(vectors(run(made, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
 
 
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
@@ -245,12 +248,12 @@ def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None
 
 def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
     """SIE_SGLANG_PYTHON."""
-    with engine(None) as made, pytest.raises(ModelLoadFailed, match="SIE_SGLANG_PYTHON names no environment"):
-        made.residency.ensure("m", entry_of(folder))
-    with engine(fake) as made:
-        assert made.loader.settings.sglang_python == fake
-        made.residency.ensure("m", entry_of(folder))
-        assert runner_of(made).pid == started(folder)[0]
+    with engine(None) as sglang_engine, pytest.raises(ModelLoadFailed, match="SIE_SGLANG_PYTHON names no environment"):
+        sglang_engine.residency.ensure("m", entry_of(folder))
+    with engine(fake) as sglang_engine:
+        assert sglang_engine.loader.settings.sglang_python == fake
+        sglang_engine.residency.ensure("m", entry_of(folder))
+        assert runner_of(sglang_engine).pid == started(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -263,5 +266,5 @@ def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
 def test_what_it_does_not_compute_is_refused(changes: dict[str, str], reason: str, tmp_path: Path, fake: str) -> None:
     made_folder = build(tmp_path / "other", ARCHITECTURES[changes.get("architecture", "qwen3 causal")])
     add_modules(made_folder, [pooling(changes.get("pooling", "last")), NORMALIZE])
-    with engine(fake) as made, pytest.raises(ModelLoadFailed, match=reason):
-        made.residency.ensure("m", entry_of(made_folder))
+    with engine(fake) as sglang_engine, pytest.raises(ModelLoadFailed, match=reason):
+        sglang_engine.residency.ensure("m", entry_of(made_folder))

@@ -29,7 +29,7 @@ class Counting:
         self.read: list[list[int]] = []
 
     def __call__(self, images: Sequence[Shown]) -> list[Output]:
-        values = [int(each.pixels[0, 0, 0]) for each in images]
+        values = [int(entry.pixels[0, 0, 0]) for entry in images]
         self.read.append(values)
         return [(row,) for row in torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous()]
 
@@ -94,8 +94,8 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
 def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
     shared, read = TowerOutputs(10 * BYTES), Counting()
     outputs = shared.of_tower()
-    made = outputs.for_images([image(1), image(2)], read)
-    assert [tensor.untyped_storage().nbytes() for (tensor,) in made] == [BYTES, BYTES]
+    vectors = outputs.for_images([image(1), image(2)], read)
+    assert [tensor.untyped_storage().nbytes() for (tensor,) in vectors] == [BYTES, BYTES]
     assert shared.use().held_bytes == 2 * BYTES
 
 
@@ -164,12 +164,12 @@ class Held:
         return Counting()(images)
 
 
-def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: list[float]) -> threading.Thread:
+def ask(outputs: OutputsOfTower, picture: Shown, read: Held | Counting, values_read: list[float]) -> threading.Thread:
     def run() -> None:
         try:
-            found.extend(values(outputs.for_images([asked], read)))
+            values_read.extend(values(outputs.for_images([picture], read)))
         except MemoryError:
-            found.append(-1.0)
+            values_read.append(-1.0)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -180,29 +180,29 @@ def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: lis
 @pytest.mark.parametrize("max_bytes", [1000, 0])
 def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     shared, held, read = TowerOutputs(max_bytes), Held(), Counting()
-    outputs, found = shared.of_tower(), [0.0][:0]
-    first = ask(outputs, image(5), held, found)
+    outputs, values_read = shared.of_tower(), [0.0][:0]
+    first = ask(outputs, image(5), held, values_read)
     assert held.began.wait(30)
-    second = ask(outputs, image(5), read, found)
+    second = ask(outputs, image(5), read, values_read)
     second.join(0.05)
     assert second.is_alive()
     assert values(outputs.for_images([image(6)], read)) == [6.0]  # others do not wait
     held.go.set()
     first.join()
     second.join()
-    assert found == [5.0, 5.0]
+    assert values_read == [5.0, 5.0]
     assert read.read == [[6]]
 
 
 @pytest.mark.timeout(60)
 def test_who_waits_reads_the_page_if_the_other_failed() -> None:
     held, read = Held(MemoryError()), Counting()
-    outputs, found = TowerOutputs(1000).of_tower(), [0.0][:0]
-    first = ask(outputs, image(5), held, found)
+    outputs, values_read = TowerOutputs(1000).of_tower(), [0.0][:0]
+    first = ask(outputs, image(5), held, values_read)
     assert held.began.wait(30)
-    second = ask(outputs, image(5), read, found)
+    second = ask(outputs, image(5), read, values_read)
     held.go.set()
     first.join()
     second.join()
-    assert sorted(found) == [-1.0, 5.0]
+    assert sorted(values_read) == [-1.0, 5.0]
     assert read.read == [[5]]

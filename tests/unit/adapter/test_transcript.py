@@ -27,19 +27,23 @@ def test_pairs_of_time_stamps_end_segments(
     written: list[int], expected: list[tuple[float, float, list[int]]], used: int
 ) -> None:
     """Of a window of 80 frames that begins at frame 400."""
-    found, moved = segments(written, TIMES, 400, 80)
-    assert [(round(each.start_s, 9), round(each.end_s, 9), list(each.ids)) for each in found] == expected
+    segments_read, moved = segments(written, TIMES, 400, 80)
+    assert [
+        (round(segment.start_s, 9), round(segment.end_s, 9), list(segment.ids)) for segment in segments_read
+    ] == expected
     assert moved == used
 
 
 def test_the_end_of_a_window_is_rounded_as_the_library_rounds_it() -> None:
     frames = range(1, 3001)
-    assert [_last([1], TIMES, each) for each in frames] == [int(torch.tensor(each) * 0.01 / 0.02) for each in frames]
+    assert [_last([1], TIMES, frame) for frame in frames] == [
+        int(torch.tensor(frame) * 0.01 / 0.02) for frame in frames
+    ]
 
 
 def told(**rules: object) -> PromptTokens:
-    given = {"decoder_start_token_id": 10, "no_timestamps_token_id": 99, **rules}
-    return PromptTokens.from_config(GenerationConfig(**given), object())
+    config = {"decoder_start_token_id": 10, "no_timestamps_token_id": 99, **rules}
+    return PromptTokens.from_config(GenerationConfig(**config), object())
 
 
 LANGUAGES, TASKS = {"<|en|>": 11, "<|de|>": 12}, {"transcribe": 20, "translate": 21}
@@ -48,7 +52,7 @@ FORCED = {**MANY, "forced_decoder_ids": [[1, None], [2, 20]]}
 
 
 @pytest.mark.parametrize(
-    ("rules", "asked", "expected"),
+    ("rules", "parameters", "expected"),
     [
         (FORCED, ("", ""), ([10, -1, 20], 1)),
         (FORCED, ("de", ""), ([10, 12, 20], -1)),
@@ -63,13 +67,13 @@ FORCED = {**MANY, "forced_decoder_ids": [[1, None], [2, 20]]}
     ids=range(9),
 )
 def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
-    rules: dict[str, object], asked: tuple[str, str], expected: tuple[list[int], int]
+    rules: dict[str, object], parameters: tuple[str, str], expected: tuple[list[int], int]
 ) -> None:
-    assert tuple(told(**rules).start(*asked)) == expected
+    assert tuple(told(**rules).start(*parameters)) == expected
 
 
 @pytest.mark.parametrize(
-    ("rules", "asked", "message"),
+    ("rules", "parameters", "message"),
     [
         (FORCED, ("xx", ""), "language: supported by the model: de, en"),
         (FORCED, ("", "sing"), "task: supported by the model: transcribe, translate"),
@@ -79,7 +83,7 @@ def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
     ids=range(4),
 )
 def test_a_language_or_a_task_that_is_not_there_is_refused(
-    rules: dict[str, object], asked: tuple[str, str], message: str
+    rules: dict[str, object], parameters: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
-        told(**rules).start(*asked)
+        told(**rules).start(*parameters)

@@ -56,9 +56,9 @@ def test_the_package_serves_where_the_cache_does_not(state: str, tmp_path: Path)
         cached(tmp_path, "0" * 40)
     if state == "without weights":
         (cached(tmp_path) / "model.safetensors").unlink()
-    found = WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE))
-    assert found == package_folder(PACKAGE)
-    assert (found / "tokenizer.json").is_file()
+    folder = WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE))
+    assert folder == package_folder(PACKAGE)
+    assert (folder / "tokenizer.json").is_file()
 
 
 def _header(data: bytes) -> bytes:

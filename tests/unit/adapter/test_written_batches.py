@@ -41,10 +41,10 @@ class Writing:
         return nullcontext()
 
     def execute(self, message: RunBatch, permission: object, is_gone: Callable[[], bool]) -> Reply:
-        gone = False
-        while not gone and not self.ends.is_set():
-            gone = is_gone()
-        self.replies.append(CANCELLED if gone else self.done)
+        is_cancelled = False
+        while not is_cancelled and not self.ends.is_set():
+            is_cancelled = is_gone()
+        self.replies.append(CANCELLED if is_cancelled else self.done)
         return self.replies[-1]
 
 

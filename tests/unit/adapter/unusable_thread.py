@@ -49,11 +49,11 @@ def spoil() -> str:
 
 def serve_on_one_thread() -> dict[str, object]:
     """Run three batches on a device thread that the first one makes unusable: the results, and whether it ended."""
-    told: list[tuple[str, bool]] = []
+    lines: list[tuple[str, bool]] = []
 
     def execute(message: RunBatch) -> Reply:
         before = thread_state.is_unusable
-        told.append((spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(told), _WIDTH)), before))
+        lines.append((spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(lines), _WIDTH)), before))
         return BatchDone(message.batch, (), b"", 0.0)
 
     running = DeviceThreads(1, execute)
@@ -61,7 +61,7 @@ def serve_on_one_thread() -> dict[str, object]:
         job = DeviceJob(RunBatch(f"b{number}", "m", "encode", b"", b"", ()), lambda reply: None)
         running.submit(job)
         job.finished.wait(60)
-    return {"told": told, "ended": running.stop(60)}
+    return {"told": lines, "ended": running.stop(60)}
 
 
 def main() -> None:
