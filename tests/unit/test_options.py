@@ -210,7 +210,7 @@ def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level
 
 
 @pytest.mark.parametrize(
-    ("request", "fields"),
+    ("case", "fields"),
     [
         (ENCODE, {"is_query": True}),
         (ENCODE, {"input_type": "query", "output_types": ["sparse"], "lora": "a", "timing": "items"}),
@@ -221,8 +221,8 @@ def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level
         (LISTENER, {"word_times": True}),
     ],
 )
-def test_parameters_that_change_no_number_leave_the_fingerprint(request: Asked, fields: dict[str, Any]) -> None:
-    assert variant(request, **fields) == ""
+def test_parameters_that_change_no_number_leave_the_fingerprint(case: Asked, fields: dict[str, Any]) -> None:
+    assert variant(case, **fields) == ""
 
 
 def test_several_alterations_are_one_variant_that_depends_on_all_of_them() -> None:

@@ -74,8 +74,9 @@ def run_raw(
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
-    """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. Raises the errors of `extract`,
-    and InternalFailure if the model does not return one result for each text.
+    """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. If the model raises another
+    error, each text runs alone, so that only the texts that cause it fail. Raises InternalFailure if the model does not
+    return one result for each text.
 
     `preparation`: the result of the model's own `prepare` for this batch. None: a model with `prepare` tokenises here.
     """
@@ -99,7 +100,7 @@ def run_raw(
         results: list[Any] = [exhausted()] * count
 
         def work(texts: Int64) -> None:
-            for text, result in zip(texts.tolist(), _of_length(call(texts.tolist()), len(texts)), strict=True):
+            for text, result in zip(texts.tolist(), _isolated(call, texts.tolist(), message), strict=True):
                 results[text] = result
 
         shortage.run(work, np.arange(count), lambda text: None)
@@ -206,18 +207,11 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     is_encoding = message.operation == "encode"
     query, texts = ((), texts) if is_encoding else (texts[:1], texts[1:])
 
-    def score_texts(some: Sequence[int]) -> Sequence[Any]:
-        try:
-            return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # only this work item has the options that caused the error; the others still run
-            return [error] * len(some)
-        except Exception as error:  # a text of this work item may have caused it; the other work items still run
-            if is_out_of_memory(error) or is_device_fatal(error):
-                raise
-            _logger.exception("one %s call of %s failed", message.operation, message.model)
-            return [InferenceFailed(f"the model code failed with {type(error).__name__}")] * len(some)
+    def call(some: Sequence[int]) -> Sequence[Any]:
+        outputs: Sequence[Any] = run(*query, tuple(texts[number] for number in some), group.options)
+        return outputs
 
-    results = fitting(score_texts, len(texts))
+    results = fitting(call, len(texts))
     if is_encoding:
         return _encoded(results, group.options)
     return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
@@ -259,6 +253,28 @@ def _tensors(value: Any) -> Any:
     if isinstance(value, tuple):
         return torch.as_tensor(np.asarray(value[0], np.int32)), torch.as_tensor(np.asarray(value[1], np.float32))
     return torch.as_tensor(np.asarray(value, np.float32))
+
+
+def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
+    """Return the results of the texts with these indices. If the call fails, run each text alone: a text may belong to
+    another client than the one that causes the error. Raises the errors of a lack of memory and of a lost device.
+    """
+    failure: SIEError
+    try:
+        results = call(texts)
+    except SIEError as error:
+        failure = error
+    except Exception as error:
+        if is_out_of_memory(error) or is_device_fatal(error):
+            raise
+        if len(texts) == 1:
+            _logger.exception("%s of one text by %s failed", message.operation, message.model)
+        failure = InferenceFailed(f"the model code failed with {type(error).__name__}")
+    else:
+        return _of_length(results, len(texts))
+    if len(texts) == 1:
+        return [failure]
+    return [result for text in texts for result in _isolated(call, [text], message)]
 
 
 def _of_length(results: Sequence[Any], count: int) -> list[Any]:

@@ -17,7 +17,7 @@ from sie_adapter.families.extraction import ExtractOptions, Preparation, run_ali
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
-from sie_contracts.wire.messages import Failed, Ok, RunOptions
+from sie_contracts.wire.messages import Ok, RunOptions
 
 CPU = torch.device("cpu")
 RAW = RunOptions(normalize=False)
@@ -139,8 +139,8 @@ def test_what_one_group_asks_in_vain_is_no_harm_to_the_others() -> None:
     assert reasons(scored) == ["poison", "poison", ""]
 
 
-@pytest.mark.parametrize("operation", ["encode", "score"])
-def test_an_exception_of_the_model_fails_the_texts_of_its_group_only(operation: str) -> None:
+@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
+def test_an_exception_of_the_model_fails_the_text_that_causes_it_only(operation: str) -> None:
     class Breaking:
         def encode(self, texts: Sequence[str], options: RunOptions) -> list[Any]:
             return [{"dense": [float(text)]} for text in texts]
@@ -148,13 +148,23 @@ def test_an_exception_of_the_model_fails_the_texts_of_its_group_only(operation: 
         def score(self, query: str, texts: Sequence[str], options: RunOptions) -> list[Any]:
             return [float(text) for text in texts]
 
+        def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Any]:
+            if "refused" in texts:
+                raise InvalidInput("not this text")
+            return [{"number": float(text)} for text in texts]
+
     texts = ["1", "1", "1", "no number", "1", "1"]
     done = run(operation, texts, Group(0, 2, RAW), Group(2, 4, RAW), Group(4, 6, RAW), family=Breaking())
-    failed = [not isinstance(outcome, Ok) for outcome in done.outcomes]
-    assert failed == ([False, False, True, True, False, False] if operation == "encode" else [False, True, False])
-    assert [outcome.error.code for outcome in done.outcomes if isinstance(outcome, Failed)] == [
-        "INFERENCE_ERROR"
-    ] * sum(failed)
+    codes = ["" if isinstance(outcome, Ok) else outcome.error.code for outcome in done.outcomes]
+    alone = ["", "", "", "INFERENCE_ERROR", "", ""]
+    assert codes == (["", "INFERENCE_ERROR", ""] if operation == "score" else alone)
+    if operation == "extract":
+        refused = run(operation, ["1", "refused", "1"], Group(0, 2, RAW), Group(2, 3, RAW), family=Breaking())
+        assert ["" if isinstance(outcome, Ok) else outcome.error.code for outcome in refused.outcomes] == [
+            "",
+            "INVALID_INPUT",
+            "",
+        ]
 
 
 def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
