@@ -274,7 +274,9 @@ def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     assert len(targets.missed(expectations, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
 
 
-@pytest.mark.parametrize("text", ["a: 1", "a/b: {t: {map: {value: x}}}", "a/b: {t: {map: {valu: 1}}}", "]"])
+@pytest.mark.parametrize(
+    "text", ["a: 1", "a/b: {t: {map: {value: x}}}", "a/b: {t: {map: {valu: 1}}}", "]", "a/b: !!bool maybe"]
+)
 def test_a_wrong_file_of_targets_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "targets.yaml"
     file.write_text(text)

@@ -18,6 +18,7 @@ import msgspec
 
 from sie_cli.evals.labelled import LEAK
 from sie_cli.refusal import CommandRefused
+from sie_contracts import yaml_text
 from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
@@ -52,12 +53,12 @@ def packaged() -> Path:
 def read(file: Path) -> File:
     """Read a file of targets. Raises CommandRefused, which names the field."""
     try:
-        return msgspec.yaml.decode(file.read_bytes(), type=File) or {}
+        return msgspec.convert(yaml_text.load(file.read_bytes()) or {}, File)
     except OSError as error:
         raise CommandRefused(
             f"{file}: {error.strerror}: expected a file of targets, which --save-targets writes"
         ) from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (yaml_text.NotYAML, msgspec.ValidationError) as error:
         raise CommandRefused(
             f"{file}: {error}: expected MODEL: TASK: METRIC: {{value: NUMBER, tolerance: NUMBER}}"
         ) from error
