@@ -151,7 +151,7 @@ def routes(result: Schema) -> str:
 
 
 def page(old: str, result: Schema) -> str:
-    """The page with its routes as `found` has them."""
+    """Return the page with the routes of the document `result`."""
     return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(result), old, flags=re.DOTALL)
 
 

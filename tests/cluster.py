@@ -36,15 +36,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(
-    condition: Callable[[], object], timeout_s: float, event: str, seen: Callable[[], object] = lambda: ""
+    condition: Callable[[], object], timeout_s: float, event: str, log: Callable[[], object] = lambda: ""
 ) -> object:
-    """Poll for a state of other processes. Raises AssertionError, naming it and what is `seen`, at the time-out."""
+    """Poll for a state of other processes. Raises AssertionError, with the event and the `log`, at the time-out."""
     end_s = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {event} {seen()}"
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {event} {log()}"
         time.sleep(0.02)
 
 

@@ -21,10 +21,9 @@ def place(
     demand: Mapping[str, float],
     slots: Mapping[str, int],
 ) -> Table:
-    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout`
-    comes to.
+    """The hosts of each model of `counts`: as many live workers as it needs, or all of them, as `Layout` places them.
 
-    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model,
+    `prev`: the table before. `counts`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model,
     in workers' worth of time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at
     once; 0 or missing is no bound.
     """

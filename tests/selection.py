@@ -16,7 +16,7 @@ BACKBONES = ("bert", "modernbert", "qwen2 sliding", "deberta-v2")
 
 
 def long_but(parameters: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """`parameters`, those that are not `kept` with the mark `long`. Raises ValueError if one to keep is not there."""
+    """Return `parameters`, with the mark `long` on those that are not `chosen`. Raises ValueError for unknown ones."""
     cases = list(parameters)
     if absent := [case for case in chosen if case not in cases]:
         raise ValueError(f"no such parameters: {absent}")

@@ -130,7 +130,7 @@ def test_every_field_of_a_dashboard_is_one_that_grafana_reads() -> None:
 
 
 def lost(expected: Any, result: Any, path: str = "") -> list[str]:
-    """Where `found` has not what is wanted; it may have more."""
+    """Return the paths at which `result` lacks what `expected` has. It may have more."""
     if isinstance(expected, dict):
         within = result if isinstance(result, dict) else {}
         return [

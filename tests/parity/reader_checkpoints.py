@@ -175,7 +175,7 @@ def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tens
 
 
 def _florence_tokenizer(extra_tokens: Sequence[str] | None) -> Any:
-    """BART's, with `known` tokens before the one that stands for an image. None: without all of them."""
+    """BART's, with `extra_tokens` before the one that stands for an image. None: without all of them."""
     from transformers import BartTokenizer
 
     vocabulary, merges = byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])

@@ -376,7 +376,7 @@ def progress(cluster: Cluster, job: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize(
     ("kind", "count", "sentences", "tokens_per_s"),
     [
-        pytest.param("documents", 24, 30, 1200.0, id="24 documents"),
+        pytest.param("documents", 24, 30, 1200.0, id="24 documents", marks=pytest.mark.long),
         pytest.param("texts", 1000, 60, 0.0, id="1000", marks=pytest.mark.long),
         pytest.param("documents", 1000, 60, 0.0, id="1000 documents", marks=pytest.mark.long),
     ],

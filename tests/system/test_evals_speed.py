@@ -67,6 +67,7 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
 
 
+@pytest.mark.long
 def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
     stack: Stack, texts: str, tmp_path: Path
 ) -> None:

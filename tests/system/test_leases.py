@@ -94,7 +94,13 @@ async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
 HEARTBEATS_S = 2.0
 
 
-@pytest.mark.parametrize("holds", [False, True], ids=["the hold is over", "the hold ends later"])
+@pytest.mark.parametrize(
+    "holds",
+    [
+        pytest.param(False, id="the hold is over"),
+        pytest.param(True, id="the hold ends later", marks=pytest.mark.long),
+    ],
+)
 async def test_work_of_the_only_worker_is_refused_when_its_heartbeats_are_missed(tmp_path: Path, holds: bool) -> None:
     """kill -9 of sidecar and adapter while the device has the work, and no worker comes: the request does not wait for
     its deadline.

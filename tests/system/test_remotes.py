@@ -46,6 +46,7 @@ def clusters(tmp_path: Path) -> Iterator[Clusters]:
             yield Clusters(here, there)
 
 
+@pytest.mark.long
 def test_a_killed_remote_server_is_out_within_two_requests_and_comes_back_by_itself(clusters: Clusters) -> None:
     local = clusters.encode()
     assert local.headers["x-sie-served-by"] == "local"
