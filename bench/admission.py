@@ -1,5 +1,4 @@
-"""Who is refused, and whether it had to be: the rule of the gateway and the one before it, side by side in virtual
-time.
+"""Refusals, and whether each was needed: the rule of the gateway and the one before it, side by side in virtual time.
 
 Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a
 batch, clients that come again when they are told to, to any of the gateways. The clock is virtual, so the processor has
@@ -116,7 +115,7 @@ def overload(of: Matrix) -> Iterator[Case]:
 
 
 class Cell(NamedTuple):
-    """What came of a run: counts, and pairs of (those, of so many)."""
+    """Results of a run: counts, and pairs of (those, of so many)."""
 
     tries: int
     refused: int

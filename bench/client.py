@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         return await self._done
 
     def headers(self) -> dict[str, str]:
-        """Of the last response."""
+        """Return the headers of the last response."""
         pairs = (line.partition(b":") for line in self.head.split(b"\r\n")[1:])
         return {name.decode(): value.strip().decode("latin-1") for name, _, value in pairs}
 

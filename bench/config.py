@@ -1,4 +1,4 @@
-"""What a large catalogue costs: starts, resolutions, a change on its way to a gateway and a worker, memory, and doing
+"""Cost of a large catalogue: starts, resolutions, a change on its way to a gateway and a worker, memory, and doing
 nothing.
 
 A broker, a config service, a gateway and a worker; the catalogue gets its models while they run, then each process
@@ -49,7 +49,7 @@ def restarted_s(part: Part) -> float:
 
 
 def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
-    """Of each write: until it is answered, and from then until the gateway serves by it."""
+    """Return two times of each write: until it is answered, and from then until the gateway serves by it."""
     answered, times_ms = [], []
     path = f"/v1/configs/models/{model}"
     with httpx.Client(timeout=30, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:

@@ -1,4 +1,4 @@
-"""What an open console costs, in a cluster of many models and workers: the gateway, the network and the browser.
+"""Cost of an open console, in a cluster of many models and workers: the gateway, the network and the browser.
 
 One real gateway, broker, config service and worker; all further workers are simulated by their heartbeats, as in
 fleet.py. Each view of the console is open in a real browser for a while, in turn with none: what the gateway does
@@ -61,7 +61,7 @@ class Counting(browser.Page):
 
 
 def cpu_share(part: stack.Part, seconds: float, meanwhile: Any = None) -> float:
-    """What a process uses, as a part of a core."""
+    """Return the processor time of a process, as a part of a core."""
     before_s, at_s = part.cpu_s(), time.perf_counter()
     while time.perf_counter() - at_s < seconds:
         time.sleep(min(2.0, seconds))

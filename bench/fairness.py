@@ -1,4 +1,5 @@
-"""Who waits for whom: interactive against bulk, and one key against another, on the fixed-cost adapter and on MiniLM.
+"""Waits of one load for another: interactive against bulk, and one key against another, on the fixed-cost adapter and
+on MiniLM.
 
 For each device, in this order:
 
@@ -52,7 +53,7 @@ REQUEST_TEXTS = 2048
 
 @dataclass(frozen=True)
 class Load:
-    """What runs on a device: texts of a bulk request, words of each, and the clients that saturate it with single
+    """Load of a device: texts of a bulk request, words of each, and the clients that saturate it with single
     queries.
     """
 

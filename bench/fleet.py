@@ -1,4 +1,4 @@
-"""What a request costs in a gateway that knows many models and many workers.
+"""Cost of a request in a gateway that knows many models and many workers.
 
 One real gateway, broker, config service and worker with an adapter that costs nothing. All further workers of its lane
 are simulated by their heartbeats, one each 5 s, which share the other models of the catalogue among them. The requests,
@@ -122,7 +122,7 @@ class Case:
         self.rates: list[float] = []
 
     def idle_cpu(self, seconds: float) -> None:
-        """What the gateway does without any request, in processors."""
+        """Measure the processors that the gateway uses without any request."""
         gateway, before_s, at_s = self.stack.gateways[0], self.stack.gateways[0].cpu_s(), time.perf_counter()
         time.sleep(seconds)
         self.idle.append((gateway.cpu_s() - before_s) / (time.perf_counter() - at_s))

@@ -1,4 +1,4 @@
-"""What a format of replies costs the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
+"""Cost of a format of replies at the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
 time.
 
 Each format is measured beside a gateway that sends prepared bytes in the place of its reply, as many as the vectors

@@ -1,4 +1,4 @@
-"""What serving images costs over the library in the same process, measured side by side in one run.
+"""Cost of serving images over the library in the same process, measured side by side in one run.
 
 1. Images per second: the library in this process (decode, prepare, forward) on all cores, in the better of two ways: a
    thread for each core that does everything for its own images, or one thread that gives torch all cores and batches of
@@ -169,7 +169,7 @@ class Served:
         return result
 
     def vectors(self) -> np.ndarray:
-        """Of the first images."""
+        """Return the vectors of the first images."""
         body = self._bodies[LOADS[1][1]][0]
         return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
 
@@ -291,8 +291,8 @@ def processor_ms(served: Served, clients: int, count: int, seconds: float) -> st
 
 
 def copied(served: Served, mean_bytes: float, seconds: float) -> str:
-    """What goes through sockets for one image. TCP on loopback is measured, so no other program may use it; what goes
-    over Unix sockets is known.
+    """Return the bytes that go through sockets for one image. TCP on loopback is measured, so no other program may use
+    it; the bytes over Unix sockets are known.
     """
     clients, load = LOADS[1]
     pixels = 3 * SIZE * SIZE

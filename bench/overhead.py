@@ -1,4 +1,4 @@
-"""What the cluster costs over its engine, measured side by side in one run.
+"""Cost of the cluster over its engine, measured side by side in one run.
 
 1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the
    whole cluster, in turn; the difference of each pair.

@@ -1,4 +1,4 @@
-"""Who is refused and who is late, at real processes before an adapter that takes time and no processor.
+"""Refused and late requests, at real processes before an adapter that takes time and no processor.
 
     clients ──► 1 or 2 gateways ──► nats-server ──► sidecar ──► fixed-cost adapter: a batch takes a + b x tokens
 
@@ -113,7 +113,7 @@ class Try:
 
 @dataclass
 class Found:
-    """What became of a cell's requests."""
+    """Outcomes of a cell's requests."""
 
     case: Case
     tries: list[Try] = field(default_factory=list)

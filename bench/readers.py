@@ -103,7 +103,7 @@ def entry_of(folder: Path) -> dict[str, Any]:
 
 
 def pages() -> list[bytes]:
-    """As many as are read at once, and no two of a size: what they write begins at different places."""
+    """Return as many pages as are read at once, no two of a size: their texts begin at different places."""
     return [encoded(picture(SIDE - 2 * number, SIDE, number), "PNG") for number in range(ROWS)]
 
 
@@ -266,7 +266,7 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
 
 
 class Interval:
-    """What is answered, and what the processes take, from here on."""
+    """Interval from here on: the answers, and the time that the processes take."""
 
     def __init__(self, cluster: Cluster, **clients: Clients) -> None:
         self._cluster, self._clients = cluster, clients

@@ -1,4 +1,4 @@
-"""What a benchmark says: printed as it comes, and kept for a file."""
+"""Report of a benchmark: printed at once, and stored for a file."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class Report:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark of the queue takes."""
+    """Add the options of every benchmark of the queue."""
     parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
     parser.add_argument("--out", type=Path, help="write the report here as well")

@@ -1,4 +1,4 @@
-"""What the queue costs: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
+"""Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
 1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load
   generator apart.

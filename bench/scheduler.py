@@ -1,4 +1,4 @@
-"""What the scheduler's core costs: microseconds for each job that is added and sent, with many models and many jobs
+"""Cost of the scheduler's core: microseconds for each job that is added and sent, with many models and many jobs
 waiting.
 
 Run `python bench/scheduler.py`. One thread, no device: every batch is taken as soon as it is formed and as many jobs

@@ -85,7 +85,7 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
 
 
 class InPool:
-    """As the product does it."""
+    """Pool of the product."""
 
     def __init__(self, workers: int, together: int) -> None:
         self._pool = TokenizerPool(workers)

@@ -1,4 +1,4 @@
-"""What a worker saves that keeps what the tower of a model made of a page, measured side by side in one run.
+"""Savings of a worker that reuses the outputs of a model's tower for a page, measured side by side in one run.
 
 Ten questions to one page, one after the other, by a reranker with the layers of Qwen3-VL 2B, a quarter of its widths
 and random weights. In turn: nobody is known to have asked, so that the tower runs for each question; and one credential

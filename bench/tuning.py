@@ -1,5 +1,5 @@
-"""What the batching settings are worth on this machine: texts a second, their cost and their latency with a real `sie
-serve`, one setting changed at a time.
+"""Worth of the batching settings on this machine: texts a second, their cost and their latency with a real `sie serve`,
+one setting changed at a time.
 
     python bench/tuning.py [--seconds 1.5] [--rounds 8]
 

@@ -40,7 +40,7 @@ end
 
 @dataclass(frozen=True)
 class Load:
-    """What a run of wrk saw. Latencies in milliseconds, `cpu_s` its own processor time."""
+    """Results of a run of wrk. Latencies in milliseconds, `cpu_s` its own processor time."""
 
     answered: int
     seconds: float

@@ -77,8 +77,8 @@ class Case:
         return SLOWER if self.start == "slow" else 1.0
 
     def full_tokens(self, factor: float = 1.0) -> float:
-        """Of the largest batch of which BATCHES fit into the budget on a device that takes `factor` times as long. May
-        be below 0.
+        """Return the tokens of the largest batch of which BATCHES fit into the budget on a device that takes `factor`
+        times as long. May be below 0.
         """
         by_time = (self.budget_s / BATCHES / factor - self.batch_s) / self.token_s
         return min(self.batch_cost, self.batch_items * self.tokens, by_time)
@@ -89,7 +89,7 @@ class Case:
         return self.full_tokens(self.slowest) >= self.tokens
 
     def full_s(self, factor: float = 1.0) -> float:
-        """What the largest such batch takes."""
+        """Return the seconds that the largest such batch takes."""
         return factor * (self.batch_s + self.token_s * max(self.tokens, self.full_tokens(factor)))
 
     def capacity(self) -> float:
@@ -183,8 +183,8 @@ class Report:
         return [attempt for attempt in self.tries if attempt.outcome in ("answered", "late", "shed")]
 
     def returns(self, *, foreseen: bool = True) -> tuple[int, int]:
-        """Those that were answered in time, of those that came again when they were told to. Not `foreseen`: of those
-        only that were told before the stall or the slow-down could be known, and that it met.
+        """Return how many returning requests were answered in time, and how many returned. Without `foreseen`, only
+        those count that were refused before the stall or the slow-down could be known, and that it met.
         """
         result = [
             attempt
@@ -373,7 +373,7 @@ class World:
                 report.known_s = self.now_s + WAY_S
 
     def announce(self, admission: Admission) -> None:
-        """What a gateway tells the others reaches them a way later."""
+        """Deliver the beat of a gateway to the others, one way later."""
         beat = heartbeats.decode_gateway(messages.encode(admission.peers.beat()))
         for gateway, _ in self.gateways:
             self.at(self.now_s + WAY_S, lambda second=gateway: second.peers.note(beat))

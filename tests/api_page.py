@@ -20,7 +20,7 @@ WORDS = {"object": "map", "integer": "whole number"}
 
 
 async def document() -> dict[str, Any]:
-    """What a gateway answers to GET /openapi.json."""
+    """Return the answer of a gateway to GET /openapi.json."""
     with tempfile.TemporaryDirectory() as folder:
         async with InProcess(Path(folder)) as cluster:
             gateway = await cluster.gateway()
@@ -122,7 +122,7 @@ def _operation(paths: list[str], method: str, operation: Schema) -> Iterator[str
 
 
 def _headers(paths: Schema) -> Iterator[str]:
-    """What every inference route reads, once."""
+    """Yield the headers that every inference route reads, each once."""
     operation = paths["/v1/encode/{model}"]["post"]
     yield "| header | | |"
     yield "|---|---|---|"

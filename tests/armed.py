@@ -117,7 +117,7 @@ PLACES: dict[str, Place] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got. `status` 0: no answer, as when its gateway died or the client went away."""
+    """Answer that a client got. `status` 0: no answer, as when its gateway died or the client went away."""
 
     status: int
     body: dict[str, Any]
@@ -131,7 +131,7 @@ class Answer:
 
 
 def vector(text: str) -> np.ndarray:
-    """What the fixed-cost adapter answers to a text, cut as its sidecar cuts it."""
+    """Return the vector that the fixed-cost adapter answers for a text, cut as its sidecar cuts it."""
     ids = _tokenizer.encode(text).ids
     return vector_of([*ids[: MAX_TOKENS - 1], ids[-1]] if len(ids) > MAX_TOKENS else ids)
 
@@ -304,7 +304,7 @@ class Field:
     # what is left
 
     def batches(self) -> int:
-        """That the adapter's process has taken."""
+        """Return how many batches the adapter's process has taken."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.stack.folder / "w0.sock"))
             connection.sendall(ipc.frame(ipc.Ping()))
@@ -334,7 +334,7 @@ class Field:
         return int(self.stream(topology.dead_letter_stream(POOL, storage="file", replicas=1).name)["state"]["messages"])
 
     def settled(self) -> None:
-        """Nothing is left in the queue, whatever died."""
+        """Assert that nothing is left in the queue, whatever died."""
         self.supervise(lambda: not self.waiting(), BUDGET_S + ACK_WAIT_S + GRACE_S, "the work stream is empty")
 
     def with_broker(self, body: Callable[[Broker], Awaitable[T]]) -> T:

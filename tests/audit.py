@@ -1,5 +1,5 @@
-"""Which versions of constraints.txt have known vulnerabilities, by a folder of advisories in the OSV format, as OSV and
-PyPA publish them.
+"""List the versions of constraints.txt that have known vulnerabilities, by a folder of advisories in the OSV format, as
+OSV and PyPA publish them.
 
     python tests/audit.py ADVISORIES
 

@@ -13,7 +13,7 @@ CONSOLE = Path(__file__).parents[1] / "console"
 
 
 def source(folder: Path) -> str:
-    """Of the version that the console's lock file names, which is installed in `folder`."""
+    """Return the source of the version that the console's lock file names, which is installed in `folder`."""
     for name in ("package.json", "package-lock.json"):
         shutil.copy(CONSOLE / name, folder)
     subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)

@@ -26,7 +26,7 @@ _HOP = {"host", "connection", "keep-alive", "content-length", "transfer-encoding
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request was answered, and by whom. `status` is 0 where no answer came."""
+    """Answer to one request, and the gateway that gave it. `status` is 0 where no answer came."""
 
     at_s: float
     backend: str

@@ -19,7 +19,7 @@ class BodyTime:
 
     @property
     def read_bytes(self) -> int:
-        """That the server has read since it began."""
+        """Return how many bytes the server has read since it began."""
         return self._connection._body_bytes - self._before_bytes
 
     def cancel(self) -> None:

@@ -44,7 +44,7 @@ class Box(Generic[T]):
         return self.items[:count]
 
     async def quiet(self, for_s: float) -> None:
-        """Nothing more comes for that long."""
+        """Wait until no message has come for that long."""
         count = len(self.items)
         with pytest.raises(TimeoutError):
             await self.fill(count + 1, for_s)

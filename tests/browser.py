@@ -55,7 +55,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 40.0) -> Any:
-        """What an expression gives once it is good. Raises AssertionError with what it gave last."""
+        """Return the value of an expression once it is good. Raises AssertionError with its last value."""
         last: list[Any] = [None]
 
         def is_good() -> bool:

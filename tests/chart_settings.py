@@ -1,4 +1,4 @@
-"""Which process reads which setting of the chart's `settings`, made from the table of all settings.
+"""Table of the processes that read each of the chart's `settings`, generated from the table of all settings.
 
     python tests/chart_settings.py
 

@@ -1,5 +1,4 @@
-"""What a gateway does every hour, done now by a process of its own: consumers at rest are deleted, old payloads
-removed.
+"""Hourly work of a gateway, done now by a process of its own: consumers at rest are deleted, old payloads removed.
 
 python tests/chore.py consumers nats://127.0.0.1:4222 --failpoints gateway.consumer_deleted=crash
 python tests/chore.py payloads /folder/payloads --failpoints payloads.before_removal=crash

@@ -164,7 +164,7 @@ class Cluster:
         return httpx.get(f"{self.url}/health", timeout=30).json()
 
     def access(self) -> Access:
-        """What it tells the commands of its user."""
+        """Return the access file that the commands of its user read."""
         published = access.read(self.data_dir)
         assert published is not None, f"{self.data_dir} has no {access.FILE}"
         return published

@@ -89,9 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is left out of the collections to come, as in the processes: it took most of the time of an
-    eviction.
-    """
+    """Freeze the imported objects, as the processes do: collecting them took most of the time of an eviction."""
     gc.collect()
     gc.freeze()
 

@@ -78,7 +78,7 @@ def _part(part: ast.expr) -> str:
 
 
 class Examined:
-    """What doctor found, by check."""
+    """Findings of doctor, by check."""
 
     def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
         """Status and output of a run with these settings alone, on a machine without `sie serve` or a worker."""
@@ -132,7 +132,7 @@ def environ_of(stack: Stack) -> dict[str, str]:
 
 
 def health(stack: Stack) -> dict[str, Any]:
-    """What the gateway tells of itself."""
+    """Return the gateway's own report of its health."""
     answer = httpx.get(
         f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60
     )

@@ -149,7 +149,7 @@ def is_right(result: WorkResult, item: WorkItem, index: int) -> bool:
 
 
 def reasons(result: WorkResult) -> list[str]:
-    """Of each outcome the code and reason of its error, empty for a value."""
+    """Return the code and reason of each outcome's error, empty for a value."""
     return [
         f"{outcome.error.code} {outcome.error.reason}".strip() if isinstance(outcome, Failed) else ""
         for outcome in result.outcomes

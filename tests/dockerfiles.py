@@ -47,7 +47,7 @@ def dockerfile(image: str) -> Path:
 
 
 def last_stage(image: str) -> list[Instruction]:
-    """What makes the image: its last stage after the stages that it is built on."""
+    """Return the instructions that build the image: its last stage after the stages that it is built on."""
     instructions = stages(dockerfile(image))
     arguments, name = [], ""
     while name in instructions:
@@ -57,7 +57,7 @@ def last_stage(image: str) -> list[Instruction]:
 
 
 def images() -> list[str]:
-    """Those of the shared Dockerfile are its stages with an ENTRYPOINT."""
+    """Return the names of the images. Those of the shared Dockerfile are its stages with an ENTRYPOINT."""
     shared = [name for name, stage in stages(_SHARED).items() if "ENTRYPOINT" in dict(stage)]
     return sorted([*shared, *(path.name.removesuffix(".Dockerfile") for path in ALL if path != _SHARED)])
 

@@ -36,7 +36,7 @@ export SIE_INSTRUMENTATION=true
 
 
 def exported(block: str, replaced: Mapping[str, str]) -> dict[str, str]:
-    """What a shell makes of a block, with other words in the place of some."""
+    """Return the variables that a shell has after a block, in which some words are replaced."""
     for word, value in replaced.items():
         assert word in block
         block = block.replace(word, value)

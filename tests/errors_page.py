@@ -82,7 +82,7 @@ HOLDS = {
 
 
 def families() -> str:
-    """What an error's body holds at the routes of each family, and who reads it there."""
+    """Return the table of the fields of an error's body at the routes of each family, and of their readers."""
     rows = [
         f"| {f'{family}: {ROUTES[family]}' if not number else ''} | `{member.name}` | {HOLDS[member.holds]} | "
         f"{member.reader} |"

@@ -1,4 +1,4 @@
-"""What each extra of the distribution is for: its modules, what they import of others, and what it names.
+"""Table of each extra of the distribution: its modules, what they import of others, and the packages that it names.
 
     extra ──► the packages and modules that it is for ──► those of ours that they import ──► imports of others
 
@@ -116,7 +116,7 @@ UNPINNED = {"documents": ("typer",)}
 
 
 def constraints(extra: str) -> str:
-    """Those of constraints.txt for an environment of this extra."""
+    """Return the lines of constraints.txt for an environment of this extra."""
     lines = (Path(__file__).parents[1] / "constraints.txt").read_text("utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if line.partition("==")[0] not in UNPINNED.get(extra, ()))
 

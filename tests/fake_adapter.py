@@ -64,7 +64,7 @@ IMAGES = Recipe("crop", height=16, width=16, shorter=16, tokens=9)  # of models 
 
 
 def ids_of(text: str) -> NDArray[np.int32]:
-    """What the toy tokenizer makes of a text."""
+    """Return the ids of a text by the toy tokenizer."""
     return np.array(Tokenizer.from_buffer(TOKENIZER).encode(text).ids, np.int32)
 
 

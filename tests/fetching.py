@@ -55,7 +55,7 @@ class Fetcher:
         return self.process.pid
 
     def hear(self) -> Any:
-        """What it tells next. Raises EOFError when it died."""
+        """Return the next message of the process. Raises EOFError when it died."""
         assert self.news.poll(END_S), "the fetcher tells nothing"
         return self.news.recv()
 
@@ -77,7 +77,7 @@ def fetcher(hub: HubStub, cache: Path, **options: Any) -> Iterator[Fetcher]:
 
 
 def obtain(hub: HubStub, cache: Path) -> Path:
-    """What a process that is not killed gives: this one, whose client of the hub is made already. Raises
+    """Return the folder that an undisturbed process obtains: this one, whose client of the hub exists already. Raises
     FetchFailed.
     """
     from huggingface_hub import constants

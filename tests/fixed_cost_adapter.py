@@ -84,7 +84,7 @@ def answer(batch: ipc.RunBatch, inference_ms: float, width: int = WIDTH) -> ipc.
 
 
 class Adapter:
-    """What all connections share. `deadly`: a batch that holds this text ends the process, after the device took it.
+    """State that all connections share. `deadly`: a batch with this text ends the process, after the device took it.
     `slots`: how many models fit, the one that ran longest ago goes first; 0 is no bound. `load_s_of`: models whose load
     does not take `load_s`.
     """

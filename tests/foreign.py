@@ -56,7 +56,7 @@ class Environment:
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """What a wheel requires without extras, beside other public distributions."""
+    """Return the requirements of a wheel without extras, beside other public distributions."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA"))
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])

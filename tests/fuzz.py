@@ -517,7 +517,7 @@ def _deep(levels: int) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """What stands in JSON for a value that it has not."""
+    """Return the JSON that stands for a value that JSON does not have."""
     return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""Which tests one process runs, one after another: those of a file, or of the mark `xdist_group`."""
+"""Groups of tests that one process runs, one after another: those of a file, or of the mark `xdist_group`."""
 
 from __future__ import annotations
 

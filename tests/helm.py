@@ -34,7 +34,7 @@ Object = dict[str, Any]
 
 
 class HelmError(Exception):
-    """What helm said instead."""
+    """Error of helm, with its message."""
 
 
 def helm(*args: str, values: Mapping[str, Any] | None = None) -> str:
@@ -49,14 +49,14 @@ def helm(*args: str, values: Mapping[str, Any] | None = None) -> str:
 
 
 def arguments(file: str) -> list[str]:
-    """Of a values file: the default one is there anyway."""
+    """Return the arguments for a values file; the default one needs none."""
     if file == "values.yaml":
         return []
     return ["--values", str(EVERYTHING if file == "everything.yaml" else CHART / file)]
 
 
 def template(file: str = "values.yaml", values: Mapping[str, Any] | None = None, *args: str) -> str:
-    """What `helm template` prints. Raises HelmError."""
+    """Return the output of `helm template`. Raises HelmError."""
     return helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments(file), *args, values=values)
 
 
@@ -104,7 +104,7 @@ def container(result: tuple[Object, ...] | list[Object], workload: str, name: st
 
 
 def matches(peer: Object, labels: dict[str, str]) -> bool:
-    """Of a pod of this namespace."""
+    """Return whether a peer of a policy selects a pod of this namespace."""
     return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
 
 

@@ -40,8 +40,8 @@ class Asked(NamedTuple):
 
 @dataclass
 class HubStub:
-    """What the hub has and how it fails. Fields may be changed while it serves; `sent` counts the bytes of each file
-    that went out.
+    """Files and failures of a hub. Fields may be changed while it serves; `sent` counts the bytes of each file that
+    went out.
     """
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)

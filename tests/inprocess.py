@@ -86,7 +86,7 @@ async def until_told(question: Callable[[], Awaitable[Any]], event: str, timeout
 
 
 async def closing_code(socket: ClientConnection) -> int | None:
-    """That with which the server closes a websocket, when it has; None: it gave none."""
+    """Return the code with which the server closes a websocket, when it has; None without a code."""
     try:
         while True:
             await socket.recv()
@@ -131,7 +131,7 @@ class Source:
         return ConfigEpoch(self.present_epoch)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 @dataclass
@@ -216,7 +216,7 @@ class InProcess:
         self.beats.append(heartbeats.decode_heartbeat(message.data))
 
     async def send(self, subject: str, data: bytes) -> None:
-        """As some other process on the broker."""
+        """Publish as some other process on the broker."""
         await self._observer.send(subject, data)
 
     async def adapter(self, name: str = "a.sock", **options: Any) -> FakeAdapter:

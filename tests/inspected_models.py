@@ -34,8 +34,8 @@ def inspected(folder: Path) -> ModelEntry:
 def run(
     engine: AdapterEngine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
 ) -> list[Any]:
-    """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
-    gateway merges them. On torch: a load compares a graph with it.
+    """Return what a client gets for each of `texts`: a map of arrays, a score or the extracted map. Options merge as
+    the gateway merges them. The model runs on torch: a load compares a graph with it.
     """
     entry = replace(entry, load=replace(entry.load, engine="torch"))
     weights = engine.residency.ensure(entry.id, entry).weights

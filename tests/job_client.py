@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 
 
 class JobClient:
-    """Of one gateway."""
+    """Client of one gateway's jobs."""
 
     def __init__(self, url: str, token: str = "") -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}

@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = answer
 
     def upload(self) -> FileObject:
-        """What was sent must be a form whose last field is the file, of exactly the length that was announced."""
+        """Accept a form whose last field is the file, of exactly the length that was announced."""
         boundary = re.search("boundary=(.+)", self.headers["content-type"])
         assert boundary is not None
         left = int(self.headers["content-length"])
@@ -289,4 +289,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing to the test's output."""
+        """Write nothing to the test's output."""

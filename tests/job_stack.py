@@ -46,7 +46,7 @@ def ids(name: str, count: int) -> list[str]:
 
 
 def shown(stack: Stack, job: str) -> str:
-    """What `sie jobs show` says."""
+    """Return the output of `sie jobs show`."""
     result = CliRunner().invoke(main, ["jobs", "show", job, "--url", stack.urls[0]], env={"SIE_AUTH_TOKEN": ADMIN})
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
@@ -73,7 +73,7 @@ def entry(model: str, **more: Any) -> dict[str, Any]:
 
 
 def fingerprint(jobs: JobClient, model: str) -> str:
-    """Of a model as it is now; empty where there is none."""
+    """Return the present fingerprint of a model; empty if it has none."""
     answer = jobs.http.post(f"/v1/encode/{model}", json={"items": ["a"]})
     return str(answer.json()["fingerprint"]) if answer.status_code == 200 else ""
 

@@ -51,7 +51,7 @@ class Lane:
         return " and ".join([self.marker or "not serial", *rest])
 
     def files(self) -> list[str]:
-        """Those in which one of its tests may be, or folders; none for all."""
+        """Return the files or folders in which a test of this lane may be; none for all."""
         if self.paths or not self.marker:
             return [*self.paths]
         tests = (path for folder in _TESTPATHS for path in sorted((ROOT / folder).rglob("test_*.py")))
@@ -176,8 +176,8 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
 
 
 def _printed(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """What it prints until it has ended. Processes that live on, such as the one that the lanes share, have its output
-    open still: nobody waits for their end.
+    """Yield the output of a child until it has ended. Its own children may live on, such as the one that the lanes
+    share, and keep the output open: their end is not awaited.
     """
     assert child.stdout is not None
     output, ended = child.stdout.fileno(), os.pidfd_open(child.pid)

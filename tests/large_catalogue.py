@@ -25,7 +25,7 @@ from sie_runtime.feed import packaged_catalogue
 
 
 def entries(count: int) -> dict[str, ModelEntry]:
-    """As many entries as that, each with an id of its own, profiles and all."""
+    """Return that many entries, each with an id and profiles of its own."""
     packaged = list(packaged_catalogue().entries.values())
     numbered = zip(range(count), itertools.cycle(packaged), strict=False)
     result = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
@@ -33,7 +33,7 @@ def entries(count: int) -> dict[str, ModelEntry]:
 
 
 def export(count: int, epoch: str = "large:9") -> bytes:
-    """What a config service tells of them."""
+    """Return the export of a config service with these entries."""
     bundles = tuple(msgspec.to_builtins(bundle) for bundle in packaged_catalogue().bundles.values())
     models = tuple(
         ConfigModel(name, normalised(entry), 1, ("default",), written=9) for name, entry in entries(count).items()
@@ -80,7 +80,7 @@ def resolving(catalogue: Catalogue) -> dict[str, float]:
 
 
 def unknown_us(catalogue: Catalogue) -> float:
-    """Of a name that there is none of, with suggestions."""
+    """Return the microseconds to resolve an unknown name, with suggestions."""
 
     def refused() -> None:
         with pytest.raises(ModelNotFound, match="no model named"):
@@ -90,7 +90,9 @@ def unknown_us(catalogue: Catalogue) -> float:
 
 
 def applying_us(catalogue: Catalogue) -> float:
-    """Of a delta that adds a model, decoded, checked and applied, up to the first resolution through it."""
+    """Return the microseconds of a delta that adds a model, decoded, checked and applied, up to the first resolution
+    through it.
+    """
     raw = normalised(msgspec.structs.replace(next(iter(catalogue.entries.values())), id="new/model"))
     data = messages.encode(ConfigDelta("sie-config", "large:9", "large:12", "new/model", 1, raw))
 

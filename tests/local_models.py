@@ -196,7 +196,7 @@ class LocalModels:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `sie serve`: these models and no others."""
+        """Return the arguments of `sie serve` for these models and no others."""
         return ["--models-dir", str(self.folder), "--model-filter", ",".join(self.names)]
 
 
@@ -252,7 +252,7 @@ def enlarge(folder: Path, factor: float) -> None:
 
 
 def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:
-    """What a Qwen3 reranker says, by transformers alone. Source: README of Qwen3-Reranker."""
+    """Return the probability of `yes` of a Qwen3 reranker, by transformers alone. Source: README of Qwen3-Reranker."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

@@ -75,7 +75,7 @@ class Attacker:
         self.loot = bytearray()
 
     def exchange(self, address: tuple[str, int] | str, sent: bytes) -> bytes:
-        """What comes back until the peer closes, or says nothing for a while."""
+        """Return the bytes that arrive until the peer closes, or is silent for a while."""
         family = socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX
         got = bytearray()
         with socket.socket(family) as peer:
@@ -120,7 +120,9 @@ class Attacker:
         return {"kind": "http", "answers": replies | written}
 
     def files(self, folders: list[str]) -> dict[str, list[str]]:
-        """What of all that lies below the folders can be read, written or spoken to, and where something can be put."""
+        """List the entries below the folders that can be read, written or connected to, and the folders in which a file
+        can be created.
+        """
         opened: dict[str, list[str]] = {"read": [], "written": [], "sockets": [], "placed": []}
         for folder in folders:
             for place, below, names in os.walk(folder):
@@ -154,7 +156,7 @@ class Attacker:
             os.close(handle)
 
     def named(self, paths: list[str]) -> list[str]:
-        """Which of the files of a data directory open by their names, although their folder cannot be listed."""
+        """Return the files of a data directory that open by their names, although their folder cannot be listed."""
         opened: dict[str, list[str]] = {"read": [], "written": [], "sockets": [], "placed": []}
         for path in paths:
             try:
@@ -164,7 +166,7 @@ class Attacker:
         return [*opened["read"], *opened["written"], *opened["sockets"]]
 
     def processes(self, pids: list[int]) -> list[str]:
-        """What of their secrets opens, and who can be signalled."""
+        """List the secrets of the processes that can be opened, and the processes that can be signalled."""
         opened = []
         for pid in pids:
             self.loot += Path(f"/proc/{pid}/cmdline").read_bytes()

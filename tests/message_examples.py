@@ -615,7 +615,7 @@ EXAMPLES: dict[str, Any] = {
 
 
 def encoded(name: str) -> bytes:
-    """As it travels: the export over HTTP in JSON, all else in msgpack."""
+    """Encode an example as it is sent: the export over HTTP in JSON, all else in msgpack."""
     return msgspec.json.encode(EXAMPLES[name]) if name.startswith("export") else messages.encode(EXAMPLES[name])
 
 

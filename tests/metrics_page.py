@@ -46,7 +46,7 @@ def metrics() -> str:
 
 
 def labels() -> str:
-    """What the values of each label are."""
+    """Return the table of the values of each label."""
     rows = [f"| `{name}` | {text} |" for name, text in LABELS.items()]
     return "\n".join(["| label | values |", "|---|---|", *rows])
 
@@ -64,7 +64,7 @@ def alerts() -> str:
 
 
 def panels() -> str:
-    """What the dashboard shows, row by row."""
+    """Return the table of the dashboard's panels, row by row."""
     dashboard = json.loads((FILES / "dashboards" / "sie.json").read_text("utf-8"))
     rows = [
         f"| **{panel['title']}** | |" if panel["type"] == "row" else f"| {panel['title']} | {panel['description']} |"

@@ -16,7 +16,7 @@ NAMESPACE = "search"  # of the installation that is rendered
 
 
 def spec() -> dict[str, Any]:
-    """Of the PrometheusRule, which is also a file of rules."""
+    """Return the spec of the PrometheusRule, which is also a file of rules."""
     result: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
     return result
 
@@ -54,7 +54,7 @@ def panels() -> list[tuple[str, str]]:
 
 
 def relabelings() -> list[dict[str, Any]]:
-    """What the chart's ServiceMonitors change in the labels of a target, one list for all of them."""
+    """Return the changes of the chart's ServiceMonitors to the labels of a target, one list for all of them."""
     (result,) = {
         json.dumps(endpoint.get("relabelings", []))
         for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values()
@@ -65,7 +65,7 @@ def relabelings() -> list[dict[str, Any]]:
 
 
 def rule_tests() -> dict[str, Any]:
-    """What promtool tests, without the annotations that it expects."""
+    """Return the tests of promtool, without the annotations that they expect."""
     document: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
     return document
 

@@ -96,11 +96,11 @@ class NatsServer:
         ready.set()
 
     def stop(self) -> None:
-        """As an orchestrator does: SIGTERM."""
+        """End the server as an orchestrator does, with SIGTERM."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As a power cut does, but for the page cache: SIGKILL."""
+        """End the server as a power cut does, but for the page cache, with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:

@@ -115,7 +115,7 @@ def s3_server(folder: Path) -> Iterator[S3]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked. `range`: as in its header."""
+    """Request of a client. `range`: as in its header."""
 
     method: str
     path: str
@@ -124,8 +124,8 @@ class Request:
 
 @dataclass
 class Faults:
-    """What goes wrong at a server, and what it was asked. `refuse`: what to answer instead, status and code of S3, if
-    anything.
+    """Faults of a server, and the requests that it got. `refuse`: returns the status and the code of S3 to answer
+    instead, if anything.
 
     An answer with a body of `slow_from` bytes or more comes in pieces of `piece_bytes` with `pause_s` between; after
     `cut_after` bytes of all of them together every connection ends.
@@ -375,7 +375,7 @@ class Place:
 
     @property
     def store(self) -> ObjectStore:
-        """As another client of the same store sees it."""
+        """Open the store as another client of it."""
         from sie_store.object_stores import opened
 
         return opened(self.url, "SIE_CLUSTER_CACHE")

@@ -1,4 +1,4 @@
-"""What is right: sentence-transformers on the same weights in float32, and the texts that tests use."""
+"""Oracle: sentence-transformers on the same weights in float32, and the texts that tests use."""
 
 from __future__ import annotations
 

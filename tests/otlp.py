@@ -138,7 +138,7 @@ class HttpCollector:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Nothing on standard error."""
+                """Write nothing to standard error."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"

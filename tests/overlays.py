@@ -1,4 +1,4 @@
-"""What a config service would serve, without one."""
+"""Catalogue that a config service would serve, without one."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class Simulation:
         self._pull_more(worker)
 
     def _leave(self, worker: _Worker) -> None:
-        """What it has begun it ends; what waits for a load goes back."""
+        """Let a worker end the work that it has begun; work that waits for a load goes back."""
         worker.leaving = True
         self._beats.pop(worker.name, None)
         back = [request for parked in worker.parked.values() for request in parked]

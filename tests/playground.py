@@ -1,4 +1,4 @@
-"""What a person does in the playground of the console, and what they read there and run from it."""
+"""Steps of a person in the playground of the console: input, reading, and running its programs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(page: Page, results: int = 1) -> None:
 
 
 def copied(page: Page, kind: str, place: int = 0) -> str:
-    """What the button copies, with an address that a process of this machine knows as well."""
+    """Return the text that the button copies, with an address that a process of this machine can reach."""
     page.evaluate("window.copied = undefined")
     page.evaluate(f"document.querySelectorAll('[data-copies={kind}]')[{place}].click()")
     code: str = page.wait("window.copied ?? ''", bool)
@@ -92,7 +92,7 @@ def by_curl(page: Page, place: int = 0) -> dict[str, Any]:
 
 
 def by_python(page: Page, shown: str, place: int = 0) -> Any:
-    """What `shown`, of the `results` of the copied program, is as JSON."""
+    """Return the JSON of the expression `shown` of the `results` of the copied program."""
     program = f"{copied(page, 'Python', place)}\nimport json\nprint('told', json.dumps({shown}))\n"
     environ = {**os.environ, "SIE_API_KEY": KEY}
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environ)
@@ -101,7 +101,9 @@ def by_python(page: Page, shown: str, place: int = 0) -> Any:
 
 
 def by_typescript(page: Page, package: Path, shown: str, place: int = 0) -> Any:
-    """What `shown`, of the `results` of the copied program, is as JSON. It is compiled as strictly as the client is."""
+    """Return the JSON of the expression `shown` of the `results` of the copied program. It is compiled as strictly as
+    the client is.
+    """
     program = f"{copied(page, 'TypeScript', place)}\nconsole.log('told', JSON.stringify({shown}));\n"
     (package / "test" / "copied.ts").write_text(program, "utf-8")
     compiled(package)

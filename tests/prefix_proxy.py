@@ -24,7 +24,7 @@ class PrefixProxy:
         self.client = httpx.Client(trust_env=False, timeout=60)
 
     def path(self, path_asked: str) -> str | None:
-        """What is asked of the gateway, None for a path beside the prefix."""
+        """Return the path at the gateway, None for a path beside the prefix."""
         if not (path_asked + "/").startswith(f"{self.prefix}/"):
             self.outside.append(path_asked)
             return None

@@ -409,7 +409,7 @@ _READS = (["points", "count"], ["points", "query"], ["points", "scroll"])
 
 @contextlib.contextmanager
 def _statuses() -> Iterator[None]:
-    """What the models or the engine do not take is a bad request, as it is to Qdrant."""
+    """Answer with a bad request, as Qdrant does, if the models or the engine refuse the input."""
     try:
         yield
     except Refused:
@@ -461,7 +461,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a test would not read it."""
+        """Write nothing: a test would not read it."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which parameters every run of the tests takes: some that stand for the others, which only the long run takes.
+"""Parameters that every run of the tests takes: some that stand for the others, which only the long run takes.
 
 A plain `pytest tests/parity`, which writes docs/parity.md, takes all.
 """

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Shared:
-    """What runs for the group of the present test."""
+    """Objects that run for the group of the present test."""
 
     def __init__(self) -> None:
         self._running: dict[str, Any] = {}

@@ -71,7 +71,7 @@ class Part:
 
     @property
     def status(self) -> int | None:
-        """Of the process that ended last; None while it runs."""
+        """Return the status of the process that ended last; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def start(self, *once: str) -> None:
@@ -174,8 +174,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Device:
-    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, of which models it
-    takes otherwise, how many models fit (0: any number). `devices`: of these that a worker has.
+    """Device of the fixed-cost adapter: its cost per batch and per token, its lanes, the time of a load, the models
+    whose load takes another time, how many models fit (0: any number). `devices`: number of these at a worker.
     """
 
     batch_ms: float = 0.0
@@ -217,8 +217,8 @@ class Device:
 
 @dataclass
 class Plan:
-    """What to start. `workers` holds a Device for each worker, or None for a real adapter; `bundles` says what each
-    serves.
+    """Plan of a stack. `workers` holds a Device for each worker, or None for a real adapter; `bundles` has the bundle
+    of each.
     """
 
     models: Sequence[str] = ("toy/one",)
@@ -451,8 +451,8 @@ class Stack:
 
 
 def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:
-    """Which zygote forks this command. None: the command is started, as it is outside tests, where a start is measured,
-    where it is of another checkout, and with a setting that only a start reads.
+    """Return the zygote that forks this command. None: the command is started, as outside tests, where a start is
+    measured, where it is of another checkout, and with a setting that only a start reads.
     """
     if "PYTEST_VERSION" not in os.environ or environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         return None

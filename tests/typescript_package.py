@@ -37,7 +37,7 @@ def compiled(package: Path) -> None:
 
 
 def ran(command: Sequence[str], package: Path, **environ: str) -> str:
-    """What a command says. Raises AssertionError when it fails."""
+    """Return the output of a command. Raises AssertionError when it fails."""
     env = {**os.environ, **environ}
     done = subprocess.run(command, cwd=package, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -83,7 +83,7 @@ def schemas() -> dict[str, Any]:
 
 
 def digest() -> str:
-    """Of what the types are made of."""
+    """Return the digest of the sources of the types."""
     return hashlib.sha256(json.dumps(schemas(), sort_keys=True).encode()).hexdigest()
 
 

@@ -85,7 +85,7 @@ class Forked:
 
     @classmethod
     def in_place(cls, kind: Kind) -> Forked:
-        """Of this process: with its arguments, its environment and its standard streams."""
+        """Return the record of this process: its arguments, its environment and its standard streams."""
         forked = cls.__new__(cls)
         forked._start(kind, sys.argv, os.environ, (0, 1, 2))
         return forked
@@ -192,7 +192,7 @@ def _prepare(kind: Kind) -> None:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """What a process was given as its environment. The kernel tells that of the zygote for one that is forked."""
+    """Return the environment of a process. For a forked one the kernel has that of the zygote."""
     settings = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
     if settings.exists():
         return dict(json.loads(settings.read_text("utf-8")))
@@ -343,8 +343,8 @@ def _end_with(parent: int) -> None:
 
 
 def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list[str]:
-    """What a start would have given it: a session, standard streams, folder, environment. It is killed when the zygote
-    ends.
+    """Set up the process as a start would: a session, standard streams, folder, environment. It is killed when the
+    zygote ends.
     """
     os.setsid()
     _end_with(parent)

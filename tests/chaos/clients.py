@@ -73,7 +73,7 @@ class Expected:
         return Expected(model, texts, [vector_of(ids_of(text)) for text in texts])
 
     def fault(self, body: bytes, ids: Sequence[str], picked: Sequence[int]) -> str:
-        """What is wrong with an answer to these inputs; nothing when it is right."""
+        """Return the fault of an answer to these inputs; empty if it is right."""
         try:
             answer: dict[str, Any] = arrays.unpack(arrays.decode_msgpack(body))
         except msgspec.DecodeError as error:
@@ -217,6 +217,6 @@ class Crowd:
 
 
 def _code(status: int, body: bytes) -> str:
-    """Of a refusal; a 202 has none, it tells how a cold lane comes up."""
+    """Return the code of a refusal; empty for a 202, which reports how a cold lane starts."""
     answer = msgspec.json.decode(body)
     return str(answer["status"] if status == 202 else answer["code"])

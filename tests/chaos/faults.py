@@ -120,7 +120,7 @@ class Monkey:
         fault.recovered_s = time.monotonic()
 
     async def _supervise(self) -> None:
-        """What ended without our doing is a fault of its own."""
+        """Record a process that ended by itself as a fault of its own."""
         while not (self._stopping.is_set() and not self._repairs):
             for name, task in list(self._repairs.items()):
                 if task.done():
@@ -163,7 +163,9 @@ class Leaders:
             self._since_s = 0.0
 
     async def _led(self, client: httpx.AsyncClient, number: int) -> bool | None:
-        """What one broker sees; None when it cannot be asked. A leader that is dead or frozen is none."""
+        """Return whether one broker sees a leader; None if it does not answer. A leader that is dead or frozen does not
+        count.
+        """
         part = self._stack.brokers[number]
         if not part.alive or part.paused:
             return None

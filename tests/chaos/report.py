@@ -1,4 +1,4 @@
-"""What a chaos run proves: figures from outcomes and faults, a verdict, a table and a plot. Pure."""
+"""Proof of a chaos run: figures from outcomes and faults, a verdict, a table and a plot. Pure."""
 
 from __future__ import annotations
 

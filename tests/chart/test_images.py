@@ -175,7 +175,7 @@ def test_health_checks_ask_what_processes_answer() -> None:
 
 
 async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp_path: Path) -> None:
-    """As the image runs them: no environment but the one variable, Python alone."""
+    """The checks run as in the image: Python alone, with no environment but the one variable."""
 
     async def passes(image: str, **environ: str) -> bool:
         _, *arguments = health_check(image)
@@ -326,8 +326,8 @@ def test_the_install_steps_name_extras_that_exist() -> None:
 
 
 def needs(name: str, extras: set[str]) -> list[Requirement]:
-    """What a distribution with these extras requires; of ours, what pyproject.toml says today. Empty for one that is
-    not installed here.
+    """Return the requirements of a distribution with these extras; for ours, those of today's pyproject.toml. Empty for
+    one that is not installed here.
     """
     if name == "sie-cluster":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

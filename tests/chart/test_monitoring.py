@@ -122,7 +122,9 @@ def test_dashboards_are_whole() -> None:
 
 
 def test_every_field_of_a_dashboard_is_one_that_grafana_reads() -> None:
-    """What its own types read and write again is what the file says: they leave out names that they do not know."""
+    """Grafana's own types leave out names that they do not know, so a file that they read and write again is
+    unchanged.
+    """
     register_default_plugins()
     for dashboard in dict(dashboards()).values():
         again = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))

@@ -55,7 +55,9 @@ ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
 
 
 def environ_of(result: Any, number: int = 0) -> dict[str, str]:
-    """Of the server's container as a kubelet makes it: secrets looked up, $(NAME) replaced by what stands before."""
+    """Return the environment of the server's container as a kubelet makes it: secrets are looked up, $(NAME) is
+    replaced by an earlier value.
+    """
     values_set: dict[str, str] = {}
     for variable in container(result, "sie-nats", "nats")["env"]:
         if "value" in variable:
@@ -232,7 +234,7 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
 
 @pytest.fixture
 async def owner(server: NatsServer) -> AsyncIterator[None]:
-    """As the config service has it: streams are made for who asks."""
+    """Own the streams as the config service does: it creates them for other processes."""
     async with connected(server, "streams") as broker:
         await own(broker)
         yield
@@ -620,7 +622,7 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
 async def test_a_process_whose_inbox_names_no_user_works_on(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the release before, while an upgrade replaces one pod after the other."""
+    """A process of the release before has no such name, while an upgrade replaces one pod after the other."""
     monkeypatch.setattr(connection, "inbox_prefix", lambda credentials: "_INBOX")
     before = len(violations(server))
 

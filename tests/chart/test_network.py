@@ -1,4 +1,4 @@
-"""Who may connect to whom: nothing that is not named, and all that the processes need."""
+"""Connections that the network policies allow: all that the processes need, and no others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What pages tell an operator to type on a cluster: objects, labels, containers and keys are the chart's, queries the
-table's.
-"""
+"""Commands that pages give to operators: objects, labels, containers and keys are the chart's, queries the table's."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_a_first_vector_takes_few_commands() -> None:
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """As two parts of one values file."""
+    """Merge two values files as two parts of one file."""
     return {
         **below,
         **{

@@ -1,5 +1,5 @@
-"""What operators rely on in pods: probes, resources, restricted security, time to end, commands that exist, secrets by
-reference alone.
+"""Properties of pods that operators rely on: probes, resources, restricted security, time to end, commands that exist,
+secrets by reference alone.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def test_secrets_are_named_and_never_written(manifests: tuple[dict[str, Any], ..
     ("catalogue", "place"), [({"configMap": "mine"}, "/etc/sie/models"), ({"url": "s3://a/b"}, "s3://a/b"), ({}, None)]
 )
 def test_workers_look_at_the_operator_s_models_themselves(catalogue: dict[str, str], place: str | None) -> None:
-    """What is there may run code and name paths; an adapter takes nobody's word for it."""
+    """The folder may hold code and paths, so an adapter checks it itself."""
     manifestsrendered = objects(template(values={**CHOSEN, "catalogue": catalogue}))
     for workload, name in (("sie-config", "config"), ("sie-worker-cpu", "adapter")):
         assert variables(container(manifestsrendered, workload, name)).get("SIE_MODELS_DIR") == place

@@ -38,7 +38,9 @@ def test_helm_lint_is_content(file: str) -> None:
 
 @functools.cache
 def valid(text: str, version: str) -> str:
-    """Of an object as JSON: most are the same in several values files. Raises kubernetes_validate.ValidationError."""
+    """Validate an object as JSON: most are the same in several values files. Raises
+    kubernetes_validate.ValidationError.
+    """
     return kubernetes_validate.validate(json.loads(text), version, strict=True)
 
 
@@ -67,7 +69,7 @@ def test_every_core_object_is_valid(version: str) -> None:
 
 
 def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
-    """Else the test above could not fail."""
+    """Without this the test above could not fail."""
     deployment = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
     deployment["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):

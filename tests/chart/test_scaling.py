@@ -97,8 +97,8 @@ def asked(spec: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
-    """What KEDA and the autoscaler make of an answer: ceil(value / target) within the bounds; active above the
-    activation value.
+    """Return the replicas that KEDA and the autoscaler compute from an answer: ceil(value / target) within the bounds;
+    active above the activation value.
     """
     assert answer.status_code == 200
     _, place, target = asked(spec)

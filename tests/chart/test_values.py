@@ -51,7 +51,7 @@ OTHERWISE: dict[Path, Any] = {
 
 
 def overlaid(below: Any, above: Any) -> Any:
-    """As helm lays one values file over another."""
+    """Lay one values file over another as helm does."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return copy.deepcopy(above)
     return {**below, **{key: overlaid(below.get(key), value) for key, value in above.items()}}
@@ -268,8 +268,8 @@ BATCHER = {
 
 
 def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """What each worker-sidecar runs with, by workload: coalesce, requests, cost. Other containers carry none of the
-    variables.
+    """Return the settings of each worker-sidecar by workload: coalesce, requests, cost. Other containers carry none of
+    the variables.
     """
     environs = {}
     for workload, _, entry in containers(objects(template(values=overlaid(CHOSEN, values)))):
@@ -395,7 +395,7 @@ def test_defaults_are_those_of_the_processes() -> None:
 
 
 def test_false_and_zero_of_a_group_win_over_common() -> None:
-    """As they would not with helm's own merge."""
+    """With helm's own merge they would not win."""
     common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
     group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
     objects_rendered = objects(
@@ -413,7 +413,9 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """What names no machine profile goes to one that can be scaled from zero, the default one where there is."""
+    """A request that names no machine profile goes to one that can be scaled from zero, to the default one where there
+    is one.
+    """
     groups = {
         "b": {"machineProfile": "h100"},
         "a": {"machineProfile": "l4"},

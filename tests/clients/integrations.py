@@ -336,7 +336,7 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
 
 def mcp(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
-    """Of eight tools two need neither text generation nor a model that the test cluster lacks."""
+    """Call two of eight tools: those that need neither text generation nor a model that the test cluster lacks."""
     models = dict.fromkeys(("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR"), "test/none")
     models |= {"EXTRACT": ENTITIES, "PII": ENTITIES, "ENCODE": DENSE, "RERANK": CROSS, "EMBED": IMAGES}
     os.environ |= {f"SIE_MCP_{name}_MODEL": model for name, model in models.items()}

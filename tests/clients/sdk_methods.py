@@ -88,7 +88,7 @@ def public_methods(client: Any) -> set[str]:
 
 
 async def outcome(result: Any) -> Any:
-    """What a call returned, or the first that it streams."""
+    """Return the result of a call, or the first item that it streams."""
     if inspect.isawaitable(result):
         result = await result
     if hasattr(result, "__anext__"):

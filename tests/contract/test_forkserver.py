@@ -144,7 +144,7 @@ def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:
 
 
 def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
-    """As in a container, where it is process 1: what a dead child had started becomes the parent's."""
+    """In a container the parent is process 1: the children of a dead child become its own."""
     child = f"""
     if not os.path.exists({str(tmp_path / "left")!r}):
         open({str(tmp_path / "left")!r}, "w").close()

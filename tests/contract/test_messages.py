@@ -38,7 +38,7 @@ each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def decode(name: str, data: bytes) -> Any:
-    """As the receiving process does it."""
+    """Decode a message as the receiving process does it."""
     if name.startswith("export"):
         return msgspec.json.decode(data, type=ConfigExport)
     if not name.startswith("ipc"):

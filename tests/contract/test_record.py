@@ -103,7 +103,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
 
 
 class Owner:
-    """What an owner of a record keeps: the values by key."""
+    """Owner of a record, with its values by key."""
 
     def __init__(self, bucket: RecordBucket, *, drops_unreadable: bool = False) -> None:
         self.sizes: dict[str, int] = {}
@@ -177,7 +177,7 @@ async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(
 
 
 async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: Site) -> None:
-    """What was read may be of two buckets: it is read again."""
+    """The values may be of two buckets, so they are read again."""
     owner = Owner(await site.bucket())
 
     async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:

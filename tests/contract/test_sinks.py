@@ -671,7 +671,7 @@ async def test_a_table_of_lancedb_that_no_job_created_is_refused(
 
 @pytest.mark.parametrize("version", [16, 18])
 async def test_the_extension_is_created_where_the_user_may_and_else_asked_for(version: int) -> None:
-    """Where the extension is in a schema of its own, it is found there."""
+    """An extension in a schema of its own is detected there."""
     server = PostgresServer(version)
     try:
         await server.start()

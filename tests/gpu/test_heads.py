@@ -193,7 +193,7 @@ def heads_on(device: torch.device, width: int) -> dict[str, Head]:
 
 @pytest.mark.parametrize("kind", ["masked", "token", "multivector", *POOLINGS])
 def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
-    """What stays finite has the rows of a CPU: segments are reduced by kernels that only CUDA uses."""
+    """The finite sequences have the rows of a CPU: segments are reduced by kernels that only CUDA uses."""
     lengths = np.array([3, 4, 4, 700])
     ids = np.random.default_rng(0).integers(1, 50, int(lengths.sum()), dtype=np.int32)
     packed = pack(Items(lengths, ids), np.arange(4), Positions())

@@ -75,8 +75,8 @@ def encode(engine: AdapterEngine, lengths: list[int], seed: int) -> np.ndarray:
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine(
     entry: ModelEntry, tmp_path: Path
 ) -> None:
-    """What was learnt is doubted at every batch: real failures, every vector right; a second engine believes it: hardly
-    any.
+    """The learnt limit is doubted at every batch: failures are real, every vector is right; a second engine trusts it
+    and has hardly any failure.
     """
     settings = Settings(device="cuda", local_cache=str(tmp_path))
     engine = AdapterEngine(settings)

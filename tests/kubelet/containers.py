@@ -124,7 +124,7 @@ class Container:
         engine.podman("create", *self.options(), self.told["image"], *self._words(self.told.get("args", ())))
 
     def run_once(self, timeout_s: float) -> None:
-        """As an init container: it must end with 0."""
+        """Run as an init container, which must end with 0."""
         self.create()
         done = engine.run(["start", "--attach", self.name], timeout_s)
         assert done.returncode == 0, f"{self.name}: {done.returncode}\n{done.stdout}{done.stderr}"
@@ -136,8 +136,8 @@ class Container:
         self._keeper.start()
 
     def end(self, grace_s: float) -> None:
-        """As a kubelet ends a pod's containers: preStop, SIGTERM, and what is left after the grace period is killed.
-        Returns when it has ended.
+        """End as a kubelet ends a pod's containers: preStop, SIGTERM, and SIGKILL after the grace period. Return when
+        it has ended.
         """
         self._ending.set()
         until_s = time.monotonic() + grace_s
@@ -182,7 +182,7 @@ class Container:
     # --- what it is told ---
 
     def options(self) -> list[str]:
-        """Of `podman create`."""
+        """Return the options of `podman create`."""
         pod, spec = self.pod, self.told
         user = {**pod.spec.get("securityContext", {}), **spec.get("securityContext", {})}
         arguments = [

@@ -24,7 +24,7 @@ _PROCESSES = 32768  # that podman itself may have, whatever its own limit was
 
 
 class EngineError(Exception):
-    """What podman said instead."""
+    """Error of podman, with its message."""
 
 
 @functools.cache

@@ -92,7 +92,7 @@ class Endpoint:
 
 @dataclass
 class Network:
-    """Of one node. Use `joined` in the thread that made it."""
+    """Network of one node. Use `joined` in the thread that made it."""
 
     prefix: str
     _numbers: int = field(default=0, init=False)
@@ -166,8 +166,8 @@ def owners(prefix: str) -> set[int]:
 
 
 def services(endpoints: Sequence[Endpoint]) -> str:
-    """As kube-proxy does it: a connection goes to one of the pods, at random; one to a service without pods is refused.
-    A pod is not led back to itself, which no part of the chart asks for.
+    """Return rules as those of kube-proxy: a connection goes to one of the pods, at random; one to a service without
+    pods is refused. A pod is not led back to itself, which no part of the chart needs.
     """
     to, none = [], []
     for endpoint in endpoints:
@@ -255,7 +255,7 @@ def _is(peer: Object, member: Member, own: str) -> bool:
 
 
 def tried(name: str, address: str, port: int, timeout_s: float = 3.0) -> Outcome:
-    """What a connection out of a pod's network meets."""
+    """Return the outcome of a connection out of a pod's network."""
     with inside(name), socket.socket() as wire:
         wire.settimeout(timeout_s)
         try:

@@ -94,8 +94,8 @@ class Node:
     # --- what is rendered ---
 
     def apply(self, manifests: Sequence[Object], *, wait: bool = True) -> None:
-        """As `kubectl apply` and the controllers: pods that are missing are started, all at once; those of another
-        template are replaced as their workload says. Returns when all are ready, or do not `wait`.
+        """Apply manifests as `kubectl apply` and the controllers do: missing pods are started, all at once; those of
+        another template are replaced as their workload says. Return when all are ready, or at once without `wait`.
         """
         stale = {name for name in workloads(list(manifests)) if self.of(name)}
         with self._lock:
@@ -199,7 +199,7 @@ class Node:
         return f"http://{self._clusters[service]}:{port}"
 
     def address(self, service: str, port: int) -> tuple[str, int]:
-        """Where its pods answer: the service's own address, or a pod's where it has none."""
+        """Return the address of a service: its own, or a pod's where it has none."""
         spec = of_kind("Service", self.found)[service]["spec"]
         if spec.get("clusterIP") != "None":
             return self._clusters[service], port

@@ -166,7 +166,7 @@ class Pod:
             os.close(wire)
 
     def used(self) -> dict[str, tuple[int, float]]:
-        """Of the volumes with a limit: bytes in them, and the limit."""
+        """Return the bytes in each volume with a limit, and the limit."""
         volumes = {}
         for volume in self.spec.get("volumes", ()):
             limit = volume.get("emptyDir", {}).get("sizeLimit")

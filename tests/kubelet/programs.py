@@ -83,7 +83,7 @@ class Programs:
         return Handler
 
     def run(self, argv: Sequence[str]) -> str:
-        """What a program prints. Raises Refused, and whatever keeps it from its work."""
+        """Return the output of a program. Raises Refused, and the errors of its start."""
         match argv:
             case ["docker", "login", _] | ["pip", "install", ".[cli]"]:
                 return ""
@@ -108,7 +108,7 @@ class Programs:
         raise Refused(f"not known here: {' '.join(argv)}")
 
     def _name_images(self, registry: str) -> str:
-        """Those of a build before, as a build of now would name them."""
+        """Tag the images of an earlier build as a build of now would name them."""
         for image in ("gateway", "config", "sidecar", "adapter-cpu"):
             engine.podman("tag", f"sie-{image}:{VERSION}", f"{registry}/sie-{image}:{VERSION}")
         return ""

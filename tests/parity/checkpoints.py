@@ -98,7 +98,7 @@ class Architecture:
 
     @property
     def width(self) -> int:
-        """Of the vector that a client gets."""
+        """Return the width of the vector that a client gets."""
         return int(self.behind[-1].config["out_features"]) if self.behind else WIDTH
 
 

@@ -128,7 +128,7 @@ class ParityEngine:
 
 
 def force_padded(resident: Resident) -> None:
-    """What loading does with a model whose packed states are wrong; no setting asks for it."""
+    """Force the padded path, which a load chooses for a model whose packed states are wrong; no setting requests it."""
     encoder = resident.weights
     assert isinstance(encoder, TextEncoder)
     encoder.backbone.run_padded()

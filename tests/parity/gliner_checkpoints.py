@@ -55,7 +55,8 @@ BERT = {**_BACKBONE, "model_type": "bert", "max_position_embeddings": 128}
 
 
 def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
-    """Of the words of the tests two in three are one token, the others two, and everything else is characters.
+    """Return a tokenizer: two in three words of the tests are one token, the others two, and everything else is
+    characters.
 
     The trainers of the tokenizers library give another vocabulary in each process, so this one is laid down.
     """

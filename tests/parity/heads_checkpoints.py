@@ -38,7 +38,9 @@ MARKS = (".", ",", "(", ")", "'", "-")
 
 
 def texts(count: int = 64, longest: int = 200, seed: int = 0) -> list[str]:
-    """Of log-normal length and in mixed order, punctuated; the first are empty, odd, and far beyond any limit."""
+    """Return texts of log-normal length in mixed order, punctuated; the first are empty, odd, and far beyond any
+    limit.
+    """
     rng = random.Random(seed)
     result = ["", "Zürich, 東京 and 😀", "it's (a) 3.14...", ".", "one " * (2 * MAX_TOKENS)]
     while len(result) < count:
@@ -174,8 +176,8 @@ M3_TOKENS = 64
 
 
 def bge_m3(folder: Path, behind: Sequence[Module] = ()) -> Path:
-    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any
-    environment.
+    """Build a model like BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is
+    the same in any environment.
 
     `behind`: modules between its pooling and its normalisation.
     """

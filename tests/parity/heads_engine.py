@@ -73,7 +73,7 @@ class HeadsModel:
         return [[_arrays(reply, next(outcomes)) for _ in texts] for texts, _ in items]
 
     def encode_inputs(self, inputs: Sequence[Input], *outputs: str, **options: Any) -> list[dict[str, Array]]:
-        """As `encode`, for inputs of any form."""
+        """Encode inputs of any form, as `encode` does for texts."""
         reply = self._run("encode", [WorkItemInput(inputs, None, RunOptions(outputs=outputs, **options))])
         return [_arrays(reply, outcome) for outcome in reply.outcomes]
 

@@ -1,4 +1,4 @@
-"""What golden/marqo.json holds the vectors of. `dual_checkpoints.image` makes the images, their places are the
+"""Sources of the vectors in golden/marqo.json. `dual_checkpoints.image` makes the images, their places are the
 seeds.
 """
 

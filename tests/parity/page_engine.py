@@ -56,8 +56,8 @@ class Served:
     def run(
         self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
     ) -> list[Any]:
-        """Of each input its vectors, its score, what was found in it, or its error: all of them one batch. `options`:
-        of a request.
+        """Return the vectors, score, extraction or error of each input: all of them are one batch. `options`: of a
+        request.
         """
         return self.answers(self.asked(operation, given, query, **options))
 
@@ -71,7 +71,7 @@ class Served:
         return self.batch(operation, [BatchPart(created.rows, work, asker=self.asker)], lora=work.options.lora)
 
     def extract(self, jobs: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
-        """Of each input, which is its image files and what is asked of them, the result or its error: all of them one
+        """Return the result or error of each job, which is its image files and its options: all of them are one
         batch.
         """
         layout, parts = self.weights.rows["extract"], []
@@ -87,14 +87,14 @@ class Served:
         return self._made(operation, sources, query, {})[1]
 
     def answers(self, batch: RunBatch) -> list[Any]:
-        """What `run` gives."""
+        """Return the results as `run` does."""
         with torch.inference_mode():
             reply = self.engine.execute(batch)
         assert isinstance(reply, BatchDone), reply
         return [_value(reply, outcome) for outcome in reply.outcomes]
 
     def batch(self, operation: Operation, parts: list[BatchPart], **named: Any) -> RunBatch:
-        """What the sidecar sends."""
+        """Return the batch that the sidecar sends."""
         layout = self.weights.rows[operation].layout
         return rowing.to_batch("b", self.entry.id, operation, layout, parts, **named)
 
@@ -201,7 +201,7 @@ def pairs(
 
 
 def at_once(run: Callable[[], Found], rounds: int) -> list[Found]:
-    """What two threads get that call `run` at the same time, each of them `rounds` times."""
+    """Return the results of two threads that call `run` at the same time, each of them `rounds` times."""
     results: list[Found] = []
     threads = [threading.Thread(target=lambda: results.extend(run() for _ in range(rounds))) for _ in range(2)]
     for thread in threads:

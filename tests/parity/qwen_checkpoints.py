@@ -169,7 +169,7 @@ def _name(folder: Path, architecture: str) -> None:
 
 
 class Inputs:
-    """What the library's processor makes of a prompt and its images: it cannot be built without torchvision."""
+    """Inputs that the library's processor makes of a prompt and its images; the processor itself needs torchvision."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         from transformers import AutoImageProcessor, AutoTokenizer

@@ -1,6 +1,4 @@
-"""What is right: sentence-transformers on the same folder, one text at a time, so that no padding enters
-its numbers.
-"""
+"""Oracle: sentence-transformers on the same folder, one text at a time, so that no padding enters its numbers."""
 
 from __future__ import annotations
 

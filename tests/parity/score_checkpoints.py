@@ -104,7 +104,7 @@ class Scoring:
         return [score_of(outcome) for outcome in self.run([Asked(texts, query, parameters)])[0]]
 
     def found(self, texts: Sequence[str | Input], **parameters: Any) -> list[dict[str, Any]]:
-        """What was extracted from each text, one batch. Fails unless it was from all."""
+        """Return the extraction of each text, as one batch. Fails if a text has none."""
         result = []
         for outcome in self.run([Asked(texts, None, parameters)])[0]:
             assert isinstance(outcome, Ok), outcome

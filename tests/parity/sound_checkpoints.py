@@ -64,7 +64,9 @@ def clap(folder: Path, *, fused: bool = False) -> Path:
 
 
 def _save(model: ClapModel, folder: Path) -> None:
-    """What a default initialisation leaves neutral is random, and so is what the normalisation of bands has seen."""
+    """Save a model whose parameters are random where a default initialisation leaves them neutral, and so are the
+    statistics of its normalisation.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -76,7 +76,7 @@ class Agreement:
 
     @classmethod
     def of(cls, got: NDArray[Any], expected: NDArray[Any]) -> Self:
-        """Of vectors [.., width] of equal shape."""
+        """Compare vectors [.., width] of equal shape."""
         assert got.shape == expected.shape
         cosine = cosines(got, expected)
         norms = np.linalg.norm(expected, axis=-1, keepdims=True)
@@ -128,7 +128,7 @@ class Texts:
         return cls(sum(own != pair_expected.ids for own, pair_expected in pairs), len(pairs), scores)
 
     def worst(self, second: Texts) -> Texts:
-        """Of both together."""
+        """Return the worst of both."""
         return Texts(self.other + second.other, self.texts + second.texts, self.first.worst(second.first))
 
     def __str__(self) -> str:

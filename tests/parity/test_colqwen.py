@@ -141,7 +141,7 @@ def test_token_vectors_equal_the_oracle(
 
 @pytest.mark.long
 def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
-    """Which are other vectors, also those of the projection."""
+    """The vectors differ, also those of the projection."""
     base = Oracle(folder, None)
     agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
     assert agreement.difference <= MAX_DIFFERENCE["float32"]
@@ -158,7 +158,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
 
 @pytest.mark.long
 def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """That of an architecture whose packed states would be wrong."""
+    """The padded path is that of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, f"{folder.parent.name}/padded", load={"min_pixels": LEAST, "max_pixels": MOST})
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()

@@ -307,7 +307,7 @@ def test_a_head_that_is_not_whole_is_refused(
 
 
 def test_a_backbone_alone_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """What a library fills with a random head."""
+    """A library would fill the head with random numbers."""
     folder = copied(folders("bert"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     save_file(

@@ -243,7 +243,7 @@ def test_an_instruction_stands_where_the_template_has_it(load: Load, folders: Fo
 
 
 def test_an_instruction_is_tokenised_with_the_query(engine: ScoringEngine, folders: Folders) -> None:
-    """As mxbai-rerank does it, and it counts for the share of the query."""
+    """The prompt is that of mxbai-rerank, and the instruction counts for the share of the query."""
     pieces = [piece.replace("query: ", "instruction: {instruction}\nquery: ") for piece in MXBAI_PIECES]
     scoring = engine.load(folders("qwen2"), "decoder-reranker", **{**MXBAI_ENTRY, "pair": pieces})
     card = Card(folders("qwen2"), "mxbai")
@@ -345,7 +345,7 @@ def test_an_entry_without_answers_or_template_is_refused(
 
 
 def test_probabilities_are_of_the_two_answers(load: Load, folders: Folders) -> None:
-    """Of the same logits the difference is the logit of the probability."""
+    """The difference of the same logits is the logit of the probability."""
     card = Card(folders("qwen3"), "qwen3")
     rows = [card.ids("river", text) for text in ragged_documents(8)]
     probability = load("qwen3", "qwen3").scores("river", ragged_documents(8))

@@ -139,7 +139,7 @@ def test_what_has_no_right_graph_says_so(name: str, serve: Serve) -> None:
 def test_padded_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """What any of them falls back to is right too."""
+    """The path to which any of them falls back is right too."""
     served = serve(name, precision, padded=True)
     assert served.attention.endswith("padded")
     check(name, precision, served, references, table)
@@ -224,7 +224,7 @@ def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, ser
     ),
 )
 def test_an_entry_may_turn_the_direction(name: str, causal: bool, serve: Serve, tmp_path: Path) -> None:
-    """As if the folder said so."""
+    """The entry acts as if the folder had its value."""
     texts, architecture = ragged(serve(name, "float32"))[:16], ARCHITECTURES[name]
     turned = serve(name, "float32", causal=causal).encode(texts, pooling="mean")
     as_if = Reference(build(tmp_path / "other", architecture, is_causal=causal), "float32")

@@ -78,7 +78,7 @@ def find(served: Served, *jobs: Asked) -> list[Any]:
 
 
 def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> NDArray[np.float32]:
-    """Of each label, [candidates, labels]."""
+    """Return the scores of the labels, [candidates, labels]."""
     kind: Any = detector._kind
     prepared_image = prepared(png(shown), kind.recipe)
     pixels = np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3)
@@ -88,7 +88,9 @@ def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> ND
 
 
 class Candidates(NamedTuple):
-    """Of an oracle, in its order: corners in pixels [candidates, 4], scores of labels [candidates, labels]."""
+    """Candidates of an oracle, in its order: corners in pixels [candidates, 4], scores of labels [candidates,
+    labels].
+    """
 
     corners: NDArray[np.float32]
     scores: NDArray[np.float32]

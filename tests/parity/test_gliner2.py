@@ -74,7 +74,7 @@ def extract(model: Gliner2Model, texts: list[str], options_wanted: ExtractOption
 def oracle(
     package: Any, texts: list[str], labels: tuple[str, ...] = LABELS, threshold: float = THRESHOLD
 ) -> list[Entities]:
-    """What the package finds, in the order and the form of the contract."""
+    """Return the entities of the package, in the order and the form of the contract."""
     results = package.batch_extract_entities(
         texts, list(labels), batch_size=1, threshold=threshold, include_confidence=True, include_spans=True
     )

@@ -42,7 +42,7 @@ def model(folder: Path) -> GlirelModel:
 
 @pytest.fixture(scope="module")
 def package(folder: Path) -> Any:
-    """As its hook for the hub loads it, which the hub's client no longer calls as the hook expects."""
+    """Load the model as its hook for the hub does, which the hub's client no longer calls as the hook expects."""
     options = dict.fromkeys(("revision", "cache_dir", "proxies", "token"))
     refused = dict.fromkeys(("force_download", "resume_download"), False)
     return glirel.GLiREL._from_pretrained(

@@ -65,7 +65,9 @@ def ours(data: bytes, recipe: Recipe, normalisation: Normalisation, first: type 
 
 
 def patches(pixels: np.ndarray[Any, Any], config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """As the towers of Qwen and GLM read them: blocks of merged patches, each patch once for every frame."""
+    """Return patches as the towers of Qwen and GLM read them: blocks of merged patches, each patch once for every
+    frame.
+    """
     size, merge, frames = (int(config[f"{key}_size"]) for key in ("patch", "merge", "temporal_patch"))
     channels, height, width = pixels.shape
     blocks = pixels.reshape(channels, height // size // merge, merge, size, width // size // merge, merge, size)
@@ -107,7 +109,7 @@ def test_pixels_are_the_library_s(name: str, kind: str, options: dict[str, Any],
 
 
 def unmerged(pixels: np.ndarray[Any, Any], config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """As the tower of PaddleOCR-VL reads them: row by row."""
+    """Return patches as the tower of PaddleOCR-VL reads them: row by row."""
     size = int(config["patch_size"])
     channels, height, width = pixels.shape
     blocks = pixels.reshape(channels, height // size, size, width // size, size)

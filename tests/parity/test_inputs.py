@@ -53,7 +53,7 @@ class Loaded:
     tokenizer: ModelTokenizer
 
     def run(self, operation: Operation, *works: WorkItemInput) -> list[Any]:
-        """Of each input its arrays, its score or its error, all of them one batch."""
+        """Return the arrays, score or error of each input, all of them one batch."""
         layout = self.encoder.rows[operation]
         batches = layouts.make(self.tokenizer, layout, works)
         assert all(batch.error is None and not batch.unfit for batch in batches), batches

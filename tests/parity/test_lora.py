@@ -176,8 +176,8 @@ def trained(
 
 
 def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
-    """What PEFT gives on the stock model in float32, one text at a time: the mean of the last states, or sigmoid of the
-    logit.
+    """Return the numbers of PEFT on the stock model in float32, one text at a time: the mean of the last states, or the
+    sigmoid of the logit.
     """
     from transformers import AutoTokenizer
 
@@ -490,7 +490,7 @@ def test_a_lora_that_does_not_fit_loads_no_second_copy_of_the_weights(
 def test_kinds_of_lora_that_are_more_than_two_matrices(
     config: dict[str, Any], text: str, engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
-    """As PEFT itself saves them."""
+    """The files are those that PEFT itself saves."""
     folder = base("bert")
     served = serve(engine, folder)
     targets = config.pop("target_modules", ["query"])

@@ -155,7 +155,7 @@ def test_rows_equal_the_oracle(
     ),
 )
 def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
-    """What any of them falls back to is right too, in a batch of queries and documents."""
+    """The path to which any of them falls back is right too, in a batch of queries and documents."""
     model, texts = (
         engine.load(folder(name), {"multivector": OUT}, max_tokens=MAX_TOKENS, padded=True),
         checkpoints.texts(32),
@@ -223,7 +223,7 @@ def test_scores_are_the_oracle_s_maxsim(name: str, folder: Folder, engine: Heads
 
 
 def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
-    """As if the files said what the entry says."""
+    """The entry acts as if the files had its values."""
     place = folder("stanford")
     config = {
         "query_marker": "[unused0]",
@@ -250,7 +250,7 @@ def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_
 
 @pytest.mark.parametrize("strategy", ["fixed", "min"])
 def test_a_native_folder_is_followed(strategy: str, folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
-    """As sentence-transformers saves it: the markers are prompts, which the entry has."""
+    """The folder is as sentence-transformers saves it: the markers are prompts, which the entry has."""
     stock = reference(folder("pylate xlm-roberta"))
     stock[0].query_expansion = {
         "strategy": strategy,

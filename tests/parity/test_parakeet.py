@@ -297,7 +297,7 @@ def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> No
 
 
 def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable) -> None:
-    """As the library in the same precision, within what its own rounding changes."""
+    """The vectors equal those of the library in the same precision, within its own rounding."""
     served, oracle, plain = (
         served_by(cpu_engine, reader_entry(POSITIONS, "sixteen", folder, load={"precision": SIXTEEN})),
         Oracle(folder, SIXTEEN_TYPE),

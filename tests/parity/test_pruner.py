@@ -72,7 +72,7 @@ def labelled(entities: list[Entity], label: str) -> list[Entity]:
 
 
 def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int, int, float]]]]:
-    """Of each text the score of the pair, and the place and the probability of each of its tokens."""
+    """Return the score of the pair for each text, and the place and the probability of each of its tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     state = torch.load(folder / "best.pt", weights_only=True)

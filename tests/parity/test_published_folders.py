@@ -194,7 +194,7 @@ def static(folder: Path) -> None:
 
 
 def distilled(folder: Path) -> None:
-    """As model2vec writes it."""
+    """Write the folder as model2vec does."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "model2vec", "architectures": ["StaticModel"]}')
     save_file({"embeddings": torch.zeros(8, 4)}, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What readers write equals `generate` of transformers, token for token, whoever reads beside them."""
+"""Texts of readers equal `generate` of transformers, token for token, whoever reads beside them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST = 24
 
 
 class Expected(NamedTuple):
-    """What the library writes after a prompt: ids, and the scores of the first of them, float32 [vocabulary]."""
+    """Text of the library after a prompt: ids, and the scores of the first of them, float32 [vocabulary]."""
 
     ids: list[int]
     first: NDArray[np.float32]
@@ -70,7 +70,7 @@ def asks(task: str, instruction: str = "", most: int | None = MOST) -> ExtractOp
 
 
 def _generated(model: Any, prompt: int, options: ExtractOptions, **tensors: Any) -> Expected:
-    """What the library writes after the `prompt` ids that it begins with, greedily, under the rules as stored."""
+    """Return the text that the library generates greedily after the `prompt` ids, under the rules as stored."""
     generated = model.generate(
         **tensors,
         max_new_tokens=options.parameters["max_new_tokens"],
@@ -83,7 +83,7 @@ def _generated(model: Any, prompt: int, options: ExtractOptions, **tensors: Any)
 
 
 def donut_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library:
-    """As the model card has it."""
+    """Return the library's model as the model card loads it."""
     from transformers import AutoTokenizer, DonutImageProcessorPil, DonutProcessor, VisionEncoderDecoderModel
 
     model = VisionEncoderDecoderModel.from_pretrained(folder, dtype=dtype).eval()
@@ -272,7 +272,7 @@ class Reader:
         )
 
     def read(self, prompts: Sequence[Any]) -> list[GeneratedText]:
-        """What is written after prompts, all of them at once."""
+        """Return the texts after prompts, all of them at once."""
         texts: list[GeneratedText] = self.served.engine.readings.read(self.kind, prompts)
         return texts
 
@@ -291,7 +291,7 @@ def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(load: Callable[[str], Reader]) -> Callable[[str], list[Expected]]:
-    """What the library writes for each page with each question, one by one."""
+    """Return the library's text for each page with each question, one by one."""
 
     @cache
     def written(name: str) -> list[Expected]:
@@ -437,7 +437,7 @@ def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], 
 
 
 def written(served: Reader, task: str, text: str, finish: Any = "stop") -> dict[str, Any]:
-    """What becomes of a text that Donut wrote."""
+    """Return the result for a text that Donut wrote."""
     options = asks(task, "where" if task == "<s_docvqa>" else "")
     prompt = served.kind.prompt(served.shown(PAGES[0]), options)
     ids = [*served.kind.tokenizer.encode(text, add_special_tokens=False).ids, *([2] if finish == "stop" else [])]
@@ -451,7 +451,7 @@ def told(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Reader]) -> None:
-    """Of two lines, as in the files of CORD."""
+    """The receipt has two lines, as in the files of CORD."""
     text = "<s_menu><s_nm>river</s_nm><s_price>3</s_price><sep/><s_nm>queue</s_nm><s_price>4</s_price></s_menu>"
     result = written(load("donut"), "<s_cord-v2>", text)
     tree = {"menu": [{"nm": "river", "price": "3"}, {"nm": "queue", "price": "4"}]}
@@ -521,7 +521,7 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tm
 
 
 def florence(served: Reader, task: str, text: str, text_asked: str = "a phrase") -> dict[str, Any]:
-    """What becomes of a text that Florence-2 wrote about a page of 300 x 120 pixels."""
+    """Return the result for a text that Florence-2 wrote about a page of 300 x 120 pixels."""
     prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, text_asked))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
     result: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, "stop"))

@@ -46,7 +46,7 @@ class Oracle:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, source: Given) -> Vectors:
-        """Of the length one, [width]."""
+        """Return the vectors of length one, [width]."""
         with torch.inference_mode():
             if isinstance(source, str):
                 ids = self._tokenizer(source, truncation=True, max_length=TOKENS, return_tensors="pt").input_ids
@@ -133,7 +133,7 @@ def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
 
 
 def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None:
-    """As many chunks of its samples."""
+    """The cost is the number of its chunks of samples."""
     recipe = load("clap").served.weights.rows["encode"].sounds
     assert recipe is not None
     assert (recipe.window, recipe.chunk, recipe.tokens) == (RATE, 250, 64)

@@ -1,5 +1,5 @@
-"""What Whisper writes of a sound equals `generate` of transformers with its feature extractor: tokens, segments and
-their times, whoever reads beside it.
+"""Texts of Whisper for a sound equal `generate` of transformers with its feature extractor: tokens, segments and their
+times, whoever reads beside it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Oracle:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
     def scores(self, sound: Samples, ids: Sequence[int]) -> Samples:
-        """Of the token after a prompt, for the first window."""
+        """Return the scores of the token after a prompt, for the first window."""
         features = self.features(sound)[:, :, : 100 * SECONDS]
         return self.model(features, decoder_input_ids=torch.tensor([ids])).logits[0, -1].float().numpy()  # type: ignore[no-any-return]
 
@@ -148,7 +148,7 @@ class Writing:
         ]
 
     def references(self, kind: Kind, prompts: Sequence[Any], written: Sequence[Sequence[Spoken]]) -> list[Reference]:
-        """Of sounds whose prompts were read, so that their language is known."""
+        """Return the references of sounds whose prompts were read, so that their language is known."""
         return [
             Reference(ids_of(row), self.oracle.scores(sound, prompt.sound.ids))
             for (sound, _), prompt, row in zip(kind.given(), prompts, written, strict=True)
@@ -161,7 +161,7 @@ class Writing:
 
 
 class Reference(NamedTuple):
-    """What the library writes of a sound, and its scores of the first token, [vocabulary]."""
+    """Text of the library for a sound, and its scores of the first token, [vocabulary]."""
 
     ids: list[int]
     first: Samples
@@ -205,7 +205,7 @@ def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken]]]:
-    """What the library writes of each sound, one by one."""
+    """Return the library's text of each sound, one by one."""
 
     @cache
     def written(name: str) -> list[list[Spoken]]:

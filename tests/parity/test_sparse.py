@@ -297,7 +297,7 @@ def test_the_masked_head_holds_no_large_tensor(size: int, longest: int, dtype: t
 
 
 def test_the_token_head_holds_no_large_tensor() -> None:
-    """As of BGE-M3: its vocabulary and width, 512 sequences in 16 bit."""
+    """The sizes are those of BGE-M3: its vocabulary and width, 512 sequences in 16 bit."""
     packed = sequences([*np.linspace(2, 90, 511).astype(int), 512], 250002)
     states = States(torch.randn(len(packed.ids), 1024, dtype=torch.bfloat16), packed, np.zeros(512, bool))
     assert states.hidden.nbytes * 2 > LIMIT_BYTES  # in float32, all at once, it would be too large

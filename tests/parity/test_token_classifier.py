@@ -79,8 +79,8 @@ def balanced(folder: Path) -> Path:
 
 
 def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
-    """Of each text, with the text that its offsets cover; the pipeline's own `word` is what the tokenizer makes of the
-    ids.
+    """Return the entities of each text, with the text that their offsets cover; the pipeline's own `word` is what the
+    tokenizer makes of the ids.
     """
     reference = pipeline("token-classification", model=str(folder), aggregation_strategy="simple", device="cpu")
     return [

@@ -105,7 +105,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
 
 
 def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """That of an architecture whose packed states would be wrong."""
+    """The padded path is that of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded")
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()

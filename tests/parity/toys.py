@@ -1,5 +1,4 @@
-"""What the small random models of images have in common: their weights, the file of their image processor, and
-images to show them.
+"""Common parts of the small random models of images: their weights, the file of their image processor, and images.
 
 Images have structure, since a flat colour would hide an error of the resize.
 """

@@ -54,7 +54,7 @@ def _no_fence() -> AbstractContextManager[Any]:
 
 def _never_renewed() -> AbstractContextManager[Any]:
     async def renew_all(self: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     return mock.patch.object(sie_sidecar.results.settle.Leases, "renew_all", renew_all)
 
@@ -99,7 +99,7 @@ def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextMana
 
 
 def _together() -> AbstractContextManager[Any]:
-    """What was in a batch that ended an adapter runs with others again."""
+    """Run the inputs of a batch that ended an adapter with others again."""
 
     def change(on_gone: Any) -> Any:
         return lambda self, flights, *, suspects: on_gone(self, flights, suspects=False)

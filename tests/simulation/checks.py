@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever went wrong: of answers, of batches, of waiting work, and at the end."""
+"""Properties that hold in every run, whatever goes wrong: of answers, of batches, of waiting work, and at the end."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Checks:
             adapter.suspects -= inputs
 
     def on_batch(self, adapter: Adapter, batch: ipc.RunBatch) -> None:
-        """As the adapter receives it."""
+        """Check a batch as the adapter receives it."""
         world = self._world
         worker = next((process for process in world.workers if process.adapter is adapter), None)
         if worker is None:
@@ -162,9 +162,7 @@ class Checks:
     # waiting
 
     def on_jump(self) -> None:
-        """Nothing is left to do at this moment: work that is due and a device that is free must not be
-        there together.
-        """
+        """Check that no work is due while a device is free, at a moment without anything left to do."""
         world, now_s = self._world, self._world.loop.now_s
         for process in world.workers:
             worker, adapter = process.part, process.adapter
@@ -191,7 +189,7 @@ class Checks:
     # the end
 
     def left(self) -> str:
-        """What is still in somebody's hands, or nothing."""
+        """Return the work that some process still holds, or an empty string."""
         world = self._world
         streams = world.network.server.streams.items()
         leftovers = [

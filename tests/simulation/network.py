@@ -44,7 +44,7 @@ class Rates:
 
 @dataclass
 class Holding:
-    """Who was given a message last, and whether there was a reason since then to give it to somebody else."""
+    """Process that was last handed a message, and whether there was a reason since then to hand it to another."""
 
     scope: Scope
     since_s: float
@@ -96,14 +96,14 @@ class Network:
                 holding.excused = True
 
     def created(self) -> str:
-        """Of the work stream, which is another one after it was lost."""
+        """Return the creation time of the work stream, which changes after it was lost."""
         return next((stream.created for name, stream in self.server.streams.items() if name.startswith("WORK_")), "")
 
     def latency_s(self) -> float:
         return self.random.uniform(0.0001, 0.0006)
 
     def draw(self) -> str:
-        """What becomes of one operation."""
+        """Return the fate of one operation."""
         drawn = self.random.random()
         for name in ("lost", "answer_lost", "twice", "late"):
             drawn -= getattr(self.rates, name)

@@ -33,7 +33,7 @@ def blocks(seeds: range, size: int) -> list[object]:
 
 
 def failures(seeds: range) -> list[str]:
-    """What was violated, seed by seed, each with the command that shows it again."""
+    """Return the violations, seed by seed, each with the command that shows it again."""
     lines = []
     for seed in seeds:
         report = simulate(seed)

@@ -35,7 +35,7 @@ _CLOCKS: dict[str, tuple[float, bool]] = {  # name in `time`: units of a second,
 
 
 class StandsStill(Exception):
-    """Nothing is ready and no timer is set: whoever is awaited will never come."""
+    """Raised if nothing is ready and no timer is set: an awaited event will never come."""
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class _Future(asyncio.Future, _Numbered):  # type: ignore[type-arg]
 
 
 class _NoSelector:
-    """What the loop asks for I/O: there is none, so asking passes the time."""
+    """Selector of a loop without I/O: to select is to pass the time."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -232,7 +232,7 @@ class End(asyncio.Transport):
         return self._closing
 
     def pause_reading(self) -> None:
-        """Nothing overflows here: the peers of a simulation are never that fast."""
+        """Do nothing: the peers of a simulation are never fast enough to overflow."""
 
     resume_reading = pause_reading
 

@@ -56,7 +56,7 @@ MAX_S = 600.0  # of the whole run, by its own clock
 
 @dataclass
 class Plan:
-    """What a seed stands for. `faults` are (time, what) from the begin of the traffic."""
+    """Plan that a seed stands for. `faults` are (time, name) from the begin of the traffic."""
 
     gateways: int
     workers: int
@@ -418,7 +418,7 @@ class World:
             connection.reconnect()
 
     async def _broker_restarts(self, seconds: float) -> None:
-        """What is kept in memory is lost, what is in files is not."""
+        """Restart the broker: the state in memory is lost, the state in files is not."""
         connections = [process.connection for process in (*self.gateways, *self.workers)]
         for connection in connections:
             connection.disconnect()
@@ -494,7 +494,7 @@ class World:
             await asyncio.sleep(0.05)
 
     def _traffic(self) -> list[Asked]:
-        """What clients ask for and when, bursts included."""
+        """Return the requests of the clients and their times, bursts included."""
         draw, plan = self.random, self.plan
         requests = []
         times = [
@@ -615,7 +615,7 @@ class _Errors(logging.Handler):
 
 @contextlib.contextmanager
 def _in_place(world: World, log: Callable[[str], None] | None) -> Iterator[None]:
-    """What a process reaches outside of itself is the world's."""
+    """Replace the environment of a process by the world's."""
     numbers = itertools.count(1)
 
     def number(watch: Any) -> int:

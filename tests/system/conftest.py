@@ -1,4 +1,4 @@
-"""What all files of this folder share: one set of small models, and the clusters of `shared`."""
+"""Fixtures that all files of this folder share: one set of small models, and the clusters of `shared`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _clusters = shared.Shared()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """What a group shares ends with its last test, after the fixtures of that test."""
+    """End the objects of a group with its last test, after the fixtures of that test."""
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 
 @pytest.fixture(scope="session")
 def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
-    """What the open cluster serves beside the packaged models. A file adds its own to it."""
+    """Return the models that the open cluster serves beside the packaged ones. A file adds its own to them."""
     models = LocalModels(tmp_path_factory.mktemp("open-models"), every_family.weights)
     for file in every_family.folder.iterdir():
         entry = json.loads(file.read_text())
@@ -145,7 +145,7 @@ def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 @pytest.fixture(scope="module")
 def job_cluster(tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """What tests of jobs steer, see job_stack."""
+    """Start the stack that tests of jobs steer, see job_stack."""
     return _clusters.get("jobs", lambda: job_stack.job_stack(tmp_path_factory.mktemp("jobs")))
 
 

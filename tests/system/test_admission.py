@@ -1,4 +1,4 @@
-"""Who is refused by real processes: nobody whom an idle or slow machine can answer. The device is a clock."""
+"""Refusals by real processes: no request that an idle or slow machine can answer is refused. The device is a clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What no client should send, from many clients at once: a typed error or a right answer, its batch mates unaffected,
-no NaN ever.
+"""Hostile input from many clients at once: a typed error or a right answer, its batch mates unaffected, no NaN ever.
 
 Every answer of this file goes through `checked`.
 """
@@ -398,7 +397,9 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
 
 @pytest.mark.parametrize("name", long_but(["gliner", "zero-shot"], ["gliner"]))
 async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> None:
-    """As many as are allowed, a label of 100 kB, odd ones, the same one twice: an answer or a typed error."""
+    """The labels are as many as are allowed, one of 100 kB, odd ones, the same one twice: an answer or a typed
+    error.
+    """
     many = [f"label {number}" for number in range(MAX_LABELS)]
     cases = [many, ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
     for labels in cases:

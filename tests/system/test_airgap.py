@@ -43,8 +43,8 @@ def attempts(trace: Path) -> tuple[list[str], int]:
 
 
 def asked(url: str) -> dict[str, Any]:
-    """Of each model: its fingerprint and the vectors of TEXTS, each asked for alone, once it is loaded: mates would
-    move the last bits.
+    """Return the fingerprint of each model and the vectors of TEXTS, each in a request of its own, once it is loaded:
+    batch mates would change the last bits.
     """
 
     def answered(model: str, text: str) -> httpx.Response | None:

@@ -197,7 +197,7 @@ def test_the_models_api(client: httpx.Client) -> None:
     assert answer["data"] == answer["models"]
 
     def told_alike() -> Any:
-        """What the list says, once no heartbeat came before the model was asked for alone."""
+        """Return the list's entry once no heartbeat came between it and the model's own route."""
         listed = next(model for model in client.get("/v1/models").json()["data"] if model["id"] == MODEL)
         return client.get(f"/v1/models/{MODEL}").json() == listed and listed
 
@@ -299,7 +299,7 @@ BAD_MSGPACK: list[tuple[bytes, str, str]] = [
 
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_MSGPACK, ids=range(len(BAD_MSGPACK)))
 def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: bytes, reason: str, param: str) -> None:
-    """Nothing is ever unpickled, and errors are JSON also to msgpack clients."""
+    """No object is ever unpickled, and errors are JSON also to msgpack clients."""
     check_refusal(client, post(client, body, **{"content-type": "application/msgpack"}), reason, param)
 
 
@@ -396,7 +396,7 @@ def test_openapi_and_docs_are_served(client: httpx.Client) -> None:
 
 
 def test_the_sync_client(cluster: Cluster) -> None:
-    """What the README shows, for one item and for a list."""
+    """The examples are those of the README, for one item and for a list."""
     with SIEClient(cluster.url) as client:
         single = client.encode(MODEL, Item(text="Hello", id="a"))
         several = client.encode(MODEL, [Item(text="Hello"), "World"])

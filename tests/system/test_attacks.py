@@ -299,8 +299,8 @@ def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
 
 
 def test_values_that_only_msgpack_has_before_a_real_model(cluster: Cluster) -> None:
-    """Where a body passes, workers meet it: each value as an item, a text, a parameter and an option of
-    the real model.
+    """Each value is sent as an item, a text, a parameter and an option of the real model: a body that passes reaches
+    workers.
     """
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=cluster.url, timeout=60) as client:

@@ -86,7 +86,7 @@ def submitted(client: openai.OpenAI, lines: Sequence[bytes], endpoint: str = EMB
 
 
 def ended(cluster: Cluster, client: openai.OpenAI, batch: Batch, timeout_s: float = 120) -> list[Batch]:
-    """What was seen of a batch until its end: counts that only grow, and states in their order."""
+    """Return the states of a batch until its end: counts that only grow, and states in their order."""
     statuses = [batch]
 
     def look() -> bool:
@@ -379,7 +379,7 @@ def held(frail: Cluster, client: openai.OpenAI, **more: Any) -> tuple[Batch, int
 
 
 def check_parts(client: openai.OpenAI, last: Batch, failures: str = "") -> None:
-    """What was answered is in the output, in the order of the requests; the rest with `failures` or not at all."""
+    """Check that the output has the answered requests in order, and that the rest has `failures` or nothing."""
     answered, failed = read(client, last.output_file_id), read(client, last.error_file_id)
     assert 0 < len(answered) < HELD_LINES
     places = [int(id_[1:]) for id_ in ids(answered)]

@@ -83,7 +83,7 @@ class Received:
 
 
 async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> None:
-    """As the gateway does: again under the same id until the broker answers."""
+    """Publish as the gateway does: again under the same id until the broker answers."""
     async with asyncio.timeout(30.0):
         while True:
             try:
@@ -182,7 +182,7 @@ async def _faults(server: NatsServer, count: int) -> None:
 
 
 async def _reverified(queue: WorkQueue) -> None:
-    """As a gateway does after each reconnect."""
+    """Verify the queue as a gateway does after each reconnect."""
     logger = logging.getLogger("test")
     await retry(
         queue.reverify,
@@ -408,7 +408,7 @@ async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
 
 @pytest.mark.timeout(120)
 async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
-    """As in test_consumers.py, at a real broker, for four seconds."""
+    """The same as in test_consumers.py, at a real broker, for four seconds."""
     outcome = await _race(server, 10_000, 4.0)
     assert outcome.deleted > 50
     assert outcome.longest_s < 15.0
@@ -417,6 +417,6 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: Nats
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_no_work_is_orphaned_in_a_minute_of_deletions_at_a_real_broker(server: NatsServer) -> None:
-    """As many as this machine makes; test_consumers.py has ten thousand without a broker."""
+    """The machine makes as many rounds as it can; test_consumers.py has ten thousand without a broker."""
     outcome = await _race(server, 10_000, 60.0)
     assert outcome.deleted > 750

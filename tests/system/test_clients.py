@@ -370,7 +370,7 @@ def apart(name: str, program: str, script: str) -> Callable[..., Any]:
 
 
 class Refused(Exception):
-    """What a client without exceptions was told."""
+    """Refusal that a client without exceptions returns."""
 
     def __init__(self, status_code: int, body: Any) -> None:
         super().__init__(str(body))

@@ -1,4 +1,4 @@
-"""What docker-compose.yml runs, without containers: the command and the variables of a service."""
+"""Services of docker-compose.yml without containers: the command and the variables of each."""
 
 from __future__ import annotations
 

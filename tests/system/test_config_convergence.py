@@ -76,7 +76,7 @@ def status(stack: Stack, url: str = "") -> dict[str, Any]:
 
 
 def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] | None:
-    """What the config service tells, if by it so many gateways and workers serve this revision."""
+    """Return the report of the config service if so many gateways and workers serve this revision by it."""
     report = status(stack)
     serve = [
         process

@@ -1,5 +1,4 @@
-"""What config replicas keep of the catalogue when they are killed, when a record or the whole bucket is damaged, and
-what readers see.
+"""Catalogue of config replicas that are killed, with a damaged record or bucket, and the view of its readers.
 
 Many writers of one model by compare-and-set, with retries under one key: tests/system/test_config_writes.py.
 """
@@ -128,7 +127,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def one(two: Service) -> Service:
-    """Of which only the first replica is looked at."""
+    """Return the first replica alone."""
     return two
 
 

@@ -163,7 +163,7 @@ REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given
 
 
 def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -> None:
-    """As a cluster of several workers has them: a model that is slow on its one worker says nothing of that worker."""
+    """The cluster has several workers: a model that is slow on its one worker is no sign of a slow worker."""
     records = [
         requested("a/small", w0=10, w1=10, w2=40),
         requested("a/small", w0=10, w2=40),
@@ -252,7 +252,7 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
 
 
 def sign_in(page: Page, cluster: Cluster) -> None:
-    """As the administrator of a `sie serve` that lets everybody read."""
+    """Sign in as the administrator of a `sie serve` that lets everybody read."""
     click(page, "#sign-in")
     signed_in(page, cluster)
 
@@ -495,7 +495,7 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
 
 
 def test_a_killed_worker_is_seen_long_before_its_heartbeat_is_overdue(cluster: Cluster, page: Page) -> None:
-    """That is after 15 s. A machine with a core to spare sees it within 3 s."""
+    """The heartbeat is overdue after 15 s. A machine with a core to spare sees the kill within 3 s."""
     page.open(f"http://{HOST}:{cluster.port}/#cluster")
     page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     (supervisor,) = [cluster.process.pid] if cluster.process is not None else []

@@ -19,7 +19,7 @@ ENCODER, PROFILE, OTHER, BROKEN = "test/mini", "test/mini:bf16", "test/other", "
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Of a model, the same in 16 bits, and one whose file has another digest than its entry says."""
+    """Start a cluster with a model, the same in 16 bits, and one whose file has another digest than its entry."""
     models = local_models.under(tmp_path_factory.mktemp("detail-models"))
     models.build("mini")
     mini = local_models.KINDS["mini"](models.weights)
@@ -164,7 +164,7 @@ DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...gi
 
 
 def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluster: Cluster) -> None:
-    """What a worker of a slow network reports."""
+    """The figures are those of a worker on a slow network."""
     page.call("Page.addScriptToEvaluateOnNewDocument", source=DOWNLOADING)
     opened(page, cluster, OTHER)
     text = page.evaluate("document.querySelector('.download').innerText")

@@ -1,6 +1,4 @@
-"""What only a container's limits show: the kernel ends what takes too much memory, full volumes, a bound on
-processes.
-"""
+"""Faults that only a container's limits show: out of memory, full volumes, a bound on processes."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ async def test_it_serves_within_a_bound_on_processes(node: Node, expected: Expec
 async def test_a_full_volume_neither_ends_a_container_nor_keeps_it_from_starting_again(
     node: Node, expected: Expected
 ) -> None:
-    """What each has as /tmp, filled to the last byte; then each is killed."""
+    """Each /tmp is filled to the last byte; then each container is killed."""
     full = [container for container in node.containers if container.pod.workload != "sie-nats"]
     files = []
     for pod in full:

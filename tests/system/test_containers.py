@@ -1,5 +1,5 @@
-"""What the chart renders, in real containers: their images, users, limits, volumes, probes and ends, in the network
-that the rendered policies leave. `tests/kubelet` does what Kubernetes does.
+"""Rendered chart in real containers: their images, users, limits, volumes, probes and ends, in the network that the
+rendered policies leave. `tests/kubelet` does what Kubernetes does.
 
 Images: those of `make images`, and nats:2.12-alpine, which the chart names.
 """
@@ -67,7 +67,7 @@ def file(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    """What an operator adds: models in a ConfigMap, their weights on a volume that all workers share."""
+    """Return the models that an operator adds: entries in a ConfigMap, weights on a volume that all workers share."""
     folder = tmp_path_factory.mktemp("own")
     models = local_models.under(folder)
     for name in ("cross", "gliner"):
@@ -174,8 +174,8 @@ def check_extract(client: httpx.Client, own: LocalModels) -> None:
 
 
 def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
-    """Of every pair of pods and every port: what is allowed works, all else is refused, within the release and
-    from and to a pod that is none of it.
+    """Every pair of pods and every port is tried: allowed connections work, all others are refused, within the release
+    and from and to a pod outside of it.
     """
     refused = sum(node.network.refused().values())
     pods = {pod.workload: pod for pod in node.pods}

@@ -99,7 +99,7 @@ def status(url: str, token: str = ADMIN) -> int:
 
 
 def lacks(stack: Stack, saved: Saved) -> list[str]:
-    """What a client misses."""
+    """Return the models and answers that a client misses."""
     if not (stack.config.is_ready() and stack.gateways[0].is_ready()):
         return ["the cluster is not ready"]
     url = stack.urls[0]

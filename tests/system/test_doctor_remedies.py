@@ -1,5 +1,4 @@
-"""What `sie doctor` tells people to run is run: as printed, before the fault that it is told for; then the finding is
-gone.
+"""Commands of `sie doctor`, run as printed in front of their fault; the finding is gone afterwards.
 
 Commands of Kubernetes, of package managers and of the clock are an operator's; they are not run here.
 """
@@ -159,7 +158,7 @@ async def lacking(stack: Stack, token: str) -> str | None:
 
 @pytest.mark.long
 def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
-    """Of a gateway that never heard of one: it goes on to list those that it knew."""
+    """The gateway never had a worker: it goes on to list its earlier ones."""
     assert asyncio.run(lacking(stack, ADMIN)) is None
     (worker,), (gateway,) = stack.workers, stack.gateways
     with ended(worker.sidecar, worker.adapter):
@@ -248,7 +247,7 @@ def holding(port: int) -> Iterator[None]:
 
 
 def served(data_dir: Path, command: str) -> Cluster:
-    """What the command starts, on a port that is free."""
+    """Start the cluster of the command, on a free port."""
     cluster = Cluster(data_dir)
     cluster.argv = [SIE, *shlex.split(command)[1:], "--port", str(cluster.port), "--no-spare"]
     cluster.environ = {**os.environ, **BEATS}
@@ -256,7 +255,7 @@ def served(data_dir: Path, command: str) -> Cluster:
 
 
 def killed(cluster: Cluster) -> None:
-    """As by the machine: nobody tidies up."""
+    """Kill the cluster as the machine would, without a clean end."""
     assert cluster.process is not None
     children = psutil.Process(cluster.process.pid).children(recursive=True)
     cluster.process.send_signal(signal.SIGKILL)
@@ -281,8 +280,8 @@ async def _alter(url: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
-    """Nothing runs. A stream is altered, the queue may grow above the disk. It was killed, and another program took a
-    port.
+    """No process runs. A stream is altered, the queue may grow above the disk. The serve was killed, and another
+    program took a port.
     """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
     examined = Examined(tmp_path, {"SIE_NATS_URL": nowhere})

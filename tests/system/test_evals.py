@@ -120,7 +120,7 @@ def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path
 def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
     open_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with random weights: it replaces more, never less."""
+    """The model has random weights: it replaces more, never less."""
     monkeypatch.setattr(labelled_tasks, "VALUES_PER_FORMAT", 1)
     report = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
     by_source = scores(report)
@@ -135,7 +135,7 @@ def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
 
 
 def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> None:
-    """Of a model with random weights: what it gives is that of the library."""
+    """The model has random weights: its figures are those of the library."""
     folder = tmp_path / "pictures"
     (folder / "qrels").mkdir(parents=True)
     for number in range(8):
@@ -161,7 +161,7 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
-    """Of a model that has them all; random weights say nothing of their quality."""
+    """The model has all outputs; random weights show nothing of their quality."""
     outputs = ["float16", "int8", "binary", "binary+rescore", "dims=16", "sparse", "multivector", "muvera"]
     page = tmp_path / "report.html"
     where = ("--url", open_cluster.url, "--html", str(page))

@@ -172,7 +172,7 @@ def large_input(field: Field, name: str, place: Place) -> None:
 
 
 def old_payload(field: Field, name: str, place: Place) -> None:
-    """What is too old is removed, by the next round if this one dies; what is young stays."""
+    """Remove old payloads, by the next round if this one dies; young ones stay."""
     before = set(field.payloads.iterdir())
     text = f"{name} {uuid.uuid4()} " * (2 * INLINE_BYTES // len(name))  # equal inputs are one file
     field.right(f"young {text}")

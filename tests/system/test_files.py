@@ -191,7 +191,7 @@ def is_ready(url: str) -> bool:
 
 
 def cleaned(cluster: Cluster, ahead_s: float) -> int:
-    """What a gateway whose clock is ahead removes."""
+    """Return how many files a gateway whose clock is ahead removes."""
 
     async def clean() -> int:
         broker = await connect(cluster.broker_url(), name="test")

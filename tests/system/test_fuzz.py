@@ -34,7 +34,7 @@ def stack(toy_stack: Stack) -> Stack:
 
 
 async def send_all(url: str, cases: Iterator[Case]) -> Counter[tuple[int, str]]:
-    """What came back, by status and code. Raises AssertionError where something came back that must not."""
+    """Return the answers by status and code. Raises AssertionError for an answer that must not come."""
     statuses: Counter[tuple[int, str]] = Counter()
     findings: list[str] = []
 

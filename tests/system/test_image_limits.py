@@ -1,4 +1,4 @@
-"""What a request of images may hold: beyond each limit a typed error that names the field and the limit."""
+"""Limits of a request of images: beyond each a typed error names the field and the limit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def client(open_cluster: Cluster) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_beyond_a_limit_the_error_names_the_field_and_the_limit(name: str, client: httpx.Client) -> None:
-    """None of them takes longer than a header."""
+    """Each refusal takes as long as reading a header."""
     message = REFUSED[name]
     started_s = time.monotonic()
     answer = client.post(f"/v1/encode/{CLIP}", json={"items": [{"images": message.images}]})

@@ -84,7 +84,7 @@ def written(folder: Path, files: dict[str, bytes]) -> str:
 
 
 def direct(jobs: JobClient, items: Sequence[Any], model: str = MODEL, **params: Any) -> list[dict[str, Any]]:
-    """What a request is answered."""
+    """Return the answer to a single request."""
     body = {"items": list(items), "params": params}
     results: list[dict[str, Any]] = jobs.ask("POST", f"/v1/encode/{model}", json=body)["items"]
     return results
@@ -218,7 +218,7 @@ def test_extractions_are_those_of_a_request(jobs: JobClient) -> None:
 
 
 def test_the_images_of_a_folder_are_answered_by_their_names(jobs: JobClient, folder: Path) -> None:
-    """What is no image costs its own row."""
+    """A file that is no image costs its own row."""
     files = {f"{number:02}.png": png(image(40 + number, 30, number)) for number in range(10)}
     files["05b.jpg"] = b"this is no image"
     url = written(folder / "pictures", {**files, "notes.txt": b"no image"})

@@ -1,5 +1,5 @@
-"""What the owner of a job says to it and asks of it: pause, resume, cancel, delete, windows, throughput, deadlines, the
-cache, the list.
+"""Commands of the owner of a job: pause, resume, cancel, delete, windows, throughput, deadlines, the cache, the
+list.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def test_a_throughput_is_kept_and_a_deadline_that_expires_ends_the_job(job_clust
 
 @pytest.mark.long
 def test_a_job_says_when_it_will_be_done(jobs: JobClient) -> None:
-    """As soon as it knows its rate, which is that of its limit: 1,000 tokens a second, in rows of 12 tokens."""
+    """The forecast comes as soon as the rate is known, which is that of its limit: 1,000 tokens a second, in rows of 12
+    tokens.
+    """
     file = jobs.upload("rows.jsonl", jsonl(rows_of(2000)))
     began_s = time.time()
     job = jobs.submit(MODEL, {"file": file, **TEXT}, **SLOW, deadline=began_s + 15)
@@ -164,7 +166,7 @@ def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
 
 
 def kept_bytes(folder: Path) -> int:
-    """Of the files below a folder, from which some may be removed meanwhile."""
+    """Return the bytes of the files below a folder, from which some may be removed meanwhile."""
     count = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

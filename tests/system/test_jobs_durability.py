@@ -86,7 +86,7 @@ class Killer:
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Nothing is killed any more."""
+        """Stop killing processes."""
         self._again()
         for part in self.stack.parts:
             part.wait_ready()

@@ -1,5 +1,5 @@
-"""What goes wrong while a job runs, and what its owner says to it: nothing is lost, everything is told by its name, and
-what can be answered is. The device is a clock (fixed_cost_adapter), the rest is real.
+"""Faults while a job runs: no row is lost, every fault is named, and every row that can be answered is. The device is a
+clock (fixed_cost_adapter), the rest is real.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def made(stack: Stack, name: str, *args: str) -> tuple[str, str]:
 
 
 def statuses(stack: Stack, token: str, path: str = "/v1/models") -> list[int]:
-    """What each gateway says to a GET with this token."""
+    """Return the status of each gateway for a GET with this token."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return [httpx.get(url + path, headers=headers, timeout=10).status_code for url in stack.urls]
 

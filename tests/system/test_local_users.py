@@ -59,7 +59,7 @@ def known_secrets(cluster: Cluster) -> set[str]:
 
 @pytest.fixture(scope="module")
 def attack(cluster: Cluster) -> dict[str, Any]:
-    """What another user got."""
+    """Return the loot of another user of the machine."""
     running_now = processes(cluster)
     ports = {
         connection.laddr.port
@@ -86,8 +86,8 @@ def attack(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_every_password_has_its_process(cluster: Cluster) -> None:
-    """Else the tests below would look for nothing: 5 users of the broker, the administrator, the reader, the monitor's
-    path.
+    """Otherwise the tests below would search for nothing: 5 users of the broker, the administrator, the reader, the
+    monitor's path.
     """
     result = known_secrets(cluster)
     assert len(result) >= 11, sorted(len(secret) for secret in result)

@@ -73,7 +73,7 @@ def encode(client: httpx.Client, model: str = TUNED, **params: Any) -> httpx.Res
 
 
 def loaded(client: httpx.Client, model: str) -> dict[str, Any]:
-    """What the models API says of it once a gateway has heard of its load."""
+    """Return the entry of the models API once a gateway has received the load."""
     assert encode(client, model).status_code == 200
 
     def told() -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ def test_a_model_without_loras_says_so(verb: str, model: str, body: dict[str, An
 
 
 def test_the_models_api_shows_what_the_certificate_holds(client: httpx.Client) -> None:
-    """Of the packaged entry, which has digests and golden vectors."""
+    """The entry is packaged and has digests and golden vectors."""
     certificate = loaded(client, MODEL)["certificate"]
     assert certificate["digests"] == ["model.safetensors"]
     assert certificate["packed"]["dense"] >= 0.999

@@ -1,4 +1,4 @@
-"""What needs root and Debian packages: another user, a full disk, no network, a load generator that is not ours."""
+"""Tests that need root and Debian packages: another user, a full disk, no network, a foreign load generator."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def environ(application: Application) -> dict[str, str]:
 def sie(
     cluster: Cluster, alias: str, application: Application, *more: object, status: int = 0, url: str | None = None
 ) -> str:
-    """What the command prints, run in this process: imports take most of a process of its own. `url`: of another
-    database.
+    """Return the output of the command, run in this process: imports take most of a process of its own. `url`: of
+    another database.
     """
     sinks = {"SIE_JOBS_SINKS": f"main={url or application.url}"}
     done = CliRunner().invoke(main, arguments(cluster, alias, application, *more)[1:], env=sinks)

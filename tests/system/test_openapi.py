@@ -125,7 +125,7 @@ def reason_of(body: dict[str, Any]) -> str:
 
 
 def test_the_examples_of_requests_work(document: Document, client: httpx.Client) -> None:
-    """As they stand, but for the model: a success, or what a model of another kind says."""
+    """The examples run unchanged, but for the model: a success, or the refusal of a model of another kind."""
     for method, path, operation in operations(document):
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
         if (
@@ -146,7 +146,7 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
 
 
 def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
-    """Nothing of it comes from elsewhere."""
+    """No part of it comes from another server."""
     page = client.get("/docs")
     assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
     needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)

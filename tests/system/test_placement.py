@@ -51,8 +51,8 @@ CONFIRMED = messages.encode(Confirmation("taken"))
 
 @dataclass(frozen=True)
 class Setup:
-    """What is served by which workers, and the traffic: `rate` requests a second, measured for `measured_s` after
-    `warm_s`. `data_bytes`: what each adapter may hold of what RLIMIT_DATA limits, 0: anything.
+    """Models of each worker, and the traffic: `rate` requests a second, measured for `measured_s` after `warm_s`.
+    `data_bytes`: bytes that each adapter may hold of those that RLIMIT_DATA limits, 0: any.
     """
 
     models: Sequence[str]
@@ -228,7 +228,7 @@ async def drive(stack: Stack, broker: Broker, publisher: Publisher, placer: Plac
 
 @asynccontextmanager
 async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
-    """What a gateway does about placement, and what it hears."""
+    """Run the placement of a gateway, and yield it with the fleet."""
     fleet, clock, stop = (
         Fleet(broker, load(environ={}).settings),
         BrokerClock(broker, topology.stream_name(LANE.pool)),

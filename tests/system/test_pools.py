@@ -40,7 +40,7 @@ def encode(stack: Stack, pool: str, gateway: int = 0) -> httpx.Response:
 
 
 def workers_of(stack: Stack, name: str, gateway: int = 0, state: str = "active") -> list[str]:
-    """Those of the reservation, empty while it is not in this state."""
+    """Return the workers of the reservation, empty while it is not in this state."""
     pool = call(stack, "GET", f"/v1/pools/{name}", gateway).json()
     if pool.get("status", {}).get("state") != state:
         return []
@@ -48,14 +48,14 @@ def workers_of(stack: Stack, name: str, gateway: int = 0, state: str = "active")
 
 
 def pool_of(stack: Stack, worker: str) -> str:
-    """What the worker itself tells, as gateways show it, while it is healthy."""
+    """Return the pool that the worker itself reports, as gateways show it, while it is healthy."""
     return next(
         (info["pool"] for info in call(stack, "GET", "/health").json()["workers"] if info["name"] == worker), ""
     )
 
 
 def streams(stack: Stack) -> set[str]:
-    """Of work, as the broker's monitor tells."""
+    """Return the streams of work, by the broker's monitor."""
     report = httpx.get(f"{stack.monitor_urls[0]}/jsz?streams=true", timeout=30, trust_env=False).json()
     names = {
         stream["name"] for account in report.get("account_details", []) for stream in account.get("stream_detail") or []

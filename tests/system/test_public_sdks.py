@@ -29,7 +29,7 @@ print(len(found["dense"]))
 
 @shared.OPEN
 def test_every_public_method_is_answered(open_cluster: Cluster) -> None:
-    """What this server does not have is refused with a message that says so."""
+    """A function that this server does not have is refused with a message that says so."""
     path = os.pathsep.join(map(str, (FOLDER / VERSIONS[-1], FOLDER / "needs")))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parents[1] / "clients/sdk_methods.py"), open_cluster.url],

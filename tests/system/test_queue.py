@@ -23,7 +23,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def sidecar(stack: Stack) -> Iterator[Part]:
-    """That of a stack which has answered and has nothing left to do. It goes on afterwards."""
+    """Yield the sidecar of a stack that has answered and is idle. It goes on afterwards."""
     answer = httpx.post(f"{stack.urls[0]}/v1/encode/{MODEL}", json={"items": ["warm"]}, timeout=60)
     assert answer.status_code == 200, answer.text
     until(lambda: waiting(stack) == 0, 60, "an empty consumer")

@@ -1,4 +1,4 @@
-"""What `make release` hands out: whole, checked by its sums, and enough for each use alone."""
+"""Output of `make release`: whole, checked by its sums, and enough for each use alone."""
 
 from __future__ import annotations
 

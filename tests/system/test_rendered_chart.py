@@ -109,7 +109,7 @@ class Node:
         return [entry for entry in self.pods if selector.items() <= labels[entry.workload].items()]
 
     def url(self, service: str, port: int) -> str:
-        """Of the first pod behind a service, whose ports are those of its pods."""
+        """Return the URL of the first pod behind a service, whose ports are those of its pods."""
         (target,) = (
             entry["targetPort"]
             for entry in of_kind("Service", self.found)[service]["spec"]["ports"]
@@ -203,7 +203,7 @@ class Node:
         )
 
     def used(self, where: Pod) -> dict[str, tuple[int, int]]:
-        """Of the volumes with a limit: bytes in them, and the limit."""
+        """Return the bytes in each volume with a limit, and the limit."""
         limits = {
             entry["name"]: entry["emptyDir"]["sizeLimit"] for entry in where.spec["volumes"] if "emptyDir" in entry
         }
@@ -242,7 +242,7 @@ class Container(Part):
             return super()._spawn(argv)
 
     def execute(self, action: Object) -> bool:
-        """What a kubelet does for an exec action: whether its command, run inside, ends with 0."""
+        """Run an exec action as a kubelet does: return whether its command, run inside, ends with 0."""
         inside = [
             "nsenter",
             "--target",
@@ -497,7 +497,7 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
 
 
 def publish(url: str, user: str, subject: str) -> None:
-    """As whoever has the rendered password of `user`, in the protocol's own words."""
+    """Publish with the rendered password of `user`, in the protocol's own words."""
     with socket.create_connection(url.removeprefix("http://").split(":"), timeout=30) as wire:
         login = json.dumps({"user": user, "pass": TOKENS[f"nats-{user}"], "verbose": False})
         wire.sendall(f"CONNECT {login}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())

@@ -52,7 +52,7 @@ def info(cluster: Cluster, model: str) -> dict[str, object]:
 
 
 def scored(cluster: Cluster) -> object:
-    """What test/cross answers, without the times."""
+    """Return the answer of test/cross, without the times."""
     body = {"query": "river", "items": ["a river", "a garden"]}
     answer = httpx.post(f"{cluster.url}/v1/score/test/cross", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -70,7 +70,7 @@ LARGE = " ".join(["harbour", "kernel", "winter"] * (INLINE_BYTES // 16))
 
 @dataclass
 class Unit:
-    """What is replaced at once: a gateway, a config service, or a worker with both of its processes."""
+    """Unit that is replaced at once: a gateway, a config service, or a worker with both of its processes."""
 
     component: Component
     name: str
@@ -80,7 +80,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class End:
-    """Of a gateway or config service: when it got SIGTERM, and when all that came of it was over."""
+    """End of a gateway or config service: the time of SIGTERM, and the time when its last effect was over."""
 
     unit: Unit
     from_s: float
@@ -137,7 +137,7 @@ class Site:
             await proxy.__aexit__(None, None, None)
 
     def balancer(self, component: Component) -> Balancer:
-        """That of requests."""
+        """Return the balancer of requests."""
         return self.front if component == "gateway" else self.configs
 
     def _next(self, component: Component) -> int:
@@ -438,7 +438,7 @@ def has(gateway: str, workers: set[str]) -> bool:
 
 
 def revisions_at(config: str) -> list[int]:
-    """Those of what is written, the latest first."""
+    """Return the revisions of the written model, the latest first."""
     history = httpx.get(
         f"{config}{MODELS}/{WRITTEN}/history", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30
     ).json()

@@ -116,7 +116,7 @@ class Run:
             return self.done()
 
     def result(self, timeout_s: float = 90.0) -> str:
-        """What it printed. Raises when it failed."""
+        """Return the output. Raises if the program failed."""
         printed, _ = self.process.communicate(timeout=timeout_s)
         self._reader.join(5)
         assert self.process.returncode == 0, self.shown

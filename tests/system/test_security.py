@@ -491,7 +491,7 @@ def test_bodies_have_a_largest_size_whether_they_say_it_or_not(cluster: Cluster,
 
 
 def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path) -> None:
-    """Nothing is ever run."""
+    """No code of it is ever run."""
     ran = tmp_path / "ran"
     pickled = b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
     array = {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled}

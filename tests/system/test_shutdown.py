@@ -54,7 +54,9 @@ def test_a_taken_port_ends_the_start_and_names_the_setting(cluster: Cluster, tmp
 
 
 async def ended_under_load(process: subprocess.Popen[str], url: str, number: int) -> None:
-    """What was accepted is answered, what comes later refused or not connected; status 0 in time; nothing is left."""
+    """Check an end under load: accepted requests are answered, later ones refused or not connected; status 0 in time;
+    no process is left.
+    """
     load = Load([url], pause_s=PAUSE_S, expected=answered(url))
     tasks = load.start(CLIENTS)
     await load.successes_after(time.monotonic(), 40, GONE_S)
@@ -129,7 +131,7 @@ async def test_ctrl_c_drains_a_standalone_serve_that_outlived_the_reader_of_its_
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(number: str) -> None:
-    """As under nohup."""
+    """The process runs as under nohup."""
     code = "import signal; from sie_runtime.process import end_signals; print(*(each.name for each in end_signals()))"
 
     def names(ignored: bool) -> list[str]:
@@ -143,7 +145,9 @@ def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(
 
 
 def _of_a_terminal() -> None:
-    """What a shell does before a command; whoever runs the tests may ignore the hangup, which children inherit."""
+    """Restore the signals as a shell does before a command; the runner of the tests may ignore the hangup, which
+    children inherit.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

@@ -45,8 +45,8 @@ RETRY_S = 5.0  # the longest that a client is told to wait
 
 @dataclass
 class Traffic:
-    """What the clients of the loaded models saw: how long each request took, and how often its message
-    was delivered.
+    """Observations of the clients of the loaded models: how long each request took, and how often its message was
+    delivered.
     """
 
     took_s: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ async def patient(client: httpx.AsyncClient, text: str, after_s: float, begin_s:
 
 
 async def watch(stack: Stack, samples: list[dict[str, Any]]) -> None:
-    """What the broker says of the slow model's consumer, once a second, until cancelled."""
+    """Record the broker's report of the slow model's consumer, once a second, until cancelled."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         while True:
             answer = (await client.get(f"{stack.monitor_urls[0]}/jsz?consumers=true")).json()

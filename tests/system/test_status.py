@@ -175,7 +175,7 @@ def test_requests_are_counted_by_verb_and_route_at_the_worker(cluster: Cluster, 
     phases = {"total", "queue", "tokenize", "batch_wait", "inference", "postprocess"}
 
     def counted() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
-        """Which of the two metrics say 1, for which labels."""
+        """Return the labels for which each of the two metrics is 1."""
         text = httpx.get(f"http://127.0.0.1:{cluster.worker_port}/metrics", timeout=30).text
         samples_read = [
             sample

@@ -29,7 +29,7 @@ _BOTH = 6 << 30
 
 @dataclass
 class Traffic:
-    """What the clients saw."""
+    """Observations of the clients."""
 
     answers: int = 0
     longest_s: float = 0.0
@@ -130,7 +130,7 @@ def alternate(cluster: Cluster, expected: dict[str, np.ndarray], seconds: float)
 
 
 def data_bytes(cluster: Cluster) -> int:
-    """What the adapter holds of what RLIMIT_DATA limits."""
+    """Return the bytes of the adapter that RLIMIT_DATA limits."""
     (adapter,) = cluster.pids("adapter")
     return int(psutil.Process(adapter).memory_info().data)
 

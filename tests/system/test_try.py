@@ -29,7 +29,7 @@ def tried(cluster: Cluster, *args: str, stdin: bytes | None = None) -> Result:
 
 
 def answered(cluster: Cluster, *args: str, stdin: bytes | None = None) -> str:
-    """What is printed, the ends of lines without blanks."""
+    """Return the output, without blanks at the ends of lines."""
     result = tried(cluster, *args, stdin=stdin)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.stdout

@@ -70,7 +70,7 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
 
 
 def test_an_address_of_the_local_one_gets_its_credentials(home: Path) -> None:
-    """As `sie serve` or /health of a gateway told it."""
+    """The address is the one that `sie serve` or /health of a gateway reports."""
     for flags in (
         {"SIE_NATS_URL": HERE.broker_url},
         {"SIE_CONFIG_SERVICE_URL": "http://127.0.0.1:9001/"},

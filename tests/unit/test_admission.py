@@ -1,4 +1,4 @@
-"""Who is let into the queue, what is held and what is told to whom: gateways over the broker in memory."""
+"""Admission to the queue, holding, and the answers to refused clients: gateways over the broker in memory."""
 
 from __future__ import annotations
 
@@ -750,7 +750,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
 
 
 async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(cluster: InProcess) -> None:
-    """What is leased counts as what waits; the oldest has an age; equal figures at three gateways."""
+    """Leased messages count as waiting ones; the oldest has an age; three gateways have equal figures."""
     gateways = [await cluster.gateway() for _ in range(3)]
     assert (await gateways[2].get(SCALING)).json()["wanted_replicas"] == 0
     tasks = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]

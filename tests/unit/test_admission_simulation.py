@@ -28,7 +28,9 @@ FULL = (
 
 
 def shares(report: Report) -> tuple[float, float, float]:
-    """Of false refusals among all, of late ones among the accepted, in steady state and at the onset."""
+    """Return the shares of false refusals among all, and of late answers among the accepted, in steady state and at the
+    onset.
+    """
     (steady, of_steady), (onset, of_onset) = report.late(onset=False), report.late(onset=True)
     return report.false / len(report.tries), steady / max(1, of_steady), onset / max(1, of_onset)
 

@@ -36,7 +36,7 @@ WEIGHTS = save({"weight": np.arange(4096, dtype=np.float32)})
 
 
 def model_files(folder: Path, **more: str | bytes) -> Path:
-    """What every load begins with, and files that none reads."""
+    """Return a folder with the files that every load reads, and files that none reads."""
     files: dict[str, str | bytes] = {
         "config.json": "{}",
         "model.safetensors": WEIGHTS,
@@ -58,7 +58,7 @@ def model_files(folder: Path, **more: str | bytes) -> Path:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an archive is made or loaded: its variables, and the folder in which commands run."""
+    """Site where an archive is created or loaded: its variables, and the folder in which commands run."""
 
     folder: Path
     environ: dict[str, str]
@@ -134,7 +134,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
 
 @pytest.fixture
 def office(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Where there is all: a model of a folder, one of the hub's cache, one of a package."""
+    """Site with everything: a model of a folder, one of the hub's cache, one of a package."""
     folder = tmp_path / "office"
     site = begun(folder)
     model_files(folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT)
@@ -158,7 +158,7 @@ def office(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """Where there is nothing."""
+    """Site without anything."""
     folder = tmp_path / "site"
     folder.mkdir()
     return Site(folder, {"HF_HOME": str(folder / "nothing")})
@@ -170,7 +170,7 @@ def served(folder: Path) -> Site:
 
 
 def gone(office: Site) -> None:
-    """Nothing of where the archive was made is left."""
+    """Remove everything of the site where the archive was created."""
     shutil.rmtree(office.folder)
     importlib.invalidate_caches()
 

@@ -130,7 +130,7 @@ def test_every_cut_changes_nothing(folder: Path) -> None:
 
 
 def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
-    """What is loaded is right, wherever the archive was damaged."""
+    """Loaded bytes are right, wherever the archive was damaged."""
     name = "weights/my_2fmodel/model.safetensors"
     data = made({name: FILES[name]})
     load(data, folder)

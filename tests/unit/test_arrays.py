@@ -198,7 +198,7 @@ def test_a_malformed_ext_is_refused(payload: bytes) -> None:
 
 @pytest.mark.parametrize("code", [-128, -2, 0, 1, 77, 79, 127])
 def test_any_other_ext_type_is_refused(code: int) -> None:
-    """Of those that msgpack does not define itself."""
+    """The types are those that msgpack does not define itself."""
     with pytest.raises(ValueError, match=f"ext type {code} is not accepted"):
         decoded(extended(b"x" * 4, code))
 

@@ -294,7 +294,7 @@ def queued(cluster: InProcess) -> int:
 
 
 async def cancels(cluster: InProcess) -> list[CancelRequests]:
-    """What workers are told from now on."""
+    """Return the list of cancellations that workers receive from now on."""
     cancellations: list[CancelRequests] = []
 
     async def on_cancel(message: CoreMessage) -> None:
@@ -415,7 +415,7 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
 
 
 async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
-    """Nothing is shared between them but what the device shares between any two."""
+    """They share nothing but what the device shares between any two."""
     gateway, adapter = await held(cluster)
     inference_of(gateway)
     clients = [await Connection.ask(gateway, "hello") for _ in range(3)]
@@ -479,7 +479,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
 
 
 async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: Path) -> None:
-    """Of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one
+    """Five of eight messages of 200 kB fit into the stream; all are removed, workers are notified, the client gets one
     answer.
     """
     async with InProcess(tmp_path) as cluster:

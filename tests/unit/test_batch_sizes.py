@@ -261,8 +261,8 @@ def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free
 
 
 def test_a_batch_is_sealed_early_only_where_three_and_more_fit_into_the_budget() -> None:
-    """What arrives after it was sealed waits for the batch that runs, for that one and for its own. Batches of 0.36 s
-    with a budget of 1 s are not cut, and were late if one lay ready.
+    """An item that arrives after it was sealed waits for the running batch, for this one and for its own. Batches of
+    0.36 s with a budget of 1 s are not cut, and would be late if one lay ready.
     """
     times = BatchTimes()
     for tokens in (24, 32, 40):

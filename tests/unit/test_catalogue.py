@@ -1,4 +1,4 @@
-"""What a model name means, and what an entry says of its model."""
+"""Resolution of a model name, and the fields of its entry."""
 
 from __future__ import annotations
 

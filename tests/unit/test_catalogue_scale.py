@@ -35,7 +35,9 @@ def large(exported: bytes) -> Catalogue:
 
 
 async def test_an_export_is_read_in_short_turns_and_little_time(exported: bytes) -> None:
-    """What a full reconcile costs the requests beside it: no turn of the loop is longer than a delta may take."""
+    """The cost of a full reconcile to concurrent requests is bounded: no turn of the loop is longer than a delta may
+    take.
+    """
     turns = 0
 
     async def count() -> None:

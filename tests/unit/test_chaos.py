@@ -1,4 +1,4 @@
-"""What a chaos run calls lost, wrong and twice, and whom it may strike."""
+"""Verdicts of a chaos run: lost, wrong and twice, and the processes that it may strike."""
 
 from __future__ import annotations
 

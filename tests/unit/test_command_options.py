@@ -130,7 +130,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
 
 
 def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> None:
-    """As `sie serve --standalone` is one; its gateway answers what only reads the catalogue."""
+    """A `sie serve --standalone` is such a server; its gateway answers the routes that only read the catalogue."""
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:1", admin_token="t")):
         for line in ("keys list", "models rm a"):
             result = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])

@@ -106,7 +106,7 @@ async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api)
 
 
 async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api: Api) -> None:
-    """What a reader has after the deltas is what it would have read."""
+    """A reader has after the deltas what it would have read."""
     before = await snapshot(await api.store.export())
     api.deltas.clear()
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)

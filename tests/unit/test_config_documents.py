@@ -183,7 +183,7 @@ def test_a_fault_outside_of_the_document_has_the_line_of_what_is_nearest() -> No
 def test_a_document_of_many_values_is_refused_before_they_are_made(
     kind: str, before: bytes, value: bytes, after: bytes
 ) -> None:
-    """As large as a body of the config service may be."""
+    """The document is as large as a body of the config service may be."""
     body = before + value * ((1 << 20) // len(value)) + after
     tracemalloc.start()
     try:

@@ -1,5 +1,5 @@
-"""What a replica remembers of the bucket, what its deltas say of other writes, and who serves which revision. Over the
-broker in memory.
+"""State of a replica about the bucket, its deltas about other writes, and the revision that each process serves. Over
+the broker in memory.
 """
 
 from __future__ import annotations

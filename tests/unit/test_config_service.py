@@ -64,7 +64,7 @@ class Api(config_api.Api):
         super().__init__(server, BUNDLES, topology.config_subject("default"), **environ)
 
     async def revisions(self) -> list[tuple[int, str]]:
-        """Of org/one, oldest first."""
+        """Return the revisions of org/one, oldest first."""
         report = (await self.call("GET", f"{ONE}/history"))["revisions"]
         assert all(
             set(revision) == {"revision", "created_at", "operation", "author", "note", "changes"} for revision in report

@@ -223,7 +223,9 @@ async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: M
 
 
 async def test_lost_notices_are_made_up_for_by_the_next_round(server: MemoryServer) -> None:
-    """What an open request needs, and what has messages that nobody holds, comes back; what nobody needs does not."""
+    """A consumer that an open request needs, or that has messages that no worker holds, comes back; an unneeded one
+    does not.
+    """
     stream = await gateway(server, Clock())
     deadlines = {"toy/held": 1100.0, "toy/full": 0.0, "toy/idle": 0.0}
     specs = {model: routed(stream, model, deadline_s).consumer for model, deadline_s in deadlines.items()}

@@ -1,4 +1,4 @@
-"""What a process finds out about its control groups, of both versions of the kernel's interface."""
+"""Detection of a process's control groups, of both versions of the kernel's interface."""
 
 from __future__ import annotations
 

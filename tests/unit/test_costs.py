@@ -1,4 +1,4 @@
-"""What a text costs of a device's time, and the waits that follow: attention takes the square of a length."""
+"""Cost of a text in device time, and the waits that follow: attention takes the square of a length."""
 
 from __future__ import annotations
 

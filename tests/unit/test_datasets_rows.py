@@ -409,7 +409,7 @@ async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
 
 
 async def test_only_the_bytes_of_a_span_are_read(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Parquet: the columns that templates name, of the row groups of the span."""
+    """In Parquet these are the columns that templates name, of the row groups of the span."""
     wide = pa.array([os.urandom(2000) for _ in range(4000)])
     table = pa.table({"wide": wide, "t": [f"text {number}" for number in range(4000)], "also": wide})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
@@ -489,7 +489,7 @@ async def test_a_span_is_bounded_by_its_text_too(tmp_path: Path, place: Place) -
 async def test_a_job_has_a_bounded_number_of_spans(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, objects: int
 ) -> None:
-    """Of one object, and of all objects together."""
+    """The bound is for one object, and for all objects together."""
     monkeypatch.setattr(plans, "MAX_SPANS", 10)
     for number in range(objects):
         write_jsonl(tmp_path / f"{number}.jsonl", [{"t": "a"}] * (42 // objects))

@@ -22,7 +22,7 @@ FIELDS = st.text('ab ,"\n\ré', max_size=8)
 
 
 def scanned(data: bytes, piece: int, *, is_quoted: bool, max_rows: int, max_bytes: int = 1 << 30) -> list[Cut]:
-    """As the planner does it, with pieces of any size."""
+    """Return the cuts of the planner, with pieces of any size."""
     scanner, cutter = Scanner(is_quoted=is_quoted), Cutter(max_rows, max_bytes)
     cuts = []
     for start in range(0, len(data), piece):

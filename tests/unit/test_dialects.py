@@ -1,4 +1,4 @@
-"""What the compat families refuse before anything is queued, what they count, and the types they make of float32
+"""Refusals of the compat families before anything is queued, their counts, and the types that they make of float32
 vectors.
 """
 
@@ -430,7 +430,7 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
     body: Any,
     values_of_a_piece: int,
 ) -> None:
-    """As postprocessing. Each piece of JSON takes 20 ms here."""
+    """The writing counts as postprocessing. Each piece of JSON takes 20 ms here."""
     dumps, slow_s, written = orjson.dumps, 0.02, []
 
     def slow(value: Any, *args: Any, **options: Any) -> bytes:

@@ -176,7 +176,7 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
 
 
 def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
-    """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, of
+    """Blocks without a mark, and servers, are run: those of the README and of sdk.md by tests/system/test_readme.py, of
     image-search.md by test_image_pages.py, of sounds.md by test_sounds.py, else by test_docs.py.
     """
     marks = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
@@ -185,7 +185,9 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
 
 
 def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_or_rates() -> None:
-    """What no test compares would be invented one day; and what is the same on every machine is compared."""
+    """A number that no test compares would be invented one day; a text that is the same on every machine is
+    compared.
+    """
     for page in (*DOCS.glob("*.md"), README):
         every = pages.blocks(page)
         assert [block.code for block in every if block.shown is not None and block.mark in pages.ELSEWHERE] == [], (

@@ -315,7 +315,7 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
 
 
 async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the other commands do: only the proxy knows the name."""
+    """The other commands do so as well: only the proxy can resolve the name."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()

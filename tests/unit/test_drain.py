@@ -1,4 +1,4 @@
-"""What is measured of a queue, what follows for a wait, and the turns of those who were refused."""
+"""Measurements of a queue, the waits that follow from them, and the turns of refused clients."""
 
 from __future__ import annotations
 
@@ -268,7 +268,9 @@ def test_a_turn_is_its_clients_once_and_lapses() -> None:
 
 
 def test_a_turn_is_known_to_the_other_gateways() -> None:
-    """What one promised the others expect, and let in; what one let in the others expect no more."""
+    """The other gateways expect a turn that one promised, and let its request in; a request that one let in is not
+    expected any more.
+    """
     slots, second_slots, third = RetrySlots(), RetrySlots(), RetrySlots()
     retry_s = slots.book(0.0, b"me", 5, 10.0)
     turns, claimed = slots.news(0.1, 100)

@@ -1,4 +1,4 @@
-"""What an entry may say against the files of its model: the check of a write, and what the config service answers."""
+"""Faults of an entry against the files of its model: the check of a write, and the answers of the config service."""
 
 from __future__ import annotations
 

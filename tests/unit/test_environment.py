@@ -1,4 +1,4 @@
-"""What each process of `sie serve` gets of its environment."""
+"""Environment of each process of `sie serve`."""
 
 from __future__ import annotations
 

@@ -70,14 +70,16 @@ Heard = tuple[str, httpx.Response]
 
 @dataclass
 class Place:
-    """Where a case happens. `raised` is what our own client made of the same situation, where it was asked too."""
+    """Place where a case happens. `raised` is the error of our own client in the same situation, if it was tried
+    too.
+    """
 
     cluster: InProcess
     patch: pytest.MonkeyPatch
     raised: client_errors.SIEError | None = None
 
     async def ask(self, gateway: GatewayProcess, *texts: str, model: str = ONE, **headers: str) -> list[Heard]:
-        """What each family hears, all at once, and our own client."""
+        """Return the answers of each family, all at once, and of our own client."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         sent = [CANARY + text for text in texts or ("",)]
 
@@ -95,7 +97,7 @@ class Place:
         return answers
 
     async def failing(self, *failures: ErrorInfo | None) -> list[Heard]:
-        """What is heard when the first input ends in the first of these, and so on; None: an empty one, which the
+        """Return the answers when the first input ends in the first of these, and so on; None: an empty one, which the
         gateway refuses.
         """
         adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway()
@@ -436,7 +438,7 @@ async def not_ready(place: Place) -> list[Heard]:
 
 
 async def shutting_down(place: Place) -> list[Heard]:
-    """What runs is answered meanwhile, and probes and reads go on."""
+    """Return the answers during a shutdown: running work is answered, and probes and reads go on."""
     async with place.busy() as gateway:
         gateway.stop.request()
         answers = await place.ask(gateway)
@@ -547,7 +549,7 @@ def facts(response: httpx.Response) -> dict[str, Any]:
 
 
 def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
-    """What the clients of a family read, each in its place, and nothing else."""
+    """Return the fields that the clients of a family read, each in its place, and nothing else."""
     every = body["detail"] if family in ("tei", "ollama") else body["error"]
     code, message = body["code"], every["message"]
     if family == "tei":  # huggingface_hub and TEI's own clients: a text and a type; raw HTTP: the map
@@ -563,7 +565,7 @@ def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[s
 
 
 def check_raised(case: Case, raised: client_errors.SIEError) -> None:
-    """What our client raises for the code is of the class that is documented for it, with all that the server told."""
+    """Check that our client raises the class that is documented for the code, with all details of the server."""
     assert type(raised) is client_errors.codes()[case.code]
     assert (raised.code, raised.retryable) == (case.code, case.status in (429, 503, 504))
     assert raised.status == case.status

@@ -42,7 +42,7 @@ def points(
 
 
 def points_in_virtual_time(send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel) -> list[LoadPoint]:
-    """Of a sender that sleeps for as long as it takes."""
+    """Return the points of a sender that sleeps for as long as it takes."""
     loop = VirtualLoop()
     runner = functools.partial(asyncio.Runner, loop_factory=lambda: loop)
     with pytest.MonkeyPatch.context() as patched, virtual_time(loop, seed=0):

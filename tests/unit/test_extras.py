@@ -10,7 +10,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
 def test_it_is_said_what_each_extra_is_for() -> None:
-    """Those of images are several others together."""
+    """The extras of images are several others together."""
     of_users = extras.EXTRAS.keys() - extras.OF_DEVELOPERS - extras.COMPILED
     assert extras.FOR.keys() == {extra for extra in of_users if not extra.startswith("image-")}
 

@@ -65,7 +65,7 @@ class Config:
         return ConfigEpoch(self.at, self.concerned)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Reader:
@@ -253,7 +253,7 @@ async def test_a_look_that_failed_is_tried_again_before_the_next_poll(follow: Fo
 
 
 async def test_a_reconnect_compares_epochs_at_once_and_reads_nothing_that_is_known(follow: Follow) -> None:
-    """What was sent meanwhile is lost."""
+    """The messages that were sent meanwhile are lost."""
     reader = await follow()
     reader.server.disconnect()
     reader.server.reconnect()

@@ -83,7 +83,7 @@ def file_usage(of_key: RecordUse = MANY, in_all: RecordUse = MANY) -> OwnerUsage
 async def store_of(
     cluster: InProcess, folder: Path, ahead_s: float = 0.0, usage: OwnerUsage | None = None, **limits: int
 ) -> FileStore:
-    """That of a further gateway, whose clock is ahead."""
+    """Return the store of a further gateway, whose clock is ahead."""
     broker = cluster.server.connect("further")
     jobs = JobsBucket(broker, 1)
     await jobs.follow()
@@ -413,7 +413,7 @@ async def test_a_full_disk_is_told_and_nothing_of_the_file_is_left(
 async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
     cluster: InProcess, small_disk: Path, tmp_path: Path
 ) -> None:
-    """Of a disk that the queue shares: files take no more than what leaves two reserves, payloads one."""
+    """The disk is shared with the queue: files leave two reserves, payloads one."""
     store, payloads = await store_of(cluster, small_disk), open_store(str(small_disk))
     assert payloads is not None
     free = shutil.disk_usage(small_disk).free

@@ -1,6 +1,4 @@
-"""What the first mistakes are answered with, and what a start says: each message holds the fix, and nothing looks like
-a fault.
-"""
+"""Answers to the first mistakes, and the output of a start: each message holds the fix, and none looks like a fault."""
 
 from __future__ import annotations
 
@@ -175,7 +173,7 @@ def test_no_command_of_the_overview_is_cut_off() -> None:
 
 
 def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str]:
-    """What `sie serve` says when everything is ready, by the first word of each line."""
+    """Return the output of `sie serve` when everything is ready, by the first word of each line."""
     lines: list[str] = []
 
     async def greeted(run: Any) -> int:

@@ -1,4 +1,4 @@
-"""What several threads of an adapter decode is known to msgspec before the first of them does.
+"""Types that several threads of an adapter decode are prepared by msgspec before the first of them does.
 
 msgspec learns the types of a Struct's fields when it is first decoded to, in Python code that lets other threads run; a
 second one that comes meanwhile finds the half of it and follows a null pointer.

@@ -1,5 +1,5 @@
-"""Which workers live and where a request goes: the indexes say what a look at every heartbeat would, and cost the same
-for any fleet.
+"""Live workers and the choice for a request: the indexes agree with a scan of all heartbeats, and cost the same for any
+fleet.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def beats(draw: st.DrawFn) -> Heartbeat:
 
 @dataclass
 class Plain:
-    """What a look at every heartbeat says."""
+    """Results of a scan of all heartbeats."""
 
     seen: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 

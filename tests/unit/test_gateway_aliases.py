@@ -63,7 +63,7 @@ class Served(NamedTuple):
     source: Aliased
 
     async def write(self, result: Alias) -> None:
-        """As the config service does: stored, then told."""
+        """Write as the config service does: store, then announce."""
         before = self.source.present_epoch
         self.source.aliases[result.id] = result
         self.source._revision += 1
@@ -77,7 +77,7 @@ class Served(NamedTuple):
         return (await self.gateway.client.get(path)).json()
 
     async def targets(self, count: int) -> dict[str, Any]:
-        """What the models API says of the alias, once it has so many targets."""
+        """Return the alias as the models API shows it, once it has so many targets."""
         async with asyncio.timeout(30):
             while True:
                 info: dict[str, Any] = await self.get("/v1/models/search")
@@ -315,7 +315,7 @@ class Harness:
         return self.answer
 
     async def after(self, result: RequestResult | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
-        """What the counter says after one more request."""
+        """Return the counter after one more request."""
         result = result or finished()
         request = InferRequest("encode", result.request.resolved, result.request.items, {"items": []})
         self.shadows.after(

@@ -17,7 +17,7 @@ _RUN = "import runpy, sys; [runpy.run_path(script, run_name='__main__') for scri
 
 
 def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What the kit prints, and its exit status."""
+    """Return the output of the kit, and its exit status."""
     command = [sys.executable, str(KIT / "run.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -1,5 +1,5 @@
-"""What clients can make grow has a bound: each bucket and stream has a row in docs/security.md, whose numbers are those
-of the code.
+"""State that clients can make grow has a bound: each bucket and stream has a row in docs/security.md, whose numbers are
+those of the code.
 """
 
 from __future__ import annotations

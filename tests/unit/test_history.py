@@ -1,4 +1,4 @@
-"""What a gateway keeps of the last hour: counts, errors, latency by stage, and the slowest requests."""
+"""Records of a gateway for the last hour: counts, errors, latency by stage, and the slowest requests."""
 
 from __future__ import annotations
 

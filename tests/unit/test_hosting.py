@@ -1,6 +1,4 @@
-"""Which models a request to the adapter may drop, what is known of those that it dropped, and how failures of a load
-cool down.
-"""
+"""Models that a request to the adapter may drop, the state of dropped ones, and the cool-down of failed loads."""
 
 from __future__ import annotations
 

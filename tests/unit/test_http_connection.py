@@ -470,7 +470,7 @@ def test_a_client_without_http_1_1_is_never_sent_an_interim_response(run: Run, m
 
 
 def test_garbage_is_answered_without_a_reset(run: Run) -> None:
-    """What a client has sent behind it must not take the answer away."""
+    """Bytes that a client has sent after it must not remove the answer."""
 
     async def scenario() -> None:
         async with serving() as (server, _, _):

@@ -393,7 +393,7 @@ async def test_an_upgrade_that_is_not_served_is_ignored(framing: str, pieces: in
 
 
 async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are there stay; one that leaves makes room."""
+    """Open connections stay; one that closes makes room."""
     monkeypatch.setattr(protocol, "max_connections", lambda: 2)
     async with connected() as (reader, writer, server):
         _, second = await asyncio.open_connection("127.0.0.1", server.port)

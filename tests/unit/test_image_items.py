@@ -199,7 +199,7 @@ def odd(chance: random.Random, depth: int = 0) -> Any:
 
 
 def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
-    """What is read, and what is wrong with it, be it with one input or with the request."""
+    """Return the images, and the fault of one input or of the request."""
     try:
         files = images.read(value, "items[0].images")
     except InvalidInput as error:
@@ -327,7 +327,7 @@ class Worker:
 
     @property
     def inputs(self) -> list[Input]:
-        """Those of all chunks, in the order of their requests."""
+        """Return the inputs of all chunks, in the order of their requests."""
         return [entry for item in sorted(self.items, key=lambda item: item.first) for entry in item.inputs]
 
     async def run(self) -> None:

@@ -93,7 +93,7 @@ def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their
 
 
 def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelTokenizer) -> None:
-    """Of two work items in one batch."""
+    """The images belong to two work items in one batch."""
     first = work(Input(images=(FILE,)), Input("river"), _0=[prepared(0)])
     second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
     parts = [

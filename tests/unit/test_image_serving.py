@@ -125,7 +125,7 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
 
 
 async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:
-    """What is made of a page serves the next question about it, and nobody else's."""
+    """The outputs of a page serve the next question about it, by the same client alone."""
     second_picture = encoded(picture(80, 50, 1))
     async with running(tmp_path, SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b") as (cluster, gateway, _):
         keys = []

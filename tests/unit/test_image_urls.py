@@ -52,7 +52,7 @@ async def fetched(urls: ImageUrls, *items: RequestItem, within_s: float = 30.0) 
 
 
 async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[str, Any]]:
-    """What is wrong with the only image of an input, and the limit that the error names."""
+    """Return the fault of the only image of an input, and the limit that the error names."""
     (item_fetched,) = await fetched(urls, item(url), **options)
     assert item_fetched.unfit is not None
     assert (item_fetched.unfit.code, item_fetched.unfit.reason, item_fetched.unfit.param) == (
@@ -116,7 +116,7 @@ async def test_without_the_setting_nothing_is_fetched(server: ImageServer) -> No
     ],
 )
 async def test_only_hosts_and_ports_of_the_setting_are_asked(listed: str, url: str, is_listed: bool) -> None:
-    """What is refused here is never resolved."""
+    """A host that is refused here is never resolved."""
     settings = settings_of(SIE_IMAGE_URL_HOSTS=f"other.test,{listed}")
     urls = ImageUrls(settings.image_url_hosts)
     if is_listed:

@@ -1,4 +1,4 @@
-"""Which package may know which, what stays out of which process, and what a user of the SDK may rely on."""
+"""Imports that are allowed between packages, modules that stay out of a process, and the public names of the SDK."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_the_public_surface_of_the_sdk() -> None:
 
 
 def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:
-    """What they need took a third of the processor time of its start."""
+    """Their imports took a third of the processor time of its start."""
     program = (
         "import sys, sie_cli.main; print(*(m for m in ('httpx', 'numpy', 'rich', 'sie_broker') if m in sys.modules))"
     )

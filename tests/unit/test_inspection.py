@@ -330,7 +330,7 @@ def test_models_of_images_become_entries_that_load(
 def test_what_float16_does_not_hold_is_not_computed_in_it(
     build_folder: Callable[[Path], object], part: str, precision: str | None, tmp_path: Path
 ) -> None:
-    """Where the language model was published in bfloat16, or is a Gemma."""
+    """The language model was published in bfloat16, or is a Gemma."""
     folder = tmp_path / "model"
     build_folder(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -158,7 +158,7 @@ def test_a_step_that_fails_shows_the_error_and_names_the_log(environment: Path, 
 
 
 def test_nvidia_smi_alone_shows_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in WSL, which has no /dev/nvidia0."""
+    """It is so in WSL, which has no /dev/nvidia0."""
     monkeypatch.setattr(installation.Path, "glob", lambda folder, pattern: iter(()))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not installation.has_gpu()
@@ -178,7 +178,7 @@ def test_the_version_and_the_index_are_those_of_the_package_and_of_the_images() 
 
 @pytest.mark.long
 def test_an_installation_for_cpus_resolves_no_package_of_cuda(tmp_path: Path) -> None:
-    """Of nvidia-* the bindings alone, which are Python of 100 kB."""
+    """The bindings are the only nvidia-* package, which are Python of 100 kB."""
     root, report = installation.ROOT, tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     arguments = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def sending(*pieces: bytes, then: Callable[[], Any] | None = None) -> Receive:
-    """What a client sends; after the last piece `then` is awaited, or the body ends."""
+    """Return the pieces of a client; after the last piece `then` is awaited, or the body ends."""
     left = list(pieces)
 
     async def receive() -> MutableMapping[str, Any]:

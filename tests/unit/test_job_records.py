@@ -126,7 +126,7 @@ def failed(request: JobRequest | BatchRequest) -> JobRecord:
 
 
 def test_what_was_cut_says_so_and_is_left_alone() -> None:
-    """What a running job writes is cut."""
+    """The record of a running job is cut."""
     record = failed(JobRequest(model="m", input=JobInput(file="f")))
     cut = bounded(record)
     assert len(cut.broken) == MAX_BROKEN

@@ -38,7 +38,7 @@ JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=Jo
 
 @dataclass
 class Output:
-    """What all leaders of a job write: each part is created once."""
+    """Output that all leaders of a job write: each part is created once."""
 
     shards: int = 6
     plan: Plan | None = None
@@ -141,7 +141,7 @@ class World:
         return ledger
 
     async def kill(self, name: str) -> None:
-        """As kill -9: nothing is released."""
+        """End a leader as kill -9 does: nothing is released."""
         _, task, keeper = self.stops.pop(name)
         ended = [running.task for running in keeper._running.values()]
         keeper._running.clear()
@@ -899,7 +899,7 @@ async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: Wor
 
 
 def sweeper(world: World, ledger: JobLedger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
-    """Of jobs whose objects cannot be removed, for these reasons."""
+    """Return a sweeper of jobs whose objects cannot be removed, for these reasons."""
 
     async def forget(job: JobRecord) -> None:
         world.removed.append(job.id)

@@ -1,4 +1,4 @@
-"""What is said about a body that is no JSON."""
+"""Error texts for a body that is no JSON."""
 
 from __future__ import annotations
 

@@ -174,7 +174,9 @@ class Behind:
 async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two keys one is revoked; a process starts and reads from a replica that has not seen that; it hears of it."""
+    """One of two keys is revoked; a process starts and reads from a replica that has not seen that; the watch brings
+    it.
+    """
     broker = MemoryServer().connect("gateway")
     bucket = await records.bucket_of(broker, 1).open()
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
@@ -295,7 +297,7 @@ async def test_what_a_gateway_could_not_do_costs_no_quota(cluster: InProcess) ->
 
 
 async def socket_frames(socket: ClientConnection) -> AsyncIterator[str | bytes]:
-    """What comes until it is closed."""
+    """Yield the frames until the socket is closed."""
     with contextlib.suppress(ConnectionClosed):
         while True:
             yield await socket.recv()

@@ -25,7 +25,7 @@ def test_a_marker_is_given_in_the_file_of_its_tests(lane: lanes.Lane) -> None:
 
 
 def test_no_marker_is_added_while_tests_are_collected() -> None:
-    """Those of GPUs, which no lane has, are skipped by their folder."""
+    """Tests of GPUs, which no lane has, are skipped by their folder."""
     own = Path(__file__)
     paths = [path for path in TESTS.rglob("*.py") if path != own and not path.is_relative_to(TESTS / "gpu")]
     assert [path.name for path in paths if "add_marker" in path.read_text("utf-8")] == []
@@ -50,5 +50,5 @@ def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
 
 
 def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
-    """Else each test of a file may come to another process, which starts the file's cluster again."""
+    """Otherwise the tests of a file may come to several processes, each of which starts the file's cluster."""
     assert request.node.nodeid.endswith("@test_lanes") == getattr(request.config.option, "loadgroup", False)

@@ -1,4 +1,4 @@
-"""What a killed sidecar held is handed back by the next one."""
+"""Deliveries of a killed sidecar are handed back by the next one."""
 
 from __future__ import annotations
 

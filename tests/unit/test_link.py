@@ -26,7 +26,7 @@ Linked = tuple[AdapterLink, FakeAdapter]
 
 @pytest.fixture(scope="module")
 def left_alone() -> None:
-    """What tests before have left is looked at once: each collection here would take a second of a processor."""
+    """Freeze the objects of earlier tests: each collection here would take a second of a processor."""
     gc.collect()
     gc.freeze()
 

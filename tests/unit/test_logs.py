@@ -234,7 +234,7 @@ def test_a_failure_has_the_same_fields_and_tells_where_it_was(capsys: pytest.Cap
 
 
 def test_a_line_names_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the line, else that of the task, else that of the process."""
+    """The worker is that of the line, else that of the task, else that of the process."""
     logger, own = logging.getLogger("sie.other"), contextvars.copy_context()
     with configured(json=True, worker="of-process"):
         logger.warning("1")

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing to the test's output."""
+        """Write nothing to the test's output."""
 
 
 @contextlib.contextmanager

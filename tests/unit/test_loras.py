@@ -86,7 +86,7 @@ async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_l
 
 
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
-    """What its folder holds may change under one name, and may have several names."""
+    """The content of its folder may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
     prints = {
         name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")

@@ -398,8 +398,8 @@ def bearer(key: str) -> dict[str, str]:
 async def test_two_sessions_see_nothing_of_each_other(
     running: Door, keys: dict[str, str], mode: str, second: str
 ) -> None:
-    """Of another key none, whatever is known of it; of the same key none without the reference, and in revisions with
-    sessions none with it.
+    """A session of another key sees nothing, whatever it knows; one of the same key nothing without the reference, and
+    in revisions with sessions nothing with it.
     """
     async with running.client(keys["both"], mode) as client, running.client(keys[second], mode) as two:
         answer = structured(await client.call_tool("encode", CALLS["encode"]))["vectors"]

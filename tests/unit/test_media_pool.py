@@ -385,7 +385,9 @@ async def test_thousands_of_mutated_files_kill_nothing_and_memory_is_bounded() -
 
 @pytest.mark.long
 def test_mutated_files_leave_nothing_on_the_heap() -> None:
-    """What is in use, which tells a leak apart from what an allocator keeps. In this process, which can be asked."""
+    """The bytes in use tell a leak apart from what an allocator keeps. The test runs in this process, which can be
+    measured.
+    """
     rng, files, used = random.Random(0), seeds(), list[int]()
     for number in range(MANY // 4):
         with contextlib.suppress(InvalidInput):

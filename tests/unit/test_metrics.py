@@ -1,5 +1,5 @@
-"""What metrics promise whatever is served: bounded labels, counts that outlive an adapter, no series for
-what is gone.
+"""Promises of metrics whatever is served: bounded labels, counts that outlive an adapter, no series for what is
+gone.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
 
 
 def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
-    """Of a worker that ran all of them, and of the gateway that asked for them, for as many keys."""
+    """One worker ran all of them, and one gateway requested them, with as many keys."""
     worker, gateway = SidecarMetrics(), GatewayMetrics()
     done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
     for number in range(10_000):
@@ -296,7 +296,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
 
 
 def test_the_contract_s_names_and_labels_are_there() -> None:
-    """What dashboards of users ask for."""
+    """Dashboards of users need them."""
     for name, labels in CONTRACT.items():
         (metric,) = [
             series_per_name

@@ -52,7 +52,7 @@ async def eventually(gateway: GatewayProcess, name: str, value: float | None = N
 async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a priority that nobody serves; and it is zero again, not absent, once it is served."""
+    """No worker serves the priority; the age is zero again, not absent, once it is served."""
     monkeypatch.setattr(lag, "EVERY_S", 0.1)
     model, lane = "toy/with.dots_and-More", {"pool": "_default", "machine_profile": "cpu", "bundle": "default"}
     async with InProcess(tmp_path, toy_entry(model)) as cluster:
@@ -115,7 +115,7 @@ def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
 
 
 async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: Path) -> None:
-    """Nothing of a token, nor what it could be guessed by."""
+    """No metric holds a token, or a text from which it could be guessed."""
     tokens = ("the-first-secret", "the-second-secret")
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=",".join(tokens), SIE_ADMIN_TOKEN=ADMIN)

@@ -43,7 +43,7 @@ class MigrationServer(JobServer):
         self.kinds: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """As it was before any migration."""
+        """Restore the state before any migration."""
         self.jobs.clear()
         self.keys.clear()
         self.target, self.shadow, self.revision = "old/m", "", 1

@@ -1,4 +1,4 @@
-"""What a worker decides about its models, without an adapter and without an event loop."""
+"""Decisions of a worker about its models, without an adapter and without an event loop."""
 
 from __future__ import annotations
 

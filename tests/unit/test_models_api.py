@@ -1,4 +1,4 @@
-"""What the models API says of one model, from what the workers report."""
+"""Entry of the models API for one model, from the reports of the workers."""
 
 from __future__ import annotations
 

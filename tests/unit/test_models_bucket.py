@@ -85,7 +85,7 @@ def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place
 
 
 def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(place: Place) -> None:
-    """Of a longer one the first bytes would often be YAML too; an empty one may have become any length, and any one
+    """The first bytes of a longer object would often be YAML too; an empty one may have become any length, and any one
     empty.
     """
     longer = ENTRY.format("org/a", 123456)

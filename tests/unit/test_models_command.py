@@ -104,7 +104,7 @@ def sie(*arguments: str, stdin: str | None = None, token: str = ADMIN, **environ
 
 
 def done(*arguments: str, stdin: str | None = None, **environ: str) -> str:
-    """What a command that succeeds prints."""
+    """Return the output of a command that succeeds."""
     result = sie(*arguments, stdin=stdin, **environ)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -318,7 +318,7 @@ def test_an_entry_that_cannot_be_read_or_written_is_refused_in_one_line(
 
 
 class Others(BaseHTTPRequestHandler):
-    """What is at a URL that is not a config service's: a gateway, and pages."""
+    """Servers at a URL that is not a config service's: a gateway, and pages."""
 
     def _answer(self) -> None:
         refused = {"error": {"code": "METHOD_NOT_ALLOWED", "message": "this path takes GET here"}}
@@ -336,7 +336,7 @@ class Others(BaseHTTPRequestHandler):
     do_GET = do_DELETE = _answer
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Write nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +381,7 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
 def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
     after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a proxy before the service may say."""
+    """A proxy before the service may send such a time."""
     monkeypatch.setattr(models_service, "MAX_PAUSE_S", 0.001)
     busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
     flaky = Flaky([busy, httpx.Response(200, json={"is": "done"})])

@@ -188,7 +188,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 async def test_files_are_added_changed_and_removed(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the log says was read back."""
+    """The log reports the state that was read back."""
     async with following(tmp_path) as service:
         file = put(tmp_path, "new.yaml", ENTRY.format(model, 8))
         await until(lambda: f"{model} is at revision 1, as in new.yaml" in caplog.text, "the log")
@@ -237,7 +237,7 @@ async def test_a_change_waits_for_a_broker_that_is_away(
 async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when it is copied with mode 0600, which `chmod` mends without another size or time; root may read it
+    """A file copied with mode 0600 is such a file: `chmod` mends it without another size or time; root may read it
     nevertheless.
     """
 

@@ -1,4 +1,4 @@
-"""What a request asks of a model: every parameter, its levels and its prompts."""
+"""Options of a request to a model: every parameter, its levels and its prompts."""
 
 from __future__ import annotations
 
@@ -854,7 +854,7 @@ def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None
 
 
 def test_the_options_of_what_the_tokenizer_answers() -> None:
-    """What an encode would read counts; nothing else of it does."""
+    """The options that an encode would read count; no other of its options does."""
     run = RunOptions(("sparse",), "query: ", " ?", "NONE", "cls", False, 16, 8, "lora", "int8", True)
     assert counting(run) == RunOptions((), "query: ", " ?", parameters={"count": True})
     assert tokenizing() == decoding() == RunOptions(())

@@ -1,5 +1,5 @@
-"""Which names a listener answers to, and which pages may change or compute something there: at every listener of every
-process.
+"""Host names that a listener answers to, and pages that may change or compute something there: at every listener of
+every process.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
 
 
 async def refusals_of(client: httpx.AsyncClient, url: str, name: str) -> dict[str, float]:
-    """What the process counted, by the reason: one series for each, whatever was sent."""
+    """Return the counts of the process, by the reason: one series for each, whatever was sent."""
     families = text_string_to_metric_families((await client.get(f"{url}/metrics")).text)
     return {
         sample.labels["reason"]: sample.value for family in families for sample in family.samples if sample.name == name

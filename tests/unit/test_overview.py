@@ -1,4 +1,4 @@
-"""What the page at `/` reads: size and cost in a large cluster, the placement table, the report of the doctor."""
+"""Data of the page at `/`: size and cost in a large cluster, the placement table, the report of the doctor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MINUTE_BYTES = 1 << 20
 
 @pytest.fixture(scope="module")
 def large() -> ClusterStatus:
-    """Of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
+    """Return the status of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
     names = [f"org/model-{number:05}" for number in range(MODELS)]
     fleet = Fleet(MemoryServer().connect("g"), settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000"))
     for number in range(WORKERS):

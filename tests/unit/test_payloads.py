@@ -180,7 +180,7 @@ async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None
 
 
 class Objects(BaseHTTPRequestHandler):
-    """As much of the XML interface of Google's store as one object needs; no emulator that can be installed sends all
+    """Part of the XML interface of Google's store that one object needs; no emulator that can be installed sends all
     its headers.
     """
 
@@ -205,7 +205,7 @@ class Objects(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Write nothing."""
 
 
 async def test_a_bucket_of_google_is_reached_by_its_own_interface(
@@ -414,7 +414,7 @@ async def test_the_inline_limit_decides_what_goes_through_the_store(
 
 
 async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
-    """As long as a book, at a broker of 1 MiB."""
+    """The text is as long as a book, at a broker of 1 MiB."""
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url, max_payload=1 << 20) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)

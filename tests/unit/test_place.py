@@ -1,4 +1,4 @@
-"""What one gateway knows of a model at one priority: the wait before long batches, who is refused after all, turns."""
+"""State of one gateway for a model at one priority: the wait before long batches, late refusals, turns."""
 
 from __future__ import annotations
 

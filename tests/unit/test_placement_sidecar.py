@@ -1,5 +1,5 @@
-"""What a sidecar does with the placement table and with its pool's assignment: the real gateway and sidecars before
-fake adapters.
+"""Effects of the placement table and of its pool's assignment on a sidecar: the real gateway and sidecars before fake
+adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What clients send becomes plain values, or is refused: no array, time or other extension type gets any further."""
+"""Values of clients become plain values, or are refused: no array, time or other extension type gets any further."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FIRST, STEADY = 3 * 250, 3 * 1.5
 
 
 def beat(number: int, models: Mapping[str, int], rng: random.Random) -> Heartbeat:
-    """Of a worker with these models loaded, each of them on so many workers."""
+    """Return the heartbeat of a worker with these models loaded, each of them on so many workers."""
     statuses = tuple(
         ModelStatus(m, "loaded", load_s=5.0, cost_rate=ARRIVING[m] / n * rng.uniform(0.97, 1.03))
         for m, n in models.items()

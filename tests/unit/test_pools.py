@@ -240,7 +240,7 @@ FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10
 
 
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
-    """What a gateway answers, once it is so."""
+    """Return the answer of a gateway once the condition holds."""
     async with asyncio.timeout(30):
         while not condition(pool_info := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
             await asyncio.sleep(0.02)
@@ -303,7 +303,7 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
 
 
 def placers() -> list[Placer]:
-    """Those of the gateways of this process, by their tasks."""
+    """Return the placers of the gateways of this process, by their tasks."""
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "placement"]
     return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
 

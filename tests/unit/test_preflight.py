@@ -1,4 +1,4 @@
-"""What `sie serve` checks before it starts anything."""
+"""Checks of `sie serve` before it starts anything."""
 
 from __future__ import annotations
 

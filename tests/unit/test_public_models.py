@@ -296,7 +296,7 @@ def test_files_of_the_public_server_are_told_from_entries() -> None:
 
 @pytest.mark.long
 def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_it_has() -> None:
-    """Of 213 files of version 0.10.1. `make test` installs it."""
+    """The files are the 213 of version 0.10.1. `make test` installs it."""
     ours = read_folder(packaged_folder() / "models")
     outcomes: Counter[str] = Counter()
     for file in sorted(INSTALLED.glob("*.yaml")):

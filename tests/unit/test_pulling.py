@@ -1,6 +1,4 @@
-"""What a worker asks the broker for: credit by priority, consumers that come and go, and deliveries that are not what
-was expected.
-"""
+"""Requests of a worker to the broker: credit by priority, consumers that come and go, and unexpected deliveries."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def broker(server: NatsServer) -> AsyncIterator[NatsBroker]:
 
 
 async def ran(server: NatsServer, data: Path, *command: str, status: int = 0) -> str:
-    """What a command prints. `data`: the parent of its data directory."""
+    """Return the output of a command. `data`: the parent of its data directory."""
     environ = {**NONE, "XDG_DATA_HOME": str(data)}
     done = await asyncio.to_thread(CliRunner().invoke, main, [*command, "--url", server.url], env=environ)
     assert done.exit_code == status, done.output

@@ -341,7 +341,7 @@ async def test_answer_that_is_not_restorable_has_no_value(cluster: InProcess, ga
 
 
 async def test_fields_may_be_at_every_level_of_parameters(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Those nearer to `params` take precedence, as those of an extract."""
+    """Fields nearer to `params` take precedence, as those of an extract."""
     body = {
         "items": [f"Ada {EMAIL}"],
         "kinds": ["person"],

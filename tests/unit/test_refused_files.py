@@ -200,8 +200,8 @@ def without_a_part(folder: Path) -> None:
 
 
 def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
-    """What `inspect`, `add` of the folder and of an entry, and a load say; the last two with the entry of the good
-    folder.
+    """Return the texts of `inspect`, of `add` for the folder and for an entry, and of a load; the last two use the
+    entry of the good folder.
     """
     lines = []
     named = {**entry, "weights": {"path": str(folder)}}

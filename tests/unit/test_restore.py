@@ -1,4 +1,4 @@
-"""Which revision that workers cannot load is replaced by which former one."""
+"""Choice of the former revision that replaces one that workers cannot load."""
 
 from __future__ import annotations
 

@@ -250,7 +250,9 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
 def test_passages_are_pairs_with_the_places_of_their_text(
     kind: str, texts: list[str], instruction: str, limit: int
 ) -> None:
-    """As the library pairs the instruction with a text; where it would cut the instruction, as a query is cut."""
+    """The instruction is paired with the text as the library does; where the library would cut the instruction, it is
+    cut as a query is.
+    """
     rows_made = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
     pairs = rows_of(kind, "pair", work(texts, instruction, max_tokens=limit))
     tokenizer = library(kind)

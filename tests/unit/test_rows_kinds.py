@@ -102,7 +102,7 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
 def test_a_prompt_stands_around_ids_as_around_their_text(
     kind: str, truncate: Truncate, prefix: str, suffix: str
 ) -> None:
-    """Where a word keeps its ids behind the prompt, which is what every prompt of a template is made for."""
+    """The case is a word that keeps its ids behind the prompt, as after every prompt of a template."""
     options = {"prefix": prefix, "suffix": suffix, "truncate": truncate}
     for text in ("river mountain", "paper " * 100):
         joint, bare = plain(kind, prefix + text + suffix), plain(kind, text)

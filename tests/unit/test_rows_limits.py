@@ -1,5 +1,5 @@
-"""What one request may make of a work item: rows, text and tokens are bounded before they are made, and only their own
-item is refused.
+"""Bounds of a work item: rows, text and tokens are bounded before they are created, and only their own item is
+refused.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
-    """What goes to the adapter in one frame; an image over the bound runs alone."""
+    """A batch goes to the adapter in one frame; an image over the bound runs alone."""
     bounds = BatchLimits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
     entries = [
@@ -276,7 +276,7 @@ def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:
 
 
 def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
-    """Of a busy device: its batch grows while that of the backlog runs."""
+    """The device is busy: its batch grows while that of the backlog runs."""
     entries = [
         *(BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(4)),
         BatchEntry(key(lora="b"), 1, 0.995, "b"),

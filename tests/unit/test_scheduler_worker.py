@@ -100,8 +100,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def gatherings(folder: Path, requests: int, **environ: str) -> tuple[float, float]:
-    """Of a backlog that a worker finds: how often it took deliveries from the wire, and how many batches its device
-    ran.
+    """Return the figures of a worker with a backlog: how often it took deliveries from the wire, and how many batches
+    its device ran.
     """
     async with Wired(folder) as cluster:
         gateway = await cluster.gateway()

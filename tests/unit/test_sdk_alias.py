@@ -26,7 +26,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def output(site: Path, code: str) -> str:
-    """What code prints that runs with this folder and the client on its path, and no other installation of either."""
+    """Return the output of code that runs with this folder and the client on its path, and no other installation of
+    either.
+    """
     own = "sys.path[:] = [path for path in sys.path if 'alias' not in path.rpartition('/')[2]]"
     start = f"import site, sys\n{own}\nsys.path.append({str(site)!r})\nsite.addsitedir({str(site)!r})\n"
     path = ":".join(str(ROOT / folder) for folder in ("sdk", "contracts"))
@@ -53,7 +55,7 @@ print(sie_sdk.__name__)
 
 
 def test_another_owner_of_the_name_comes_first(site: Path) -> None:
-    """As pip has both in one folder. The wheel has no file at a path of the other one."""
+    """The installation is as by pip: both are in one folder. The wheel has no file at a path of the other one."""
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {
         "sie_sdk_alias",
         "sie_sdk_alias.pth",

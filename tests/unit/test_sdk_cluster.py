@@ -23,7 +23,7 @@ TOLD = {
 
 
 def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
-    """What a plan sends, answered with `replies`, and what it returns."""
+    """Return the requests of a plan, answered with `replies`, and its result."""
     replies_left, sent, reply = iter(replies), [], None
     while True:
         try:

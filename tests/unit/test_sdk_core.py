@@ -71,8 +71,8 @@ def plan(items: list[str], **options: object) -> Plan[list[sie_client.EncodeResu
 
 
 def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
-    """What a plan sends, answered with `replies` in order, and what it returns. Parts run one after the other; other
-    steps are done.
+    """Return the requests of a plan, answered with `replies` in order, and its result. Parts run one after the other;
+    other steps are done.
     """
     replies_left, sent = iter(replies), []
 

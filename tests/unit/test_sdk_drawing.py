@@ -1,4 +1,4 @@
-"""What was found in an image, drawn on it."""
+"""Drawings of the objects of an image on it."""
 
 from __future__ import annotations
 

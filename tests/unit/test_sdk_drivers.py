@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = answer
 
     def log_message(self, *_: object) -> None:
-        """Nothing to the test's output."""
+        """Write nothing to the test's output."""
 
 
 def vectors(items: list[str]) -> bytes:
@@ -225,7 +225,7 @@ def test_embed_of_one_text_is_one_vector_and_of_none_no_row(server: Server, usin
 
 
 def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Server, using: Callable[..., Any]) -> None:
-    """Of a million texts, when the first part is answered with an error, few have been read."""
+    """The input has a million texts. When the first part is answered with an error, few have been read."""
     read = itertools.count()
     server.special = lambda *_: (400, failure("INVALID_INPUT"))
     texts = (str(next(read)) for _ in range(1_000_000))

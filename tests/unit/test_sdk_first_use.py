@@ -1,4 +1,4 @@
-"""What somebody meets who uses the client for the first time: no server, a name that is misspelt, a slow server."""
+"""First use of the client: no server, a misspelt name, a slow server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of a call: log, bar, callback."""
+"""Progress of a call that a user sees: log, bar, callback."""
 
 from __future__ import annotations
 

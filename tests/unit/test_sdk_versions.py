@@ -1,4 +1,4 @@
-"""What public SDKs are answered with, by version, and at which version that changes."""
+"""Answers to public SDKs, by version, and the version at which they change."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ GOOD = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [1], b"data": b"\0\
     ids=str,
 )
 def test_an_array_that_is_none_is_never_made(change: dict[bytes, Any]) -> None:
-    """Nothing of another type, nothing pickled; whatever the codec raises is of the kinds that `core.reading` names."""
+    """No other type and no pickle is created; every error of the codec is of the kinds that `core.reading` names."""
     with pytest.raises((ValueError, LookupError, TypeError, msgspec.DecodeError)):
         wire.decode_vectors(reply({**GOOD, **change}))
     for name in (b"nd", b"type", b"shape", b"data"):
@@ -305,7 +305,7 @@ def test_metadata_comes_back_with_its_arrays() -> None:
 @pytest.mark.parametrize("kind", ["float32", "float64", "int16", "int32", "uint8"])
 @pytest.mark.parametrize("channels", [None, 1, 2])
 def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
-    """Which another library reads as the same samples."""
+    """Another library reads it as the same samples."""
     shape = (101,) if channels is None else (101, channels)
     values = np.random.default_rng(0).uniform(0, 0.9, shape)
     samples = values.astype(kind) if kind.startswith("float") else (values * np.iinfo(kind).max).astype(kind)

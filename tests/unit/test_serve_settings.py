@@ -1,5 +1,5 @@
-"""What each process of `sie serve` resolves. The command runs as it is up to the point where it would start them; then
-each process reads its own command line and environment as it would itself.
+"""Settings that each process of `sie serve` resolves. The command runs unchanged up to the point where it would start
+them; then each process reads its own command line and environment.
 
 The two examples that end the documentation of the configuration stand here word by word;
 tests/system/test_seed_examples.py starts them.
@@ -42,7 +42,9 @@ class Served:
 
 
 def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
-    """What `sie serve` with these arguments, in this environment and with a data directory of its own starts."""
+    """Return the processes that `sie serve` starts with these arguments, in this environment and with a data directory
+    of its own.
+    """
     children: list[Child] = []
 
     async def noted(run: Any) -> int:

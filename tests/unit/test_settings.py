@@ -279,8 +279,8 @@ def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variabl
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.is_standard], ids=lambda row: row.name)
 def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(row: SettingRow) -> None:
-    """What sets OpenTelemetry's variables for all programs of a cluster does not know this one. Where nothing traces
-    nothing is said.
+    """A cluster may set OpenTelemetry's variables for all programs, without regard to this one. Without tracing there
+    is no warning.
     """
     assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
     for raw in DOCUMENTED[row.name].bad:

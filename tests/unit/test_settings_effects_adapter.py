@@ -1,5 +1,5 @@
-"""What the adapter's settings do, from the variable through a real engine on the CPU, with weights and
-hub of the test.
+"""Effects of the adapter's settings, from the variable through a real engine on the CPU, with weights and hub of the
+test.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         return replies[-1]
 
     def told(engine: AdapterEngine, count: int) -> tuple[RanBatch, ...]:
-        """What is described once it is so many: a batch is accounted for when it is answered."""
+        """Return the batches once there are so many: a batch is counted when it is answered."""
         until_s = time.monotonic() + 60
         while len(batches := engine.describe().batches or ()) < count:
             assert time.monotonic() < until_s

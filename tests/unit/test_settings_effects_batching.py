@@ -1,5 +1,5 @@
-"""What the batching settings do, on a virtual clock: from the variable through the sidecar's limits to the batches that
-are formed.
+"""Effects of the batching settings on a virtual clock: from the variable through the sidecar's limits to the batches
+that are formed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_without_overtaking_it_is_first_come_first_served() -> None:
 
 
 def quantum(p50_ms: float | None, **environ: str) -> Quantum:
-    """As after a second in which work was answered this long after its delivery."""
+    """Return the quantum after a second in which work was answered this long after its delivery."""
     quantum_read = quantum_of(settings_of(**environ))
     for number in range(WINDOW if p50_ms is not None else 0):
         quantum_read.answered((p50_ms or 0.0) / 1000, number / WINDOW)

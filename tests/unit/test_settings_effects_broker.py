@@ -1,4 +1,4 @@
-"""What the settings of broker and config service do: every process of the cluster in this event loop, before a real
+"""Effects of the settings of broker and config service: every process of the cluster in this event loop, before a real
 nats-server.
 """
 

@@ -1,4 +1,4 @@
-"""What the settings of the catalogue do: which models there are, and who may read of them."""
+"""Effects of the settings of the catalogue: its models, and its readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway's settings do: whole clusters in this event loop, and its own small objects on virtual clocks."""
+"""Effects of the gateway's settings: whole clusters in this event loop, and its own small objects on virtual clocks."""
 
 from __future__ import annotations
 

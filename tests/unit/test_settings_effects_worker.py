@@ -1,5 +1,5 @@
-"""What the worker's settings do: the real sidecar before a fake adapter on a real socket, with a gateway where one is
-needed.
+"""Effects of the worker's settings: the real sidecar before a fake adapter on a real socket, with a gateway where one
+is needed.
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ class LoadsAtOnce:
         self.description: ipc.Description | None = None
 
     def attach(self, may_drop: object, dropped: object) -> None:
-        """Nothing is dropped."""
+        """Do nothing: no model is dropped."""
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         return ipc.Ready(

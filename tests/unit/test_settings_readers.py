@@ -287,14 +287,14 @@ def names_used(tree: ast.AST) -> set[str]:
 
 
 def test_nothing_but_the_settings_reads_the_environment() -> None:
-    """What is allowed is listed by file, with the reason, and is used."""
+    """Every exception is listed by file, with the reason, and is used."""
     reads = {file for file, tree in all_trees() for node in ast.walk(tree) if _is_os(node, ENVIRON_READS)}
     assert reads == set(READS_ENVIRON)
     assert {file for file, tree in all_trees() if names_used(tree) & HOME_READS} == set(READS_HOME)
 
 
 def test_nothing_writes_the_environment() -> None:
-    """What is allowed is listed by file, with the reason, and is used."""
+    """Every exception is listed by file, with the reason, and is used."""
     assert {file for file, tree in all_trees() if any(writes_environ(node) for node in ast.walk(tree))} == set(
         WRITES_ENVIRON
     )

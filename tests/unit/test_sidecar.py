@@ -77,7 +77,7 @@ class _Refusing:
         self.loads = 0
 
     def attach(self, may_drop: object, dropped: object) -> None:
-        """Nothing is dropped."""
+        """Do nothing: no model is dropped."""
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         self.loads += 1

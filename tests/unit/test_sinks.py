@@ -1,4 +1,4 @@
-"""Which URLs name a vector database, and what is said of those that do not."""
+"""URLs that name a vector database, and the errors for those that do not."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ async def opened_alive(url: str, patience: RetryPolicy) -> None:
 async def refused(
     answer: bytes, again: bytes, url: str, use: Callable[[str, RetryPolicy], Awaitable[None]] = prepared
 ) -> tuple[StoreError, int]:
-    """What a sink makes of a server that answers with this, and then with `again` until nobody listens; and the bytes
-    that were taken from it.
+    """Return the error of a sink for a server that answers with this, and then with `again` until the connection
+    closes; and the number of bytes that were read from it.
     """
     sent = 0
 

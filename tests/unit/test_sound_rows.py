@@ -145,7 +145,7 @@ def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: 
 
 
 def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTokenizer) -> None:
-    """Of two work items in one batch."""
+    """The sounds belong to two work items in one batch."""
     first, second = work(Input("river"), Input(audio=FILE), _1=heard(1)), work(Input(audio=FILE), _0=heard(2))
     parts = [
         BatchPart(created.rows, item) for item in (first, second) for created in layouts.make(tokenizer, LAYOUT, [item])

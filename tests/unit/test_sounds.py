@@ -1,4 +1,4 @@
-"""What becomes of the bytes of a sound file: its features are those of the library's feature extractor."""
+"""Features of the bytes of a sound file: they are those of the library's feature extractor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_format_gives_its_samples(kind: str, subtype: str, gap: float) -> N
 
 
 def test_channels_become_their_mean_and_another_rate_the_models() -> None:
-    """As librosa.load does it: first the mean, then soxr at high quality."""
+    """The order is that of librosa.load: first the mean, then soxr at high quality."""
     sound = tone(0.5, rate=44_100, channels=3)
     wave = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
     assert np.array_equal(wave, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))

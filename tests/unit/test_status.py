@@ -1,5 +1,5 @@
-"""What is shown of the installation: `/health`, the page, the websockets of gateway and worker, and where the view
-comes from. The mechanism of the websockets is in test_websocket.py, discovery in test_kubernetes.py.
+"""Views of the installation: `/health`, the page, the websockets of gateway and worker, and the source of the view. The
+mechanism of the websockets is in test_websocket.py, discovery in test_kubernetes.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def frame(socket: ClientConnection) -> dict[str, Any]:
 async def refusal(
     process: GatewayProcess | SidecarProcess, path: str, **headers: str
 ) -> tuple[int, dict[str, Any], str]:
-    """Of an upgrade: status, body, and the content type."""
+    """Return the status, body and content type of a refused upgrade."""
     with pytest.raises(InvalidStatus) as refused:
         async with looking(process, path, **headers):
             pass

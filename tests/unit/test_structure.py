@@ -75,14 +75,16 @@ def test_names_are_nouns_and_verbs() -> None:
     assert len(vague) <= MOST_VAGUE_NAMES, vague
 
 
-def test_names_of_tests_and_benchmarks_are_nouns_and_verbs() -> None:
-    vague = []
+def test_names_and_docstrings_of_tests_and_benchmarks_follow_the_same_rules() -> None:
+    vague, unclear = list[str](), list[str]()
     for folder in ("tests", "bench", "tools"):
         for file in sorted((measure.ROOT / folder).rglob("*.py")):
             text = file.read_text("utf-8")
-            name = str(file.relative_to(measure.ROOT))
-            vague += measure.vague_names(measure.Module(name, file, text, ast.parse(text)))
+            module = measure.Module(str(file.relative_to(measure.ROOT)), file, text, ast.parse(text))
+            vague += measure.vague_names(module)
+            unclear += measure.docstrings_without_subject(module)
     assert len(vague) <= MOST_VAGUE_NAMES_OF_TESTS, vague
+    assert unclear == []
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -1,4 +1,4 @@
-"""What is suggested for a model that is not there: models that could do what was asked."""
+"""Suggestions for an unknown model: models that could do the work."""
 
 from __future__ import annotations
 

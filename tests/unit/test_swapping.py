@@ -53,7 +53,9 @@ class OneModel:
 
 
 class Worker:
-    """As the sidecar uses a hosting: work is taken in, made ready, run on the loaded model, and let go."""
+    """Worker that uses a hosting as the sidecar does: work is taken in, made ready, run on the loaded model, and let
+    go.
+    """
 
     def __init__(self, swap_after_s: float, *, load_s: float = 0.0) -> None:
         self.link = OneModel(load_s)
@@ -267,8 +269,8 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
 
 
 async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() -> None:
-    """Else a model with nothing but parked work is neither idle nor busy, and nothing is loaded in its
-    place any more.
+    """Otherwise a model with nothing but parked work is neither idle nor busy, and no model is loaded in its place any
+    more.
     """
     worker = Worker(1000.0)
     await worker.run(worker.a)

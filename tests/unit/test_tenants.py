@@ -90,7 +90,7 @@ def rows(text: str) -> set[tuple[str, str]]:
 
 
 class Tenant:
-    """What A made, by the placeholder of a path."""
+    """Objects of tenant A, by the placeholder of a path."""
 
     def __init__(self, gateway: GatewayProcess, tokens: dict[str, str]) -> None:
         self.gateway, self.tokens = gateway, tokens

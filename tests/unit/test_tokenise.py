@@ -1,4 +1,4 @@
-"""What the tokenizer answers by itself: tokens with their bytes, how many there are, and the text of ids. Against the
+"""Answers of the tokenizer by itself: tokens with their bytes, their number, and the text of ids. Against the
 library.
 """
 
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_the_library_with_their_bytes(
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), prefix=st.sampled_from(["", "query: "]))
 @example(texts=["river mountain " * 3000, "", ALL_HARD], prefix="query: ")
 def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: list[str], prefix: str) -> None:
-    """Of texts and of their ids."""
+    """The count is of texts and of their ids."""
     run = RunOptions(prefix=prefix, truncate="NONE", max_tokens=8)
     for inputs in ([Input(text) for text in texts], [Input(tokens=tuple(plain(kind, text))) for text in texts]):
         (batch,) = make(ours(kind), Rows("text", tokens=True), [WorkItemInput(inputs, None, run)])
@@ -138,7 +138,7 @@ def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(
 
 
 def test_more_than_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is only counted is read in pieces, and may be longer than what is told."""
+    """A text that is only counted is read in pieces, and may be longer than one whose tokens are returned."""
     monkeypatch.setattr(tokenizer_requests, "MAX_TOLD_CHARACTERS", 100)
     monkeypatch.setattr(tokenizer_requests, "MAX_CHARACTERS", 200)
     inputs = [Input("river " * 20)]

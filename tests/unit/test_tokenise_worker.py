@@ -93,7 +93,7 @@ async def test_a_model_that_is_unloaded_keeps_its_tokenizer(cluster: Direct) -> 
 
 
 class _NoLink:
-    """Of a hosting that loads nothing."""
+    """Link of a hosting that loads nothing."""
 
     description = None
 
@@ -101,7 +101,7 @@ class _NoLink:
         self.listeners: list[object] = []
 
     def attach(self, may_drop: object, dropped: object) -> None:
-        """Nothing is dropped."""
+        """Do nothing: no model is dropped."""
 
 
 def test_a_changed_entry_is_another_tokenizer() -> None:

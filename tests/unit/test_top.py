@@ -53,7 +53,7 @@ SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
 
 
 def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
-    """As a gateway sends it. The last worker is not healthy, where there are two."""
+    """Return a frame of a gateway. The last worker is not healthy, where there are two."""
     rows = [
         {
             "name": f"worker-{number}",
@@ -259,7 +259,7 @@ def test_each_device_of_a_worker_has_a_row_if_there_is_room() -> None:
 
 
 def test_what_is_not_known_is_not_zero() -> None:
-    """Of a gateway that the broker tells nothing, and of one of an older version."""
+    """One gateway gets no data from the broker, and one is of an older version."""
     for view in (told(queues=None, model_queues=None), told()):
         old = {name: value for name, value in msgspec.to_builtins(view).items() if value is not None}
         text = "\n".join(drawn(80, 24, {**old, "workers": [WorkerRow("a", "l4", "p", "b", True)]}))
@@ -503,7 +503,7 @@ def test_without_a_keyboard_no_key_is_read() -> None:
 
 
 def test_the_terminal_of_a_pipe_is_left_to_its_reader() -> None:
-    """As that of `sie top | less`, which reads the keys."""
+    """The reader is as in `sie top | less`, which reads the keys."""
     port = free_port()
     parent, child = pty.openpty()
     try:

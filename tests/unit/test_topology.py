@@ -41,7 +41,7 @@ def untoken(text: str) -> str:
 
 @given(NAMES)
 def test_a_token_keeps_its_name(name: str) -> None:
-    """What can be read back is injective."""
+    """An encoding that can be read back is injective."""
     assert untoken(token(name)) == name
 
 

@@ -1,4 +1,4 @@
-"""What a process logs of an exception: where it was raised, never what a client sent."""
+"""Log of an exception in a process: the place where it was raised, never the text of a client."""
 
 from __future__ import annotations
 

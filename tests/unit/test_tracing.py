@@ -1,5 +1,5 @@
-"""What the tracing settings do, in one process before a fake adapter, with a real collector over gRPC; and what a trace
-never does.
+"""Effects of the tracing settings, in one process before a fake adapter, with a real collector over gRPC; and the
+limits of a trace.
 
 The whole way, to the forward pass, is in tests/system/test_tracing.py.
 """
@@ -390,7 +390,7 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     ],
 )
 def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
-    """As W3C has it: version ff and ids of zeros alone are none, and one of a later version is read as this version."""
+    """W3C defines it: version ff and ids of zeros alone are invalid, and a later version is read as this version."""
     context = current_trace.context_from_headers(traceparent, tracestate)
     assert context == expected
     assert current_trace.trace_id_of(context.traceparent) == (TRACE if context.traceparent == CLIENT else None)

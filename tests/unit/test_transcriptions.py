@@ -50,7 +50,7 @@ async def post(gateway: GatewayProcess, path: str = PATHS[0], file: Any = RECORD
 def outcome(
     spoken: Spoken, seconds: float, *, space: str = " ", language: str = "de", words: Spoken | None = None
 ) -> Ok:
-    """What a worker answers of a part: times count from its begin."""
+    """Return the answer of a worker for a part: times count from its begin."""
     entities = [
         {"text": text, "label": "transcript", "score": 1.0, "seconds": [start, end]} for start, end, text in spoken
     ]

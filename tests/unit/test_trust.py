@@ -1,4 +1,4 @@
-"""Who may make code run: what entries ask for, at the config service where they are written and at the adapter where
+"""Permission to run code: requests of entries, at the config service where they are written and at the adapter where
 they are used.
 """
 
@@ -308,7 +308,7 @@ def test_an_adapter_reads_the_operator_s_folder_itself(adapter: Any, toy: ModelE
 
 
 def test_a_change_of_a_loaded_model_is_asked_about_too(adapter: Any, toy: ModelEntry) -> None:
-    """Else an allowed model would get a LoRA, or the next load other code, by a delta."""
+    """Otherwise an allowed model would get a LoRA, or the next load other code, by a delta."""
     running = adapter(model_paths=(toy.weights.path,))
     running.load(toy)
     lora = msgspec.structs.replace(toy, run=msgspec.structs.replace(toy.run, lora="/etc"))

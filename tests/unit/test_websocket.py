@@ -82,7 +82,7 @@ async def deaf(port: int) -> socket.socket:
 
 
 async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
-    """What waits for it stays below the buffers of one connection, whatever the number of frames."""
+    """The bytes that wait for it stay below the buffers of one connection, whatever the number of frames."""
     count = 0
     text = "x" * (256 << 10)
 

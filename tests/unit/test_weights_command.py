@@ -283,7 +283,7 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
 
 @pytest.mark.parametrize("local", [[], ["--local"]])
 def test_an_empty_commit_does_not_mean_all(node: Node, local: list[str]) -> None:
-    """As of an unset variable in a script."""
+    """An unset variable in a script gives such a commit."""
     folder = node.snapshot()
     node.run("push", "org/model")
     for command in (["rm", "--yes"], ["verify"]):

@@ -1,4 +1,4 @@
-"""What goes from a disk that is nearly full, and what never does."""
+"""Snapshots that are removed from a disk that is nearly full, and those that never are."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_what_passes_is_got_over(fault: Callable[[HubStub], None], hub: HubStub,
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """As a process has them."""
+    """Set up the logs as a process has them."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     root.handlers = []

@@ -57,7 +57,7 @@ async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
 
 
 async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct) -> None:
-    """What is written beside it is answered, and so is what another model's batches hold."""
+    """A text that is written beside it is answered, and so are the batches of another model."""
     adapter = await written(direct)
     leaves, stays = await direct.publish("leaves", request="gone"), await direct.publish("stays")
     await adapter.until(lambda state: state.running == 2, "both are written")

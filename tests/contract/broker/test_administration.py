@@ -151,7 +151,7 @@ async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_anoth
 
 
 async def test_states_of_consumers_are_told(broker: Broker) -> None:
-    """What a collector and an operator need: what was delivered, what waits, what is leased."""
+    """A collector and an operator need the numbers of delivered, waiting and leased messages."""
     spec = consumer_of("a", ack_wait_s=20.0)
     await broker.ensure_consumer(spec)
     await broker.ensure_consumer(consumer_of("idle"))

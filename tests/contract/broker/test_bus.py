@@ -1,4 +1,4 @@
-"""What every broker promises about core messages. Each test runs in memory and at a real nats-server."""
+"""Promises of every broker about core messages. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 

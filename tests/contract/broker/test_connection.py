@@ -1,4 +1,4 @@
-"""What a connection to a broker that cannot be used says of the cause."""
+"""Errors of a connection to a broker that cannot be used name the cause."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What only the broker in memory promises."""
+"""Promises of the broker in memory alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the broker over NATS promises."""
+"""Promises of the broker over NATS alone."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
 async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads
+    """The broker's messages are lost on the way, for ever and without an error; the watch compares revisions and reads
     again.
     """
     harness = await nats()

@@ -1,4 +1,4 @@
-"""What every broker promises to publishers and consumers. Each test runs in memory and at a real nats-server."""
+"""Promises of every broker to publishers and consumers. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_many_publishers_in_flight_all_get_their_own_answer(broker: Broker
 
 
 async def test_a_full_subject_refuses_the_newest_while_others_go_on(harness: Harness) -> None:
-    """Nothing stored is dropped, and a refused message id is not remembered as stored."""
+    """No stored message is dropped, and a refused message id is not remembered as stored."""
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_per_subject=3), owner=True)
     sequences = await publish(broker, "busy", 3)

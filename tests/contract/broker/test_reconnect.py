@@ -1,4 +1,4 @@
-"""What every broker promises about lost connections. Each test runs in memory and at a real nats-server."""
+"""Promises of every broker about lost connections. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every broker promises about buckets. Each test runs in memory and at a real nats-server."""
+"""Promises of every broker about buckets. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
 
 
 async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harness) -> None:
-    """What was overwritten before it was handed over may be left out; what is seen is in order."""
+    """A value that was overwritten before it was handed over may be left out; the values that are seen are in order."""
     broker = await harness.connect()
     bucket = await broker.key_value("things")
     box: Box[Entry] = Box()

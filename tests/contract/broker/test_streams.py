@@ -1,4 +1,4 @@
-"""What every broker promises about stored messages. Each test runs in memory and at a real nats-server."""
+"""Promises of every broker about stored messages. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sie_contracts.wire.topology import dead_letter_stream, dead_letter_subject
 
 
 async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: Harness) -> None:
-    """What a killed process held is released by its successor, over another connection and by nothing but the name of
-    the delivery.
+    """The deliveries of a killed process are released by its successor, over another connection and by nothing but the
+    name of the delivery.
     """
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=2)

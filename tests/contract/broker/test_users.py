@@ -1,5 +1,5 @@
-"""What the users of a broker may do: every subject of the JetStream API against a table, and the ways in which a user
-who may make streams would say and hear what is another's.
+"""Permissions of the users of a broker: every subject of the JetStream API against a table, and the ways in which a
+user who may create streams could publish or read the messages of others.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 class Tower(nn.Module):
-    """As open_clip's TimmModel without a projection."""
+    """Tower as open_clip's TimmModel without a projection."""
 
     def __init__(self) -> None:
         super().__init__()

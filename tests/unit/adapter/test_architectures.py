@@ -80,7 +80,7 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
 def test_two_loads_give_the_same_bits_whatever_takes_how_long(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that changes bits is chosen by a time: a busy machine has every clock say anything."""
+    """No choice that changes bits depends on a time: on a busy machine every clock may read anything."""
     folder, generator = toys.save(tmp_path / "toy", "bert"), np.random.default_rng(0)
     for clock in ("perf_counter", "thread_time", "monotonic"):
         monkeypatch.setattr(f"time.{clock}", generator.random)

@@ -116,7 +116,7 @@ def padded(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> T
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
 def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: str, key_heads: int) -> None:
-    """As padding that is masked: also for queries whose window holds nothing visible, which get zeros."""
+    """It is masked as padding is: also for queries whose window holds nothing visible, which get zeros."""
     query, key, value, bounds = tensors(6, key_heads, torch.float32)
     pattern = PATTERNS[name]
     arguments = (bounds, layout(kernel, VISIBLE), 0.25, pattern.left, pattern.right)

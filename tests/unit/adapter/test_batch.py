@@ -678,7 +678,7 @@ def test_vectors_that_do_not_belong_to_the_rows_are_refused(sent: dict[str, byte
 
 @pytest.mark.parametrize("lengths", [(3, 0, 5, 1), (0, 0), (4,)])
 def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[int, ...]) -> None:
-    """What runs on CUDA, with some documents that were given, and none of whose rows is normalised."""
+    """The path is that of CUDA, with some documents that clients sent as vectors, and no row is normalised."""
     generator = torch.Generator().manual_seed(0)
     query = torch.nn.functional.normalize(torch.randn(3, 4, generator=generator), dim=1)
     documents = [torch.randn(length, 4, generator=generator) for length in lengths]

@@ -1,4 +1,4 @@
-"""What is learnt of passes that fit and passes that fail, on a clock that the test sets."""
+"""Limits that are learnt of passes that fit and of passes that fail, on a clock that the test sets."""
 
 from __future__ import annotations
 

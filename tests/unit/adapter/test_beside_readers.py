@@ -51,7 +51,7 @@ class Reader:
 
 
 class Gate:
-    """What passes waits until it is opened."""
+    """Gate at which passes wait until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()

@@ -1,5 +1,5 @@
-"""What is checked before a model serves: each fault refuses the load and is named, on copies of one good model with
-digests and golden.
+"""Checks before a model serves: each fault refuses the load and is named, on copies of one good model with digests and
+golden.
 """
 
 from __future__ import annotations

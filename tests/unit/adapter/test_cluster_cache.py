@@ -119,7 +119,9 @@ def test_the_manifest_is_written_last_and_a_second_push_writes_nothing(faulty: P
 
 
 def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Path) -> None:
-    """Of two objects there the one that another writer left is not trusted, although it has the right size."""
+    """One of the two objects in the bucket was left by another writer. It is not trusted, although it has the right
+    size.
+    """
     large = f"{PLACE}/{LARGE}"
     faulty.server.faults.refuse = lambda request: (
         ("503 Slow Down", "SlowDown") if request.method == "PUT" and large in request.path else None
@@ -164,7 +166,7 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
 def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
     faulty: Place, source: Path, tmp_path: Path, is_more: bool
 ) -> None:
-    """What a push relied on is gone when it ends: it looks again."""
+    """The objects on which a push relied are gone when it ends: it looks again."""
     push(faulty, source)
     second_cache = ClusterCache(faulty.url, LIMITS)
     lists = removals = 0
@@ -276,9 +278,7 @@ BROKEN = {
 def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
 ) -> None:
-    """Nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force`
-    repairs it.
-    """
+    """The broken snapshot does not count; its right parts are used by the next try, and `--force` repairs it."""
     push(place, source)
     broken(place)
     error_class, message = BROKEN[broken]

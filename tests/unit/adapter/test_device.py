@@ -1,4 +1,4 @@
-"""What resolves to what: device, attention."""
+"""Resolution of device and attention."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ASKED = ExtractOptions(())
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoclingModel]:
-    """As the loader makes it of a package with one module."""
+    """Load the model of a package with one module, as the loader does."""
     fake = functools.partial(Parsers, deadline_s=60, memory_bytes=1 << 30, module="fake_parser")
     monkeypatch.setattr(docling, "Parsers", lambda most: fake(1))
     (tmp_path / "docling").mkdir()

@@ -138,7 +138,7 @@ def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: AdapterEng
 
 
 def test_a_lost_device_ends_the_process(engine: AdapterEngine, lost: list[str]) -> None:
-    """Nothing is served from a dead context."""
+    """A dead context serves no request."""
     encoder = Broken()
     encoder.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     reply_of(engine, encoder)
@@ -165,7 +165,7 @@ class WarmedUp(FakeEncoder):
 def loaded_beside_another(
     engine: AdapterEngine, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, ...]:
-    """What was dropped for the load."""
+    """Return the models that were dropped for the load."""
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "other")
     engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
@@ -179,7 +179,7 @@ def loaded_beside_another(
 def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
     engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a load does. It is no failure of the model."""
+    """A warm-up evicts as a load does. It is no failure of the model."""
     failure = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     assert loaded_beside_another(engine, failure, monkeypatch) == ("other",)
 

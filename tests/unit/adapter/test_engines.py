@@ -1,4 +1,4 @@
-"""Which engine runs a model: the table of rules, and what becomes of a graph that is wrong."""
+"""Choice of the engine of a model: the table of rules, and the fate of a graph that is wrong."""
 
 from __future__ import annotations
 

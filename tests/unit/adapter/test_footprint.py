@@ -87,7 +87,7 @@ def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
 
 @pytest.mark.long
 def test_a_limit_on_the_data_of_the_process_is_its_memory() -> None:
-    """What the allocator has free again counts as free."""
+    """Memory that the allocator has free again counts as free."""
     program = """
 import resource, torch
 from sie_adapter.engine import device as devices

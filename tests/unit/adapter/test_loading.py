@@ -1,4 +1,4 @@
-"""What loads, what is refused, and what a loaded encoder is."""
+"""Loads and their refusals, and the properties of a loaded encoder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_error(entry: Resolved) -> ModelLoadFailed:
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_weights_that_do_not_fit_the_architecture_fail_the_load(change: str, bert: Path, tmp_path: Path) -> None:
-    """Nothing is ever freshly initialised."""
+    """No weight is ever freshly initialised."""
     folder = copied(bert, tmp_path / "toy")
     tensors = load_file(folder / "model.safetensors")
     name = "encoder.layer.1.attention.self.query.weight"

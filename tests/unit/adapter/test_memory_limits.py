@@ -19,7 +19,7 @@ _HEADROOM_MIB = 120
 
 
 def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
-    """What a script beside this file printed last."""
+    """Return the last line that a script beside this file printed."""
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
         capture_output=True,
@@ -48,8 +48,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, timeout_s: float) -> None:
-    """What was learnt is doubted at every batch: real failures, no client sees one; after a restart it is believed:
-    hardly any.
+    """Check that the learnt limit is doubted at every batch: failures are real and no client sees one; after a restart
+    it is trusted and hardly any batch fails.
     """
     doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
@@ -116,7 +116,7 @@ def test_unloading_gives_the_memory_back(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_twenty_cycles_give_the_memory_back(tmp_path: Path) -> None:
-    """Of a model of more than 500 MB. What leaks in each cycle is above the bound, 5 % of the weights, when it is
-    a four-hundredth of them.
+    """The model has more than 500 MB. A leak in each cycle of a four-hundredth of the weights is above the bound, which
+    is 5 % of them.
     """
     cycle(tmp_path, 10, 20, 800)

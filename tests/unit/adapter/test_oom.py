@@ -1,4 +1,4 @@
-"""What is done about memory that runs out is counted, by model."""
+"""Counts of remedies for a lack of memory, by model."""
 
 from __future__ import annotations
 

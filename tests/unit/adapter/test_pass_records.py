@@ -1,4 +1,4 @@
-"""What the next process knows of a pass that the one before it did not survive."""
+"""Knowledge of the next process about a pass that the one before it did not survive."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ ENTRY = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in an adapter: threads that wait for each other on a busy machine take minutes for a load."""
+    """Use one thread as in an adapter: threads that wait for each other on a busy machine take minutes for a load."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -43,7 +43,7 @@ def _next(ids: Sequence[int]) -> int:
 
 
 def expected(prompt: Asked) -> GeneratedText:
-    """What `Sums` writes for one row alone."""
+    """Return the text of `Sums` for one row alone."""
     ids, written = list(prompt.ids), list[int]()
     while (finish := prompt.rules.finish(written)) is None:
         written.append(_next(ids))
@@ -177,7 +177,7 @@ LONG = [asked(*range(1, 6 + number), most=90 + 10 * number, ends=frozenset()) fo
 
 
 class Device:
-    """What the keys and values of a loop may take at most."""
+    """Device with a bound on the keys and values of a loop."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -188,7 +188,7 @@ class Device:
         return sum(side.nbytes for layer in self.loop._slots._own._layers for side in layer)
 
     def read(self, prompts: Sequence[Asked]) -> tuple[list[GeneratedText], int]:
-        """What is written, and the most bytes that several rows held."""
+        """Return the texts, and the most bytes that several rows held."""
         rows, most = [row(prompt) for prompt in prompts], 0
         self.loop.waiting.extend(rows)
         while not self.loop.is_idle:
@@ -219,7 +219,7 @@ def test_a_row_alone_takes_what_it_needs() -> None:
 
 
 def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
-    """None of these begins anew. While two rows become four, both sizes are held."""
+    """No row begins again. While two rows become four, both sizes are held."""
     device = Device((2 + 4) * 64 * POSITION_BYTES)
     prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
     texts_read, _ = device.read(prompts)

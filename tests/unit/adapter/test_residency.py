@@ -78,14 +78,14 @@ class World:
         return MemoryUse(held + self.other_bytes + self.kept_bytes + self.again_bytes + more_bytes, 1000)
 
     def ensure(self, model: str, may_drop: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
-        """What was dropped for the load."""
+        """Return the models that were dropped for the load."""
         self.now_s += 1
         permission = self.residency.permission(may_drop)
         self.residency.ensure(model, entry(model, **changes), "default", permission)
         return permission.dropped
 
     def relieve(self, *may_drop: str) -> tuple[str, ...]:
-        """What a request with this permission drops because of pressure."""
+        """Return the models that a request with this permission drops because of pressure."""
         permission = self.residency.permission(may_drop)
         self.residency.relieve(permission)
         return permission.dropped
@@ -199,7 +199,7 @@ def test_pressure_drops_what_was_not_used_since_and_is_looked_at_once_a_second()
 
 
 def test_the_weights_to_come_count_before_they_are_loaded() -> None:
-    """What would not fit evicts first, and what fits does not."""
+    """A model that would not fit evicts first, and one that fits does not."""
     world = World(sizes={"a": 400, "b": 400, "c": 100}, known=True)
     world.ensure("a")
     assert world.ensure("b", may_drop=("a",)) == ()

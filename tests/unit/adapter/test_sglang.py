@@ -47,7 +47,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """That of `make test-long`. Its kernels for CPUs are not on PyPI, and are not called."""
+    """Return the Python of `make test-long`. Its kernels for CPUs are not on PyPI, and are not called."""
     folder = tmp_path_factory.mktemp("real")
     (folder / "sgl_kernel").mkdir()
     (folder / "sgl_kernel" / "__init__.py").write_text(

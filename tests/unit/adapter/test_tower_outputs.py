@@ -1,4 +1,4 @@
-"""What a tower made of an image is kept for the next question about it, and for nobody else."""
+"""Outputs of a tower for an image are reused for the next question about it, by the same client alone."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
 
 
 def test_an_output_that_is_not_finite_is_made_again() -> None:
-    """What a mate's overflow did to it must not stay."""
+    """The effect of a batch mate's overflow must not stay."""
     outputs, read = TowerOutputs(1000).of_tower(), Counting()
 
     def overflowing(images: Sequence[Shown]) -> list[Output]:

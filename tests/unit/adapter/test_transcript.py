@@ -1,4 +1,4 @@
-"""What Whisper is told, and the segments of what it writes."""
+"""Prompt of Whisper, and the segments of its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = 100  # the id of 0.00
 def test_pairs_of_time_stamps_end_segments(
     written: list[int], expected: list[tuple[float, float, list[int]]], used: int
 ) -> None:
-    """Of a window of 80 frames that begins at frame 400."""
+    """The window has 80 frames and begins at frame 400."""
     segments_read, moved = segments(written, TIMES, 400, 80)
     assert [
         (round(segment.start_s, 9), round(segment.end_s, 9), list(segment.ids)) for segment in segments_read

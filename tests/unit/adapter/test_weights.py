@@ -1,4 +1,4 @@
-"""Which folder serves an entry, and what a miss says."""
+"""Choice of the folder for an entry, and the text of a miss."""
 
 from __future__ import annotations
 

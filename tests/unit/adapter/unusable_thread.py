@@ -33,7 +33,7 @@ def gelu(states: torch.Tensor) -> str:
 
 
 def spoil() -> str:
-    """What the first failure says, of a shape that this process has not met."""
+    """Return the message of the first failure, of a shape that this process has not run."""
     free = resource.getrlimit(resource.RLIMIT_DATA)
     states = torch.randn(1, 7, _WIDTH)
     F.gelu(torch.randn(1, 5, _WIDTH))
