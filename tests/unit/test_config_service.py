@@ -385,7 +385,7 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
         ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
         ("PUT", ONE, [], "$"),
         ("PATCH", ONE, {"id": "org/two"}, "$.id"),
-        ("PATCH", ONE, {"outputs": None}, "$"),
+        ("PATCH", ONE, {"outputs": None}, "$.outputs"),
         ("PATCH", ONE, {"run": {"output_dtype": "float8"}}, "$.run.output_dtype"),
         ("PATCH", ONE, [], "$"),
         ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),

@@ -51,7 +51,7 @@ def largest(kind: inspect.Type, path: str) -> Any:
         case inspect.IntType():
             return kind.le or 1 << 62
         case inspect.FloatType():
-            return 1e300
+            return kind.le or 1e300
         case inspect.BoolType():
             return True
         case inspect.NoneType():
