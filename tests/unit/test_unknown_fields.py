@@ -173,3 +173,19 @@ async def test_a_misspelt_field_of_an_item_and_another_model_are_told(gateway: G
     plain = {"model": ONE, "items": [{"text": "a", "id": "x"}]}
     answer = await gateway.client.post(f"/v1/encode/{ONE}", content=encoder.encode(plain), headers=headers)
     assert "warnings" not in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("header", "wrong", "right"),
+    [("X-SIE-Strict", ("1", "yes", ""), ("true", "TRUE", "false")), ("X-SIE-Explain", ("true", "2", ""), ("1", "0"))],
+)
+async def test_a_header_with_another_value_is_refused_by_its_name(
+    gateway: GatewayProcess, header: str, wrong: tuple[str, ...], right: tuple[str, ...]
+) -> None:
+    for value in wrong:
+        error = await refused(gateway, f"/v1/encode/{ONE}", {"items": ["a"]}, **{header: value})
+        assert (error["code"], error["param"]) == ("INVALID_INPUT", header)
+        assert error["message"].startswith(f"{header}: expected ")
+    for value in right:
+        answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": ["a"]}, headers={header: value})
+        assert answer.status_code == 200, answer.text

@@ -168,7 +168,7 @@ class Inference:
         budget also includes the time in which the body is read, which limits slow uploads.
         """
         self._resolve(call, route)
-        _check_remote(call.headers)
+        _check_headers(call.headers)
         cache_mode(call.headers)  # a wrong value is refused before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
@@ -436,11 +436,16 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput if X-SIE-Remote has a value other than forbid (no remote server may get the inputs)."""
-    named = headers.get("x-sie-remote")
-    if named is not None and named.strip().lower() != "forbid":
-        raise InvalidInput.at("X-SIE-Remote", "expected forbid")
+# permitted values of headers that otherwise would be ignored
+_HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    """Raise InvalidInput for a header of _HEADER_VALUES with another value."""
+    for name, values in _HEADER_VALUES.items():
+        value = headers.get(name.lower())
+        if value is not None and value.strip().lower() not in values:
+            raise InvalidInput.at(name, f"expected {' or '.join(values)}")
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:
