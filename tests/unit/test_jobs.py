@@ -163,6 +163,8 @@ async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
     manifest = json.loads((place.payloads / "jobs" / job / "output" / "manifest.json").read_text())
     assert manifest == {**(await place.get(f"{job}/manifest")).json(), "parts": manifest["parts"]}
     sample = (await place.get(f"{job}/rows?failed=true")).json()["rows"]
+    misspelt = (await place.get(f"{job}/rows?failed=TRUE")).json()["error"]
+    assert (misspelt["code"], misspelt["param"]) == ("INVALID_INPUT", "failed")
     assert [(row["id"], row["error"]["code"]) for row in sample] == [
         ("a.jsonl#50", "INVALID_INPUT"),
         ("x", "INVALID_INPUT"),

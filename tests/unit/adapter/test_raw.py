@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,19 @@ def test_an_exception_of_the_model_fails_the_text_that_causes_it_only(operation:
             "INVALID_INPUT",
             "",
         ]
+
+
+@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
+def test_no_text_runs_again_on_a_lost_device(operation: str) -> None:
+    calls = []
+
+    def lose(*_: Any) -> list[Any]:
+        calls.append(1)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError):
+        run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=SimpleNamespace(**{operation: lose}))
+    assert len(calls) == 1
 
 
 def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
