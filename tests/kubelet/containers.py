@@ -220,19 +220,19 @@ class Container:
         assert user.keys() <= fields, f"{self.name}: not known here: {user.keys() - fields}"
         assert user.get("seccompProfile", {}).get("type", "RuntimeDefault") == "RuntimeDefault"
         assert not user.get("runAsNonRoot") or user["runAsUser"] != 0
-        mounts: list[str] = []
+        privileges: list[str] = []
         if "runAsUser" in user:
-            mounts += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
+            privileges += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
         if "fsGroup" in user:
-            mounts += ["--group-add", str(user["fsGroup"])]
+            privileges += ["--group-add", str(user["fsGroup"])]
         if user.get("readOnlyRootFilesystem"):
-            mounts += ["--read-only", "--read-only-tmpfs=false"]
+            privileges += ["--read-only", "--read-only-tmpfs=false"]
         if user.get("allowPrivilegeEscalation") is False:
-            mounts += ["--security-opt", "no-new-privileges"]
+            privileges += ["--security-opt", "no-new-privileges"]
         assert user.get("capabilities", {}).keys() <= {"drop"}
         for capability in user.get("capabilities", {}).get("drop", ()):
-            mounts += ["--cap-drop", capability.lower()]
-        return mounts
+            privileges += ["--cap-drop", capability.lower()]
+        return privileges
 
     def _limit_options(self, resources: Object) -> list[str]:
         """A kubelet sets no limit of processes unless it is configured; memory that is limited has no swap."""

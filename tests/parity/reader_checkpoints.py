@@ -149,29 +149,29 @@ def converted(folder: Path) -> Path:
 
 def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tensor]:
     """By the names that the authors' code has for them."""
-    outcomes = {}
+    published = {}
     for name, tensor in weights.items():
         if name in ("lm_head.weight", "model.language_model.shared.weight"):
-            outcomes["language_model.model.shared.weight"] = tensor[:words].clone()
+            published["language_model.model.shared.weight"] = tensor[:words].clone()
         elif name.endswith("embed_tokens.weight"):
             continue
         elif name.startswith("model.language_model."):
-            outcomes[name.replace("model.language_model.", "language_model.model.")] = tensor
+            published[name.replace("model.language_model.", "language_model.model.")] = tensor
         elif name.endswith("image_projection.weight"):
-            outcomes["image_projection"] = tensor.T.contiguous()
+            published["image_projection"] = tensor.T.contiguous()
         elif name.startswith("model.multi_modal_projector."):
             own = name.removeprefix("model.multi_modal_projector.")
-            outcomes[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
+            published[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
         else:
             own = re.sub(r"(convs\.\d+)\.conv\.", r"\1.proj.", name.removeprefix("model."))
             own = re.sub(r"\.(conv[12])\.", r".\1.fn.dw.", own)
             own = re.sub(r"\.(window|channel)_attn\.", r".\1_attn.fn.", own)
             own = own.replace(".ffn.", ".ffn.fn.net.").replace(".norm2.", ".ffn.norm.")
             own = own.replace("spatial_block.norm1.", "spatial_block.window_attn.norm.")
-            outcomes[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
-    outcomes["language_model.lm_head.weight"] = outcomes["language_model.model.shared.weight"].clone()
-    outcomes["language_model.final_logits_bias"] = torch.zeros(1, words)
-    return outcomes
+            published[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
+    published["language_model.lm_head.weight"] = published["language_model.model.shared.weight"].clone()
+    published["language_model.final_logits_bias"] = torch.zeros(1, words)
+    return published
 
 
 def _florence_tokenizer(extra_tokens: Sequence[str] | None) -> Any:
