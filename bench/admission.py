@@ -159,7 +159,7 @@ def _row(cells: list[Cell]) -> str:
 
 
 def _share(pairs: list[tuple[int, int]]) -> str:
-    some, of = (sum(values) for values in zip(*pairs, strict=True))
+    some, of = (sum(column) for column in zip(*pairs, strict=True))
     return f"{some / of:.2%} of {of}" if of else ""
 
 
@@ -216,13 +216,13 @@ def main() -> None:
 
 
 def _say_impossible(say: Lines, cases: list[Case]) -> None:
-    budgets = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
-    text = ", ".join(
-        f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in budgets
+    limits = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
+    listing = ", ".join(
+        f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in limits
     )
     say(
         f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with "
-        f"a and b): {text}.\n"
+        f"a and b): {listing}.\n"
     )
 
 

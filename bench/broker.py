@@ -109,16 +109,16 @@ async def measure(
     before, started_s = {name: cpu_s(process) for name, process in processes.items()}, time.monotonic()
     await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
     wall_s = time.monotonic() - started_s
-    micros = {name: (cpu_s(process) - before[name]) / messages * 1e6 for name, process in processes.items()}
+    cpu_us = {name: (cpu_s(process) - before[name]) / messages * 1e6 for name, process in processes.items()}
     started_s, idle = time.monotonic(), {name: cpu_s(process) for name, process in processes.items()}
     await asyncio.sleep(8.0)
     idle_s = time.monotonic() - started_s
-    micros |= {
+    cpu_us |= {
         f"{name} idle, % of a core": (cpu_s(process) - idle[name]) / idle_s * 100 for name, process in processes.items()
     }
     await subscription.stop()
     await broker.close()
-    return {"a second": messages / wall_s, **micros}
+    return {"a second": messages / wall_s, **cpu_us}
 
 
 async def run(consumers: list[int], credits: list[int], messages: int, report: Callable[[str], None]) -> None:
@@ -131,13 +131,13 @@ async def run(consumers: list[int], credits: list[int], messages: int, report: C
             process = multiprocessing.get_context("spawn").Process(target=worker, args=(server.url, credit))
             process.start()
             try:
-                figures = await measure(server, number, messages, psutil.Process(process.pid))
+                cpu_us = await measure(server, number, messages, psutil.Process(process.pid))
             finally:
                 process.terminate()
                 process.join()
         report(
             f"{number:>4} consumers, credit {credit:>2}: "
-            + ", ".join(f"{name} {value:,.1f}" for name, value in figures.items())
+            + ", ".join(f"{name} {value:,.1f}" for name, value in cpu_us.items())
         )
 
 

@@ -54,8 +54,8 @@ def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], f
     parts: list[list[Input]] = [[]]
     used = 0
     for source in inputs:
-        (batch,) = layouts.make(alone.tokenizer, alone.layout, [WorkItemInput([source], None, run)])
-        own = sum(len(row.ids) for row in batch.rows)
+        (work_rows,) = layouts.make(alone.tokenizer, alone.layout, [WorkItemInput([source], None, run)])
+        own = sum(len(row.ids) for row in work_rows.rows)
         if parts[-1] and used + own > alone.budget:
             parts.append([])
             used = 0
@@ -63,10 +63,12 @@ def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], f
         used += own
     batches, all_lengths = [], []
     for part in parts:
-        (batch,) = layouts.make(alone.tokenizer, alone.layout, [WorkItemInput(part, None, run)])
-        group = ipc.Group(0, len(batch.rows), run, len(part) if batch.chunked else -1, chunked=batch.chunked)
-        lengths = np.array([len(row.ids) for row in batch.rows], "<i4")
-        ids = np.concatenate([row.ids for row in batch.rows]).astype("<i4")
+        (work_rows,) = layouts.make(alone.tokenizer, alone.layout, [WorkItemInput(part, None, run)])
+        group = ipc.Group(
+            0, len(work_rows.rows), run, len(part) if work_rows.chunked else -1, chunked=work_rows.chunked
+        )
+        lengths = np.array([len(row.ids) for row in work_rows.rows], "<i4")
+        ids = np.concatenate([row.ids for row in work_rows.rows]).astype("<i4")
         batches.append(ipc.RunBatch("b", MODEL, "encode", lengths.tobytes(), ids.tobytes(), (group,)))
         all_lengths.append(lengths)
     return batches, float(np.concatenate(all_lengths).mean())
@@ -140,9 +142,9 @@ def measure(alone: Alone, cluster: Cluster, options: argparse.Namespace, say: Re
         cells = []
         for place in range(2):
             ratio = statistics.median(
-                chunk[place] / text[place] for chunk, text in zip(own, rates["texts"], strict=True)
+                sample[place] / text[place] for sample, text in zip(own, rates["texts"], strict=True)
             )
-            cells += [f"{statistics.median(chunk[place] for chunk in own):,.0f}", f"{ratio:.2f}"]
+            cells += [f"{statistics.median(sample[place] for sample in own):,.0f}", f"{ratio:.2f}"]
         say(f"| {kind} | {' | '.join(cells)} |")
 
 

@@ -50,7 +50,7 @@ def restarted_s(part: Part) -> float:
 
 def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
     """Return two times of each write: until it is answered, and from then until the gateway serves by it."""
-    answered, times_ms = [], []
+    answered, delays_ms = [], []
     path = f"/v1/configs/models/{model}"
     with httpx.Client(timeout=30, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:
         for number in range(WRITES):
@@ -61,8 +61,8 @@ def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
             while client.get(stack.urls[0] + path).headers["etag"] != change.headers["etag"]:
                 pass
             answered.append((answered_s - begun_s) * 1000)
-            times_ms.append((time.perf_counter() - answered_s) * 1000)
-    return answered, times_ms
+            delays_ms.append((time.perf_counter() - answered_s) * 1000)
+    return answered, delays_ms
 
 
 async def read_s(stack: Stack) -> tuple[float, float, Catalogue]:
@@ -102,7 +102,7 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     served = httpx.get(stack.urls[0] + path, timeout=30, trust_env=False).json()["models"]
     if len(served) < options.models:
         raise RuntimeError(f"the gateway serves {len(served)} models")
-    answered, time_ms = written_ms(stack, served[len(served) // 2]["model_id"])
+    answered, delays_ms = written_ms(stack, served[len(served) // 2]["model_id"])
     acked = f"{stack.config_url}{path}/{served[len(served) // 2]['model_id']}/status"
     headers = {"Authorization": f"Bearer {READ}"}
     until(
@@ -130,7 +130,7 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     say(f"A delta, from its bytes to the first resolution through it: {applied_ms:.2f} ms of processor time.")
     say(
         f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
-        f"{statistics.median(time_ms):.1f} ms later (at most {max(time_ms):.1f}) the gateway serves by it."
+        f"{statistics.median(delays_ms):.1f} ms later (at most {max(delays_ms):.1f}) the gateway serves by it."
     )
     say()
     say(

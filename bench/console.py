@@ -94,8 +94,8 @@ def main() -> None:
         time.sleep(fleet.SETTLE_S)
         say("| view | ms to the first view | gateway, of a core | kB a minute | longest frame, ms | longest task, ms |")
         say("|---" * 6 + "|")
-        created = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
-        page = Counting(stacked.enter_context(connect(created["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20)))
+        target = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
+        page = Counting(stacked.enter_context(connect(target["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20)))
         for view, shown in VIEWS.items():
             costs, per_minute, first_ms = [], [], []
             for _ in range(options.rounds):

@@ -71,10 +71,10 @@ def model_folder() -> Path:
 def tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    created = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
-    created.no_padding()
-    created.enable_truncation(MAX_TOKENS)
-    return created
+    text_tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    text_tokenizer.no_padding()
+    text_tokenizer.enable_truncation(MAX_TOKENS)
+    return text_tokenizer
 
 
 def texts_of(load: str, corpus: str) -> list[str]:
@@ -99,10 +99,10 @@ def ids_of(texts: Sequence[str]) -> list[np.ndarray]:
 def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """In order of arrival, as a worker forms them."""
     batches: list[list[np.ndarray]] = [[]]
-    for ids_of_text in ids:
-        if sum(map(len, batches[-1])) + len(ids_of_text) > BATCH_TOKENS:
+    for text_ids in ids:
+        if sum(map(len, batches[-1])) + len(text_ids) > BATCH_TOKENS:
             batches.append([])
-        batches[-1].append(ids_of_text)
+        batches[-1].append(text_ids)
     return batches
 
 
@@ -121,19 +121,21 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
     from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch
 
     prepare_process()
-    created = AdapterEngine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
+    adapter_engine = AdapterEngine(
+        Settings(device="cpu", default_compute_precision=precision, attention_backend=attention)
+    )
     fields = yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text())
     entry = parse_entry({**fields, "load": {**fields.get("load", {}), "engine": name}})
-    created.residency.ensure("mini", entry)
+    adapter_engine.residency.ensure("mini", entry)
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
         replies: dict[int, Reply] = {}
         jobs = []
         for number, batch in enumerate(batched(ids)):
-            lengths = np.array([len(ids_of_text) for ids_of_text in batch], "<i4").tobytes()
+            lengths = np.array([len(text_ids) for text_ids in batch], "<i4").tobytes()
             message = RunBatch("b", "mini", "encode", lengths, np.concatenate(batch).tobytes(), (Group(0, len(batch)),))
             jobs.append(DeviceJob(message, functools.partial(replies.__setitem__, number)))
-            created.device_threads.submit(jobs[-1])
+            adapter_engine.device_threads.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
         done = [replies[number] for number in range(len(jobs))]
@@ -179,7 +181,7 @@ def floor(precision: str) -> Run:
     def one(batch: list[np.ndarray]) -> None:
         with torch.inference_mode():
             packed = pack(
-                Items(np.array([len(ids_of_text) for ids_of_text in batch]), np.concatenate(batch)),
+                Items(np.array([len(text_ids) for text_ids in batch]), np.concatenate(batch)),
                 np.arange(len(batch)),
                 Positions(),
             )
@@ -220,7 +222,7 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
     """Mean pooling over `forward(ids, mask)` of padded batches in order of length."""
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
-        order = np.argsort([len(ids_of_text) for ids_of_text in ids], kind="stable")
+        order = np.argsort([len(text_ids) for text_ids in ids], kind="stable")
         vectors = np.zeros((len(ids), 384), np.float32)
         for start in range(0, len(order), PADDED_BATCH):
             part = order[start : start + PADDED_BATCH]
@@ -317,19 +319,19 @@ def padding(rounds: int) -> None:
     facts = attention_facts(device, torch.float32)
     compute = Compute(device, torch.float32, *resolve_attention("auto", facts), facts)
     backbone = Backbone(MPNetModel(config, add_pooling_layer=False).eval().requires_grad_(False), compute, MAX_TOKENS)
-    ids = [np.clip(ids_of_text, 4, 30000) for ids_of_text in ids_of(texts_of("mix", ""))]
+    ids = [np.clip(text_ids, 4, 30000) for text_ids in ids_of(texts_of("mix", ""))]
 
     def packed(part: Sequence[np.ndarray]) -> Any:
         return backbone.pack(
-            Items(np.array([len(ids_of_text) for ids_of_text in part], np.int64), np.concatenate(part)),
+            Items(np.array([len(text_ids) for text_ids in part], np.int64), np.concatenate(part)),
             np.arange(len(part)),
         )
 
     def first_in_first_out(part: Sequence[np.ndarray]) -> int:
         shape = (len(part), max(map(len, part)))
         tokens, mask = np.ones(shape, np.int64), np.zeros(shape, np.int64)
-        for row, ids_of_text in enumerate(part):
-            tokens[row, : len(ids_of_text)], mask[row, : len(ids_of_text)] = ids_of_text, 1
+        for row, text_ids in enumerate(part):
+            tokens[row, : len(text_ids)], mask[row, : len(text_ids)] = text_ids, 1
         backbone._model(input_ids=torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask))
         return tokens.size
 
@@ -382,8 +384,8 @@ def work(name: str, corpus: str) -> None:
             continue
         started = time.perf_counter()
         if load == "single":
-            for ids_of_text, text in zip(ids[load], loads[load], strict=True):
-                run([ids_of_text], [text])
+            for text_ids, text in zip(ids[load], loads[load], strict=True):
+                run([text_ids], [text])
         else:
             run(ids[load], loads[load])
         print(len(loads[load]), time.perf_counter() - started, file=out, flush=True)

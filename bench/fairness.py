@@ -103,16 +103,16 @@ class Bench:
 
     async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
         """One client, until it has `count` answers or the time is over."""
-        rates: list[Answer] = []
+        answers: list[Answer] = []
         end_s = time.perf_counter() + limit_s
         connection = await connect(self.host, self.port)
-        while len(rates) < count and time.perf_counter() < end_s:
+        while len(answers) < count and time.perf_counter() < end_s:
             started_s = time.perf_counter()
             status, body = await connection.send(next(requests))
-            rates.append(Answer(started_s, time.perf_counter(), status, body))
+            answers.append(Answer(started_s, time.perf_counter(), status, body))
             await asyncio.sleep(pause_s)
         connection.close()
-        return rates
+        return answers
 
     async def rate(self, clients: Clients, seconds: float) -> float:
         """Texts per second of bulk clients from now on."""
@@ -165,7 +165,7 @@ class Bench:
         await asyncio.sleep(3)  # until the queue holds what it may hold of it
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
-        left = sum(not answer.done() for answer in backlog)
+        left = sum(not task.done() for task in backlog)
         self.judge_p99(f"a key beside a backlog of {options.backlog} texts of another", answers, bound_ms)
         taken_s = time.perf_counter() - begin_s
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
@@ -173,21 +173,21 @@ class Bench:
             connection.close()
         await asyncio.gather(*backlog, return_exceptions=True)  # ended by ourselves
 
-    def judge_p99(self, criterion: str, answers: Sequence[Answer], bound_ms: float) -> None:
+    def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
         """An answer other than 200 counts as one that took for ever."""
         failed = [answer for answer in answers if answer.status != 200]
         p99_ms = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples
         tail = f", {_statuses(failed)}" if failed else ""
         self.judge(
-            criterion,
+            label,
             f"p99 {p99_ms:.0f} ms of {len(answers)}{tail}",
             f"<= {bound_ms:.0f} ms",
             enough and p99_ms <= bound_ms,
         )
 
-    def judge(self, criterion: str, figure: str, goal: str, met: bool) -> None:
-        self.say(f"| {criterion} | {figure} | {goal} | {'met' if met else 'MISSED'} |")
+    def judge(self, label: str, figure: str, goal: str, met: bool) -> None:
+        self.say(f"| {label} | {figure} | {goal} | {'met' if met else 'MISSED'} |")
 
 
 def _millis(answers: Sequence[Answer]) -> list[float]:
@@ -217,9 +217,9 @@ def main() -> None:
     options = parser.parse_args()
     say = Report()
     say(f"`python bench/fairness.py`, {os.cpu_count()} cores, {BULK_CLIENTS} bulk clients.\n")
-    loads_known = loads(options)
+    named_loads = loads(options)
     for name in options.device.split(","):
-        load = loads_known[name]
+        load = named_loads[name]
         environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": ",".join(KEYS), "OMP_NUM_THREADS": "1", **load.environ}
         if options.window:
             environ["SIE_KEY_WINDOW_TOKENS"] = str(options.window)

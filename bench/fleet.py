@@ -45,11 +45,11 @@ MAX_EACH = 14  # models of a simulated worker
 
 def beats(workers: int, models: list[str]) -> list[Heartbeat]:
     """The heartbeats of simulated workers that have these models between them."""
-    models_each = min(MAX_EACH, -(-len(models) // workers)) if models else 0
+    model_count = min(MAX_EACH, -(-len(models) // workers)) if models else 0
     generator = np.random.default_rng(1)
-    figures = []
+    heartbeats = []
     for number in range(workers):
-        own = list(dict.fromkeys(models[(number * models_each + index) % len(models)] for index in range(models_each)))
+        own = list(dict.fromkeys(models[(number * model_count + index) % len(models)] for index in range(model_count)))
         rates = generator.exponential(50, len(own)).tolist()
         statuses = tuple(
             ModelStatus(model, "loaded", load_s=5.0, cost_rate=rate) for model, rate in zip(own, rates, strict=True)
@@ -69,8 +69,8 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
             batch_cost=16_384,
             pipeline=2,
         )
-        figures.append(beat)
-    return figures
+        heartbeats.append(beat)
+    return heartbeats
 
 
 @contextlib.contextmanager
@@ -80,13 +80,13 @@ def simulated(url: str, workers: int, models: list[str]) -> Iterator[None]:
 
     async def send() -> None:
         broker = await connect(url, name="simulated")
-        beats_encoded = [
+        publications = [
             (topology.health_subject(beat.worker), messages.encode(beat)) for beat in beats(workers, models)
         ]
         while not ending.is_set():
-            for subject, data in beats_encoded:
+            for subject, data in publications:
                 await broker.send(subject, data)
-                await asyncio.sleep(BEAT_S / len(beats_encoded))
+                await asyncio.sleep(BEAT_S / len(publications))
         await broker.close()
 
     thread = threading.Thread(target=asyncio.run, args=(send(),), daemon=True) if workers else None

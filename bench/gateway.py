@@ -69,22 +69,22 @@ FORMATS = (
 )
 
 
-def size_of(stack: Stack, reply_format: Format, texts: int) -> int:
+def size_of(stack: Stack, body_format: Format, texts: int) -> int:
     """Bytes of a reply. Raises RuntimeError for one that is no success."""
     answer = httpx.post(
-        stack.urls[0] + reply_format.path,
-        content=reply_format.body(texts),
+        stack.urls[0] + body_format.path,
+        content=body_format.body(texts),
         timeout=30,
         trust_env=False,
-        headers={"content-type": "application/json", "accept": reply_format.accept},
+        headers={"content-type": "application/json", "accept": body_format.accept},
     )
     if answer.status_code != 200:
-        raise RuntimeError(f"{reply_format.name}: {answer.status_code} {answer.text[:300]}")
+        raise RuntimeError(f"{body_format.name}: {answer.status_code} {answer.text[:300]}")
     return len(answer.content)
 
 
-def sample(stack: Stack, reply_format: Format, texts: int, options: argparse.Namespace) -> Sample:
-    requests, headers = [(reply_format.path, reply_format.body(texts))], {"accept": reply_format.accept}
+def sample(stack: Stack, body_format: Format, texts: int, options: argparse.Namespace) -> Sample:
+    requests, headers = [(body_format.path, body_format.body(texts))], {"accept": body_format.accept}
     return measured(stack, requests, clients=options.clients, seconds=options.seconds, headers=headers)
 
 
@@ -99,33 +99,33 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
         bare = Plan(
             workers=workers, code=options.code, environ={PREPARED: str(4 * texts * width), "PYTHONPATH": python_path}
         )
-        rounds: dict[str, list[Sample]] = {element.name: [] for element in FORMATS}
+        rounds: dict[str, list[Sample]] = {wire_format.name: [] for wire_format in FORMATS}
         sizes: dict[str, int] = {}
         with (
             Stack(Path(folder, "real"), Plan(workers=workers, code=options.code)) as real,
             Stack(Path(folder, "bare"), bare) as fixed,
         ):
             for turn in range(options.rounds + 1):
-                for entry in FORMATS:
-                    stack = fixed if entry.prepared else real
-                    sizes[entry.name] = size_of(stack, entry, texts)
-                    sample_read = sample(stack, entry, texts, options)
+                for body_format in FORMATS:
+                    stack = fixed if body_format.prepared else real
+                    sizes[body_format.name] = size_of(stack, body_format, texts)
+                    measurement = sample(stack, body_format, texts, options)
                     if turn:  # the first warms up
-                        rounds[entry.name].append(sample_read)
+                        rounds[body_format.name].append(measurement)
     base = middle(rounds[FORMATS[0].name])
     say(f"\n## {texts} x {width}\n")
     say("| reply | bytes | requests/s | p50 ms | gateway us | serialisation us | share of the gateway | others us |")
     say("|---|---|---|---|---|---|---|---|")
-    for entry in FORMATS:
-        sample_read = middle(rounds[entry.name])
-        own = sample_read.cpu_us["gateway"] - base.cpu_us["gateway"]
-        rest_us = sum(sample_read.cpu_us[role] for role in OTHERS)
-        load, gateway_us = sample_read.load, sample_read.cpu_us["gateway"]
+    for body_format in FORMATS:
+        measurement = middle(rounds[body_format.name])
+        own = measurement.cpu_us["gateway"] - base.cpu_us["gateway"]
+        others_us = sum(measurement.cpu_us[role] for role in OTHERS)
+        load, gateway_us = measurement.load, measurement.cpu_us["gateway"]
         figures = (
-            f"{sizes[entry.name]} | {load.rate:.0f} | {load.p50_ms:.1f} | {gateway_us:.0f} | {own:+.0f} | "
+            f"{sizes[body_format.name]} | {load.rate:.0f} | {load.p50_ms:.1f} | {gateway_us:.0f} | {own:+.0f} | "
             f"{own / gateway_us:+.0%}"
         )
-        say(f"| {entry.name} | {figures} | {rest_us:.0f} |")
+        say(f"| {body_format.name} | {figures} | {others_us:.0f} |")
     for name in ("raw bytes", "msgpack"):
         ratio = middle(rounds[name]).cpu_us["gateway"] / base.cpu_us["gateway"] - 1
         say(

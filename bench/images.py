@@ -125,8 +125,8 @@ class Library:
         pixels = [self.prepared([file]) for file in files]
         between_s = time.process_time()
         with torch.inference_mode():
-            for pixel in pixels:
-                self._model.get_image_features(pixel_values=pixel)
+            for image in pixels:
+                self._model.get_image_features(pixel_values=image)
         ended_s = time.process_time()
         return 1000 * (between_s - started_s) / len(files), 1000 * (ended_s - between_s) / len(files)
 
@@ -141,19 +141,20 @@ class Served:
     def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
         self.cluster = cluster
         self._bodies = {
-            load: [
-                msgspec.msgpack.encode({"items": [{"images": [file]} for file in files[start : start + load]]})
-                for start in range(0, len(files) - load + 1, load)
+            batch_size: [
+                msgspec.msgpack.encode({"items": [{"images": [file]} for file in files[start : start + batch_size]]})
+                for start in range(0, len(files) - batch_size + 1, batch_size)
             ]
-            for _, load in LOADS
+            for _, batch_size in LOADS
         }
         self._requests = {
-            entry: [request(f"/v1/encode/{MODEL}", body) for body in bodies] for entry, bodies in self._bodies.items()
+            batch_size: [request(f"/v1/encode/{MODEL}", body) for body in bodies]
+            for batch_size, bodies in self._bodies.items()
         }
 
     def precision(self) -> str:
-        result = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
-        return str(result["served"][0])
+        description = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
+        return str(description["served"][0])
 
     @property
     def _url(self) -> str:
@@ -165,26 +166,26 @@ class Served:
             f"{self._url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=120, trust_env=False
         )
         answer.raise_for_status()
-        result: dict[str, Any] = answer.json()
-        return result
+        reply: dict[str, Any] = answer.json()
+        return reply
 
     def vectors(self) -> np.ndarray:
         """Return the vectors of the first images."""
         body = self._bodies[LOADS[1][1]][0]
         return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
 
-    def rate(self, clients: int, count: int, seconds: float) -> float:
+    def rate(self, clients: int, batch_size: int, seconds: float) -> float:
         answered, taken_s, _ = uvloop.run(
-            closed_loop("127.0.0.1", self.cluster.port, self._requests[count], clients=clients, seconds=seconds)
+            closed_loop("127.0.0.1", self.cluster.port, self._requests[batch_size], clients=clients, seconds=seconds)
         )
-        return answered * count / taken_s
+        return answered * batch_size / taken_s
 
-    def stages_ms(self, clients: int, count: int, seconds: float) -> dict[str, float]:
+    def stages_ms(self, clients: int, batch_size: int, seconds: float) -> dict[str, float]:
         """Milliseconds by stage of the mean request, while so many clients ask."""
         end_s, timings, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
 
         def ask(number: int) -> None:
-            bodies = self._bodies[count]
+            bodies = self._bodies[batch_size]
             while time.perf_counter() < end_s:
                 timing = self.post(bodies[number % len(bodies)])["timing"]
                 number += 1
@@ -250,7 +251,8 @@ def measure(
     for number in range(arguments.rounds + 1):
         own = {name: way(files, arguments.seconds) for name, way in ways.items()}
         theirs = {
-            f"cluster, {clients} x {entry}": served.rate(clients, entry, arguments.seconds) for clients, entry in LOADS
+            f"cluster, {clients} x {image_count}": served.rate(clients, image_count, arguments.seconds)
+            for clients, image_count in LOADS
         }
         if number:  # the first round warms up
             for name, rate in {**own, **theirs}.items():
@@ -259,7 +261,7 @@ def measure(
     say(f"Images per second, median of {arguments.rounds} rounds, each in turn. Goal of the ratio: {GOAL}.\n")
     say("| where | images/s | ratio to the library |\n|---|---|---|")
     for name, values in rates.items():
-        ratio = statistics.median(value / row for value, row in zip(values, rates[best], strict=True))
+        ratio = statistics.median(value / best_value for value, best_value in zip(values, rates[best], strict=True))
         where = f"library, {name}" if name in ways else name
         say(f"| {where} | {statistics.median(values):.1f} | {ratio:.2f} |")
     prepared_ms, forward_ms = library.parts_ms(files[:BATCH])
@@ -268,22 +270,26 @@ def measure(
         "pass, on one thread.\n"
     )
     say("Where it goes in the cluster, ms of CPU for an image:\n")
-    for clients, load in LOADS:
-        say(f"* {clients} x {load}: {processor_ms(served, clients, load, arguments.seconds)}")
+    for clients, batch_size in LOADS:
+        say(f"* {clients} x {batch_size}: {processor_ms(served, clients, batch_size, arguments.seconds)}")
     say("\nThe image workers decode and resize. Stages of the mean request:\n")
     say("| clients x images | " + " | ".join(STAGES) + " |\n|---|" + "---|" * len(STAGES))
-    for clients, load in LOADS:
-        stages = served.stages_ms(clients, load, arguments.seconds)
+    for clients, batch_size in LOADS:
+        stages = served.stages_ms(clients, batch_size, arguments.seconds)
         total = sum(stages.values())
-        say(f"| {clients} x {load} | " + " | ".join(f"{100 * stages[name] / total:.0f} %" for name in STAGES) + " |")
+        say(
+            f"| {clients} x {batch_size} | "
+            + " | ".join(f"{100 * stages[name] / total:.0f} %" for name in STAGES)
+            + " |"
+        )
     say("\n" + copied(served, mean_bytes, arguments.seconds))
 
 
-def processor_ms(served: Served, clients: int, count: int, seconds: float) -> str:
+def processor_ms(served: Served, clients: int, batch_size: int, seconds: float) -> str:
     before = served.cluster.cpu_s()
     own_before = psutil.Process().cpu_times()
     started_s = time.perf_counter()
-    done = served.rate(clients, count, seconds) * (time.perf_counter() - started_s)
+    done = served.rate(clients, batch_size, seconds) * (time.perf_counter() - started_s)
     after, own = served.cluster.cpu_s(), psutil.Process().cpu_times()
     spent = {role: after[role] - before.get(role, 0.0) for role in after if role != "config"}
     spent["the clients of this benchmark"] = own.user + own.system - own_before.user - own_before.system
@@ -294,11 +300,11 @@ def copied(served: Served, mean_bytes: float, seconds: float) -> str:
     """Return the bytes that go through sockets for one image. TCP on loopback is measured, so no other program may use
     it; the bytes over Unix sockets are known.
     """
-    clients, load = LOADS[1]
+    clients, batch_size = LOADS[1]
     pixels = 3 * SIZE * SIZE
     before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
     started_s = time.perf_counter()
-    done = served.rate(clients, load, seconds) * (time.perf_counter() - started_s)
+    done = served.rate(clients, batch_size, seconds) * (time.perf_counter() - started_s)
     tcp = (psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before) / done
     total = tcp + mean_bytes + 2 * pixels
     return (

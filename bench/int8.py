@@ -242,8 +242,8 @@ def graph_of(source: MeasuredModel) -> Path:
 
     path = source.folder / "float32.xml"
     if not path.exists():
-        ids = torch.ones((2, MAX_TOKENS), dtype=torch.int64)
-        graph = openvino.convert_model(ModelStates(source.build("sdpa")), example_input=(ids, ids))
+        example = torch.ones((2, MAX_TOKENS), dtype=torch.int64)
+        graph = openvino.convert_model(ModelStates(source.build("sdpa")), example_input=(example, example))
         graph.reshape({place: openvino.PartialShape([-1, -1]) for place in range(2)})
         openvino.save_model(graph, path, compress_to_fp16=False)
     return path

@@ -87,13 +87,13 @@ class Jobs:
         body = {"model": self._model, "input": {"file": self._file, "text": "{t}"}}
         job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
         while True:
-            info = self._client.get(f"/v1/jobs/{job}").json()
-            if info["state"] in ("completed", "failed", "paused"):
+            status = self._client.get(f"/v1/jobs/{job}").json()
+            if status["state"] in ("completed", "failed", "paused"):
                 break
             time.sleep(0.02)
-        if info["counts"]["done"] != self._count or info["counts"]["failed"]:
-            raise RuntimeError(info)
-        return self._count / (info["ended_at"] - info["started_at"])
+        if status["counts"]["done"] != self._count or status["counts"]["failed"]:
+            raise RuntimeError(status)
+        return self._count / (status["ended_at"] - status["started_at"])
 
 
 class Interactive(threading.Thread):
@@ -173,7 +173,7 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
             asking.ended.set()
             asking.join(60)
             latencies.extend(asking.latencies_ms)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     say("| way | texts/s | of the engine |")
     say("|---|--:|--:|")
     for name, rate in medians.items():
@@ -212,7 +212,7 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
                 if count == len(texts):
                     rates["embed"].append(rate)
             rates["job"].append(jobs.rate())
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     say(f"\n`client.embed` of {len(texts):,} texts, {rounds} rounds; {EMBED_GOALS}:")
     say(
         f"{medians['embed']:.0f} texts/s, a job {medians['job']:.0f}, {medians['embed'] / medians['job']:.2f}; "

@@ -67,17 +67,17 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say("processor time, then by its cost.\n")
     say(f"| backbone, width | {' | '.join(map(str, sizes))} |")
     say("|---" * (len(sizes) + 1) + "|")
-    for name, created in of_width().items():
-        rates = dict[int, list[float]]()
+    for name, factory in of_width().items():
+        times_s = dict[int, list[float]]()
         with torch.inference_mode():
-            backbone = Backbone(created().to(torch.bfloat16).eval(), compute, sizes[-1])
+            backbone = Backbone(factory().to(torch.bfloat16).eval(), compute, sizes[-1])
             for _ in range(options.rounds + 1):
                 for size in sizes:
                     batch = backbone.sample((size,) * (BATCH_TOKENS // size))
                     begun_s = time.thread_time()
                     backbone.forward(batch)
-                    rates.setdefault(size, []).append(time.thread_time() - begun_s)
-        took_s = {size: statistics.median(values[1:]) for size, values in rates.items()}
+                    times_s.setdefault(size, []).append(time.thread_time() - begun_s)
+        took_s = {size: statistics.median(times[1:]) for size, times in times_s.items()}
         cost = {size: text_cost(size, size**2, backbone.crossover_tokens) / size for size in sizes}
         ratios = [f"{took_s[size] / took_s[16]:.2f}, {cost[size] / cost[16]:.2f}" for size in sizes]
         say(f"| {name} | {' | '.join(ratios)} |")

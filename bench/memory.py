@@ -59,14 +59,14 @@ def models(folder: Path) -> list[ModelEntry]:
     assert package is not None
     entries = [entry("minilm", Weights(path=str(package)), 384)]
     for number, (name, width, layers) in enumerate(GEOMETRIES):
-        folder_of_model = folder / str(number)
+        model_path = folder / str(number)
         sizes = {"num_hidden_layers": layers, "n_layers": layers, "num_attention_heads": 8, "n_heads": 8}
         wide = {"hidden_size": width, "dim": width, "intermediate_size": 4 * width, "hidden_dim": 4 * width}
         config = getattr(transformers, f"{name}Config")(vocab_size=30_522, pad_token_id=0, **sizes, **wide)
         torch.manual_seed(number)
-        transformers.AutoModel.from_config(config).save_pretrained(folder_of_model)
-        shutil.copy(package / "tokenizer.json", folder_of_model)
-        entries.append(entry(str(number), Weights(path=str(folder_of_model)), width))
+        transformers.AutoModel.from_config(config).save_pretrained(model_path)
+        shutil.copy(package / "tokenizer.json", model_path)
+        entries.append(entry(str(number), Weights(path=str(model_path)), width))
     return entries
 
 
@@ -122,16 +122,16 @@ class Sent:
 def work(engine: str, rate: float, minutes: float) -> None:
     """A worker: run batches at `rate` and print a line with seconds, batches and bytes now and then."""
     prepare_process()
-    created = AdapterEngine(Settings(device="cpu"))
+    adapter_engine = AdapterEngine(Settings(device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
         entries = models(Path(folder))
         for model_entry in entries:
             load = LoadOptions(engine="torch" if engine == "torch" else None)
-            created.residency.ensure(model_entry.id, ModelEntry(**{**fields(model_entry), "load": load}))
-    warm_up(created, [element.id for element in entries])
+            adapter_engine.residency.ensure(model_entry.id, ModelEntry(**{**fields(model_entry), "load": load}))
+    warm_up(adapter_engine, [model.id for model in entries])
     started, told_s = time.monotonic(), 0.0
     under_way: list[Sent] = []
-    for number, message in enumerate(batches([element.id for element in entries])):
+    for number, message in enumerate(batches([model.id for model in entries])):
         time.sleep(max(0.0, started + number / rate - time.monotonic()))
         past_s = time.monotonic() - started
         if past_s >= told_s:
@@ -139,10 +139,10 @@ def work(engine: str, rate: float, minutes: float) -> None:
             print(round(past_s), number, anonymous_bytes(), flush=True)
         if past_s >= 60 * minutes:
             break
-        under_way.append(Sent(created, message))
-        while len(under_way) > 2 * len(created.device_threads):  # slower than the rate: no queue that grows
+        under_way.append(Sent(adapter_engine, message))
+        while len(under_way) > 2 * len(adapter_engine.device_threads):  # slower than the rate: no queue that grows
             under_way.pop(0).wait()
-    created.stop(30)
+    adapter_engine.stop(30)
 
 
 def fields(model_entry: ModelEntry) -> dict[str, object]:
@@ -161,10 +161,10 @@ def growth(samples: np.ndarray) -> float:
     return float(np.polyfit(late[:, 0] / 3600, late[:, 2] / 1e6, 1)[0])
 
 
-def plot(samples_by_name: Mapping[str, np.ndarray], path: Path) -> None:
+def plot(series: Mapping[str, np.ndarray], path: Path) -> None:
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    for name, samples in samples_by_name.items():
+    for name, samples in series.items():
         axes.plot(samples[:, 0] / 60, samples[:, 2] / 1e6, label=name)
     axes.set(xlabel="minutes", ylabel="anonymous memory, MB", ylim=(0, None))
     axes.grid(visible=True, alpha=0.3)
@@ -193,12 +193,12 @@ def main() -> None:
         )
         for name in options.engines
     }
-    samples_by_name = {}
+    series = {}
     for name, worker in fleet.items():
         lines = worker.communicate()[0].splitlines()
         if worker.returncode:
             raise SystemExit(f"{name} failed; run `--work {name}` to see why")
-        samples_by_name[name] = np.array([[float(part) for part in line.split()] for line in lines])
+        series[name] = np.array([[float(part) for part in line.split()] for line in lines])
     say = Report()
     say("# Memory of an adapter that runs for long\n")
     say(f"`python bench/memory.py --minutes {options.minutes:g} --rate {options.rate:g}`, {machine()},")
@@ -206,14 +206,14 @@ def main() -> None:
     marks = [0, *(60 * options.minutes * share for share in (0.1, 0.33, 0.67, 1))]
     say(f"| engine | batches | {' | '.join(f'{mark / 60:.0f} min' for mark in marks)} | growth after a third, MB/h |")
     say(f"|---|---|{'---|' * len(marks)}---|")
-    for name, samples in samples_by_name.items():
+    for name, samples in series.items():
         at = [samples[np.searchsorted(samples[:, 0], mark).clip(max=len(samples) - 1), 2] / 1e6 for mark in marks]
         figures = " | ".join(f"{value:.0f}" for value in at)
         say(f"| {name} | {samples[-1, 1]:,.0f} | {figures} | {growth(samples):+.1f} |")
     if options.out:
         picture = options.out.with_suffix(".svg")
         say(f"\n![memory over time]({picture.name})")
-        plot(samples_by_name, picture)
+        plot(series, picture)
     say.save(options.out)
 
 

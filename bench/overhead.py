@@ -74,7 +74,7 @@ class Alone:
         self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
 
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
-        lengths = np.array([len(ids_of_text) for ids_of_text in ids], np.int32)
+        lengths = np.array([len(text_ids) for text_ids in ids], np.int32)
         group = ipc.Group(0, len(ids))
         return ipc.RunBatch(
             "b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,)
@@ -88,14 +88,14 @@ class Alone:
 
     def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
         """Texts in order, in batches within the token budget and of at most this many texts."""
-        rates: list[ipc.RunBatch] = []
+        run_batches: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
         for tokens in self.tokenizer.encode(texts, "END", 0):
             if ids and (len(ids) == most or sum(map(len, ids)) + len(tokens.ids) > self.budget):
-                rates.append(self.batch(ids))
+                run_batches.append(self.batch(ids))
                 ids = []
             ids.append(tokens.ids)
-        return [*rates, self.batch(ids)]
+        return [*run_batches, self.batch(ids)]
 
     def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:
         """Texts per second with every lane busy."""
@@ -178,22 +178,22 @@ class Cluster:
             for line in text.splitlines()
             if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))
         ]
-        values = {name.partition("{")[0]: float(value) for name, value in lines}
-        return values.get("sie_batch_size_sum", 0.0), values.get("sie_batch_size_count", 0.0)
+        metrics = {name.partition("{")[0]: float(value) for name, value in lines}
+        return metrics.get("sie_batch_size_sum", 0.0), metrics.get("sie_batch_size_count", 0.0)
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time of each process so far, by role."""
-        totals: dict[str, float] = {}
+        cpu_by_role: dict[str, float] = {}
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()
             role = "nats-server" if argv[0].endswith("nats-server") else argv[2] if argv[2] != "-m" else argv[3]
             times = process.cpu_times()
-            totals[role] = totals.get(role, 0.0) + times.user + times.system
-        return totals
+            cpu_by_role[role] = cpu_by_role.get(role, 0.0) + times.user + times.system
+        return cpu_by_role
 
-    def requests(self, texts: list[str], count: int) -> list[bytes]:
-        parts = [texts[start : start + count] for start in range(0, len(texts) - count + 1, count)]
+    def requests(self, texts: list[str], batch_size: int) -> list[bytes]:
+        parts = [texts[start : start + batch_size] for start in range(0, len(texts) - batch_size + 1, batch_size)]
         return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
 
     def stop(self) -> None:
@@ -278,8 +278,8 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
                 cluster_rate(cluster, many, 8, arguments.seconds, 32),
             )
             if number:  # the first round warms up
-                for result, rate in zip((engine, single, bulk), rates, strict=True):
-                    result.append(rate)
+                for samples, rate in zip((engine, single, bulk), rates, strict=True):
+                    samples.append(rate)
         ratio_one = statistics.median(b / a for a, b in zip(engine, single, strict=True))
         ratio_many = statistics.median(b / a for a, b in zip(engine, bulk, strict=True))
         say(
@@ -314,11 +314,11 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
 
 
-def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, count: int) -> float:
+def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, batch_size: int) -> float:
     answered, taken_s, _ = uvloop.run(
         closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
     )
-    return answered * count / taken_s
+    return answered * batch_size / taken_s
 
 
 if __name__ == "__main__":

@@ -130,20 +130,20 @@ class Found:
     def false(self) -> int:
         """See the head of this file."""
         case = self.case
-        entered = sorted((entry for entry in self.tries if entry.status != 503), key=lambda entry: entry.at_s)
-        starts, last_s, ends = [entry.at_s for entry in entered], 0.0, []
+        entered = sorted((entrant for entrant in self.tries if entrant.status != 503), key=lambda entrant: entrant.at_s)
+        starts, last_s, ends = [entrant.at_s for entrant in entered], 0.0, []
         for attempt in entered:
             last_s = max(last_s, attempt.ended_s if attempt.status == 200 else attempt.at_s)
             ends.append(last_s)
-        times_s = sorted(entry.ended_s for entry in self.refused)
-        due = sorted(entry.ended_s + entry.retry_s for entry in self.refused)
+        refusal_ends = sorted(refusal.ended_s for refusal in self.refused)
+        due = sorted(refusal.ended_s + refusal.retry_s for refusal in self.refused)
         slow_s = self.onsets[1][0] + case.budget_s if case.start == "slow" else self.ended_s
         slow_rate = max(1.0, self.answered(slow_s, self.ended_s))
         count = 0
         for attempt in self.refused:
             place = bisect_left(starts, attempt.at_s)
             ahead_s = max(attempt.at_s, ends[place - 1]) if place else attempt.at_s
-            turns = bisect_left(times_s, attempt.at_s) - bisect_left(due, attempt.at_s)
+            turns = bisect_left(refusal_ends, attempt.at_s) - bisect_left(due, attempt.at_s)
             rate = slow_rate if attempt.at_s >= slow_s else self.rate
             would_s = ahead_s - attempt.at_s + turns / rate + REQUESTS / rate
             count += would_s + REQUESTS / rate + SPARE * case.budget_s <= case.budget_s
@@ -173,14 +173,14 @@ class Found:
 
     def row(self) -> str:
         case, refused = self.case, len(self.refused)
-        codes = Counter(attempt.code for attempt in self.tries if attempt.status not in (200, 503))
-        codes_text = ", ".join(f"{count} {code}" for code, count in codes.most_common(2))
+        error_codes = Counter(attempt.code for attempt in self.tries if attempt.status not in (200, 503))
+        errors_text = ", ".join(f"{count} {code}" for code, count in error_codes.most_common(2))
         count = len(self.tries)
         return (
             f"{count} | {refused / count:.1%} | {self.false() / count:.2%} | {_share(self.late(onset=False))} | "
             f"{_share(self.late(onset=True))} | {_share(self.served())} | "
             f"{f'{self.goodput():.0%}' if case.start == '10x' else ''} | "
-            f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {codes_text} |"
+            f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {errors_text} |"
         )
 
 
@@ -243,15 +243,15 @@ class Run:
         task.add_done_callback(self._tasks.discard)
 
     async def run(self) -> Found:
-        case, attempts = self.case, self.found
+        case, record = self.case, self.found
         if case.start == "tiny":
             await self._ask(0)
-            attempts.tries.clear()
+            record.tries.clear()
         lines = sum(part.lines for part in self.stack.parts)
-        begin_s = attempts.began_s = time.perf_counter()
-        end_s = attempts.ended_s = begin_s + case.seconds
+        begin_s = record.began_s = time.perf_counter()
+        end_s = record.ended_s = begin_s + case.seconds
         onset_s = min(case.seconds / 2, max(2 * case.budget_s, 10 * case.full_s))
-        attempts.onsets = [(begin_s, begin_s + onset_s)]
+        record.onsets = [(begin_s, begin_s + onset_s)]
         disturbing = asyncio.create_task(self._disturb(begin_s + case.seconds / 3, end_s))
         if case.start == "10x":
             await self._arrive(begin_s, end_s)
@@ -259,14 +259,14 @@ class Run:
             for client in range(case.clients):
                 self._start(client, end_s, again=True)
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
-        attempts.log_lines = sum(part.lines for part in self.stack.parts) - lines
+        record.log_lines = sum(part.lines for part in self.stack.parts) - lines
         await disturbing
         while self._tasks:
             await asyncio.wait(self._tasks)
         for idle in self._idle:
             for connection in idle:
                 connection.close()
-        return attempts
+        return record
 
     async def _arrive(self, begin_s: float, end_s: float) -> None:
         rate = FACTOR * self.case.capacity
@@ -332,14 +332,14 @@ def main() -> None:
             continue
         codes = [("now", None), *([("before", options.before)] if options.before and case.is_compared else [])]
         for name, code in codes:
-            result = cell(case, code)
-            answered_share = result.answered((result.began_s + result.ended_s) / 2, result.ended_s)
-            result.rate = rates[case.device] = min(case.capacity, max(answered_share, rates.get(case.device, 1.0)))
+            record = cell(case, code)
+            answer_rate = record.answered((record.began_s + record.ended_s) / 2, record.ended_s)
+            record.rate = rates[case.device] = min(case.capacity, max(answer_rate, rates.get(case.device, 1.0)))
             device = f"{1000 * case.device[0]:g} ms, {1e6 * case.device[1]:g} us"
             start = case.start if case.gateways == 1 else f"{case.start}, {case.gateways} gateways"
             clients = case.clients or f"{FACTOR * case.capacity:.0f}/s"
-            say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {result.row()}")
-            all_found.setdefault(name, []).append(result)
+            say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {record.row()}")
+            all_found.setdefault(name, []).append(record)
     say("\n| sum of the cells above | false | late, steady | late, onset | served | goodput |")
     say("|---|---|---|---|---|---|")
     for name, those in all_found.items():
@@ -350,17 +350,17 @@ def main() -> None:
 
 def _sum(those: list[Found]) -> str:
     """Over cells: requests by requests, goodput by the capacity of the cells that have one."""
-    tries = sum(len(attempt.tries) for attempt in those)
+    tries = sum(len(record.tries) for record in those)
     pairs = [
-        [attempt.late(onset=False) for attempt in those],
-        [attempt.late(onset=True) for attempt in those],
-        [attempt.served() for attempt in those],
+        [record.late(onset=False) for record in those],
+        [record.late(onset=True) for record in those],
+        [record.served() for record in those],
     ]
     shares = " | ".join(_share((sum(some for some, _ in pair), sum(of for _, of in pair))) for pair in pairs)
-    open_loads = [attempt for attempt in those if attempt.case.start == "10x"]
-    could = sum(load.case.capacity * load.case.seconds for load in open_loads)
-    did = sum(load.goodput() * load.case.capacity * load.case.seconds for load in open_loads)
-    false_share = sum(attempt.false() for attempt in those) / tries
+    open_loads = [record for record in those if record.case.start == "10x"]
+    could = sum(record.case.capacity * record.case.seconds for record in open_loads)
+    did = sum(record.goodput() * record.case.capacity * record.case.seconds for record in open_loads)
+    false_share = sum(record.false() for record in those) / tries
     return f"{false_share:.2%} | {shares} | {f'{did / could:.1%}' if could else ''} |"
 
 

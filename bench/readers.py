@@ -119,9 +119,10 @@ class Alone:
         self._reading = weights.reading(self.engine.readings.read, lambda: False)
         self._options = ExtractOptions((), parameters={"max_new_tokens": tokens})
         self._tokens = tokens
-        prepared = [images.prepare(file, weights.rows["extract"].images) for file in files]
+        prepared_images = [images.prepare(file, weights.rows["extract"].images) for file in files]
         self._pages = [
-            Shown(np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3), *image.upright) for image in prepared
+            Shown(np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3), *image.upright)
+            for image in prepared_images
         ]
 
     def rate(self, clients: int, seconds: float) -> float:
@@ -131,8 +132,8 @@ class Alone:
         def ask(number: int) -> int:
             done = 0
             while time.perf_counter() < end_s:
-                (result,) = self._reading.extract([""], [self._options], [[self._pages[number % len(self._pages)]]])
-                check(result["data"], self._tokens)
+                (extraction,) = self._reading.extract([""], [self._options], [[self._pages[number % len(self._pages)]]])
+                check(extraction["data"], self._tokens)
                 done, number = done + 1, number + clients
             return done
 
@@ -165,11 +166,11 @@ class Served:
         self._texts = {
             name: [
                 self._request(
-                    f"/v1/encode/{TEXTS}", {"items": [" ".join(rng.choice(WORDS, words)) for _ in range(count)]}
+                    f"/v1/encode/{TEXTS}", {"items": [" ".join(rng.choice(WORDS, words)) for _ in range(text_count)]}
                 )
                 for _ in range(32)
             ]
-            for name, (_, count, words) in LOADS.items()
+            for name, (_, text_count, words) in LOADS.items()
         }
         self._query = self._request(f"/v1/encode/{TEXTS}", {"items": ["What is deep learning?"]})
 
@@ -254,10 +255,10 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
     say(f"\n## {ROWS} pages at once\n\nPages per second, median of {rounds} rounds, each in turn.\n")
     say(f"| where | one by one | {ROWS} at once | ratio | goal | |\n|---|---|---|---|---|---|")
     for where in ("in this process", "cluster"):
-        rate_alone, many = rates[where, 1], rates[where, ROWS]
-        ratio = statistics.median(b / a for a, b in zip(rate_alone, many, strict=True))
+        single_rates, many = rates[where, 1], rates[where, ROWS]
+        ratio = statistics.median(b / a for a, b in zip(single_rates, many, strict=True))
         say(
-            f"| {where} | {statistics.median(rate_alone):.2f} | {statistics.median(many):.2f} | {ratio:.1f} "
+            f"| {where} | {statistics.median(single_rates):.2f} | {statistics.median(many):.2f} | {ratio:.1f} "
             f"| >= {GOAL_AT_ONCE:.0f} | {verdict(ratio >= GOAL_AT_ONCE)} |"
         )
 
@@ -288,18 +289,18 @@ class Interval:
 
 def usage(cluster: Cluster) -> dict[str, float]:
     """Processor time of each process so far, by role; that of the threads that read apart from their process."""
-    cpu_before = dict(cluster.cpu_s())
+    cpu_s = dict(cluster.cpu_s())
     own = psutil.Process().cpu_times()
-    cpu_before["this benchmark"] = own.user + own.system
+    cpu_s["this benchmark"] = own.user + own.system
     reading = sum(map(stepped_back_s, adapters()))
-    if "adapter" in cpu_before and reading:
-        cpu_before["adapter"] -= reading
-        cpu_before["adapter, reading"] = reading
-    return cpu_before
+    if "adapter" in cpu_s and reading:
+        cpu_s["adapter"] -= reading
+        cpu_s["adapter, reading"] = reading
+    return cpu_s
 
 
 def adapters() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "adapter" in child.cmdline()[1:4]]
+    return [process for process in psutil.Process().children(recursive=True) if "adapter" in process.cmdline()[1:4]]
 
 
 def stepped_back_s(process: psutil.Process) -> float:

@@ -97,14 +97,16 @@ def main() -> None:
     was: Seen | None = None
     print(f"{options.arrivals}, a batch takes {options.batch_ms:g} ms + {options.token_us:g} us a token\n")
     names = [
-        title for name in ("p50, ms", "p99, ms", "device, s", "batches") for title in (f"{name} measured", "predicted")
+        heading
+        for name in ("p50, ms", "p99, ms", "device, s", "batches")
+        for heading in (f"{name} measured", "predicted")
     ]
     print(f"| | {' | '.join(names)} | a lone request, ms |\n|{'---|' * 10}")
     for name, environ in TRIED.items():
         changes = traces.numbers(name, PLAN) if "=" in name else {}
         measurement = measured(requests, environ, replace(device, lanes=int(changes.get("lanes", 1))))
         was = was or measurement
-        machine = Machine(*traces.fit(was.trace.ran), *(host[value] / unit for value, unit in HOST.items()))
+        machine = Machine(*traces.fit(was.trace.ran), *(host[key] / unit for key, unit in HOST.items()))
         settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
         prediction = replay(
             measurement.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine

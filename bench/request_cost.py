@@ -94,14 +94,14 @@ def measured(
 
 def middle(samples: Sequence[Sample]) -> Sample:
     """The sample with the median rate."""
-    return sorted(samples, key=lambda sample_read: sample_read.load.rate)[len(samples) // 2]
+    return sorted(samples, key=lambda measurement: measurement.load.rate)[len(samples) // 2]
 
 
-def row(name: str, sample_read: Sample) -> str:
-    cpu = " | ".join(f"{sample_read.cpu_us[role]:.0f}" for role in ("gateway", "sidecar", "broker", "adapter"))
-    load = sample_read.load
+def row(name: str, measurement: Sample) -> str:
+    cpu = " | ".join(f"{measurement.cpu_us[role]:.0f}" for role in ("gateway", "sidecar", "broker", "adapter"))
+    load = measurement.load
     return (
-        f"| {name} | {load.rate:.0f} | {load.p50_ms:.1f} | {load.p99_ms:.1f} | {cpu} | {sample_read.generator_us:.0f} |"
+        f"| {name} | {load.rate:.0f} | {load.p50_ms:.1f} | {load.p99_ms:.1f} | {cpu} | {measurement.generator_us:.0f} |"
     )
 
 
@@ -115,7 +115,7 @@ HEAD = (
 def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """A table by number of models."""
     say(HEAD.format("models"))
-    samples_of_row: dict[int, Sample] = {}
+    measurements: dict[int, Sample] = {}
     for count in options.models:
         models = names(count)
         with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, models)) as stack:
@@ -125,15 +125,15 @@ def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
                 rounds = [
                     sample(stack, used, clients=options.clients, seconds=options.seconds) for _ in range(options.rounds)
                 ]
-                samples_of_row.setdefault(count, middle(rounds))
+                measurements.setdefault(count, middle(rounds))
                 say(row(f"{count} {name}".strip(), middle(rounds)))
-    first = samples_of_row[options.models[0]]
-    totals = {count: sum(samples_of_name.cpu_us.values()) for count, samples_of_name in samples_of_row.items()}
+    first = measurements[options.models[0]]
+    totals = {count: sum(measurement.cpu_us.values()) for count, measurement in measurements.items()}
     spread = (max(totals.values()) - min(totals.values())) / totals[options.models[0]]
     cost = ", ".join(f"{role} {first.cpu_us[role]:.0f} us (goal {goal})" for role, goal in GOALS_US.items())
     say(f"\nAt {options.models[0]} model: {first.load.rate:.0f} requests/s (goal {GOAL_RATE}), {cost}.")
     say(
-        f"Processor time of a request to one of {min(samples_of_row)} to {max(samples_of_row)} models: "
+        f"Processor time of a request to one of {min(measurements)} to {max(measurements)} models: "
         f"within {spread:.0%} (goal: 10 %).\n"
     )
 
@@ -146,25 +146,25 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Resident memory over --requests requests, in ten parts; the slope is fitted over the last eight."""
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, names(1))) as stack:
         check(stack, names(1))
-        sizes: list[tuple[int, dict[str, int]]] = [(0, stack.rss_bytes())]
+        readings: list[tuple[int, dict[str, int]]] = [(0, stack.rss_bytes())]
         total, seconds = 0, 5.0
         while total < options.requests:
-            sample_last = sample(stack, names(1), clients=options.clients, seconds=seconds)
-            total += sample_last.load.answered
-            seconds = min(60.0, max(2.0, options.requests / 10 / sample_last.load.rate))
-            sizes.append((total, stack.rss_bytes()))
+            measurement = sample(stack, names(1), clients=options.clients, seconds=seconds)
+            total += measurement.load.answered
+            seconds = min(60.0, max(2.0, options.requests / 10 / measurement.load.rate))
+            readings.append((total, stack.rss_bytes()))
     say(
         "| process | MiB at the start | MiB after 20 % | MiB at the end | KiB per 1,000 requests "
         "|\n|---|---|---|---|---|"
     )
-    fitted = sizes[max(1, len(sizes) // 5) :]
+    fitted = readings[max(1, len(readings) // 5) :]
     for role in ROLES:
         slope = float(np.polyfit([count for count, _ in fitted], [rss[role] for _, rss in fitted], 1)[0])
-        first, second, last = (rss[role] / 2**20 for rss in (sizes[0][1], fitted[0][1], sizes[-1][1]))
+        first, second, last = (rss[role] / 2**20 for rss in (readings[0][1], fitted[0][1], readings[-1][1]))
         say(f"| {role} | {first:.1f} | {second:.1f} | {last:.1f} | {slope * 1000 / 1024:+.1f} |")
     say(
         f"\nOver {total} requests at {options.clients} clients; the slope is fitted over the last {len(fitted)} of "
-        f"{len(sizes)} readings.\n"
+        f"{len(readings)} readings.\n"
     )
 
 

@@ -137,17 +137,17 @@ class ServerProcess:
     """Another server as a process that answers."""
 
     def __init__(self, name: str, environments: Path) -> None:
-        server_spec = OTHERS[name]
+        rival = OTHERS[name]
         self.port, self._folder = free_port(), tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        argv = [str(server_spec.path(environments)), *server_spec.command(self.port, folder)]
+        argv = [str(rival.path(environments)), *rival.command(self.port, folder)]
         self._log = (folder / "log").open("w")  # closed by `stop`
         self._process = subprocess.Popen(
             argv,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **server_spec.environ},
+            env={**os.environ, **rival.environ},
         )
         try:
             self._wait(name)
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="these servers")
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
-    there = [name for name, server_spec in OTHERS.items() if server_spec.path(options.others).exists()]
+    there = [name for name, rival in OTHERS.items() if rival.path(options.others).exists()]
     names = options.only or [*CLUSTERS, *there]
     bodies = [json.dumps({"model": MODEL, "input": text}).encode() for text in texts_of("mix", 512)]
     requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
@@ -217,9 +217,9 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             for clients in CLIENTS:
                 for name, server in servers.items():
-                    for entry in servers.values():
-                        if isinstance(entry, ServerProcess):
-                            entry.signal(signal.SIGCONT if entry is server else signal.SIGSTOP)
+                    for candidate in servers.values():
+                        if isinstance(candidate, ServerProcess):
+                            candidate.signal(signal.SIGCONT if candidate is server else signal.SIGSTOP)
                     loop = closed_loop("127.0.0.1", server.port, requests, clients=clients, seconds=options.seconds)
                     answered, taken_s, latencies = uvloop.run(loop)
                     p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))

@@ -45,15 +45,15 @@ def prose(words: Sequence[str], characters: int, seed: int) -> str:
 
 def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
     """Wall and processor seconds of each, run in turn."""
-    times_of_row: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    durations: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, run in rows.items():
             wall, cpu = time.perf_counter(), time.process_time()
             run()
-            times_of_row[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            durations[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     return {
-        name: (statistics.median(w for w, _ in times), statistics.median(c for _, c in times))
-        for name, times in times_of_row.items()
+        name: (statistics.median(w for w, _ in samples), statistics.median(c for _, c in samples))
+        for name, samples in durations.items()
     }
 
 
@@ -73,14 +73,17 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
     print("one text: us until its ids, in the caller's thread and in another")
     for characters in (64, 256, 512, 1024, 2048, 4096):
         texts = [prose(words, characters, seed) for seed in range(20)]
-        figures = medians(
+        median_times = medians(
             {
                 "here": lambda texts=texts: loop.run_until_complete(repeated(here, texts)),  # type: ignore[misc]
                 "there": lambda texts=texts: loop.run_until_complete(repeated(handed_over, texts)),  # type: ignore[misc]
             },
             rounds,
         )
-        print(f"  {characters:5} characters {figures['here'][0] / 20 * 1e6:8.1f} {figures['there'][0] / 20 * 1e6:8.1f}")
+        print(
+            f"  {characters:5} characters {median_times['here'][0] / 20 * 1e6:8.1f} "
+            f"{median_times['there'][0] / 20 * 1e6:8.1f}"
+        )
     pool.close()
 
 
@@ -133,7 +136,8 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
     for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
         items = [
-            WorkItemInput([Input(prose(words, characters, seed))], None, option) for seed, option in enumerate(options)
+            WorkItemInput([Input(prose(words, characters, seed))], None, run_options)
+            for seed, run_options in enumerate(options)
         ]
         works: list[tuple[int, Callable[[], object]]] = [
             (characters, partial(layouts.make, ours, Rows("text"), [item])) for item in items
@@ -143,17 +147,17 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
             "a thread each": apart,
             "together": InPool(os.cpu_count() or 1, count * characters),
         }
-        times_of_way: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        durations: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for _ in range(3 * rounds):
             for name, run in ways.items():
-                times_of_way[name].append(loop.run_until_complete(gathered(run, works)))
+                durations[name].append(loop.run_until_complete(gathered(run, works)))
         figures = [
-            " ".join(f"{1e3 * statistics.median(values):6.2f}" for values in zip(*times, strict=True))
-            for times in times_of_way.values()
+            " ".join(f"{1e3 * statistics.median(column):6.2f}" for column in zip(*rounds_run, strict=True))
+            for rounds_run in durations.values()
         ]
         print(
             f"  {count:2} x {characters}: "
-            + ";  ".join(f"{name} {figure}" for name, figure in zip(times_of_way, figures, strict=True)),
+            + ";  ".join(f"{name} {figure}" for name, figure in zip(durations, figures, strict=True)),
             flush=True,
         )
     executor.shutdown()

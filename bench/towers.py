@@ -105,7 +105,7 @@ def main() -> None:
     say = Report()
     prepare_process()
     engine = AdapterEngine(Settings(device=arguments.device))
-    kept_bytes, vectors, first, later, ratios = 0, [], [], [], []
+    kept_bytes, uncached_ms, first, later, ratios = 0, [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         served = load(engine, Path(folder) / "reranker", arguments.edge**2)
         ask(served, image(arguments.edge, arguments.edge, 0), QUESTIONS[:1])  # what is made once for a size
@@ -113,11 +113,11 @@ def main() -> None:
             page = image(arguments.edge, arguments.edge, number)
             alone_ms, expected = ask(served, page)
             before_bytes = engine.outputs.use().held_bytes
-            known_ms, vector = ask(replace(served, asker="bench"), page)
-            assert vector == expected or arguments.device != "cpu", "the scores differ"
+            known_ms, scores = ask(replace(served, asker="bench"), page)
+            assert scores == expected or arguments.device != "cpu", "the scores differ"
             print(f"round {number}: {sum(alone_ms):.0f} ms, {sum(known_ms):.0f} ms", file=sys.stderr, flush=True)
             kept_bytes = max(kept_bytes, engine.outputs.use().held_bytes - before_bytes)
-            vectors += alone_ms
+            uncached_ms += alone_ms
             first.append(known_ms[0])
             later += known_ms[1:]
             ratios.append(sum(alone_ms) / sum(known_ms))
@@ -133,7 +133,7 @@ def main() -> None:
     say()
     say("| | processor time of a question |")
     say("|---|--:|")
-    say(f"| the tower runs each time | {statistics.median(vectors):.0f} ms |")
+    say(f"| the tower runs each time | {statistics.median(uncached_ms):.0f} ms |")
     say(f"| it runs: the first question | {statistics.median(first):.0f} ms |")
     say(f"| its output is kept: the others | {statistics.median(later):.0f} ms |")
     say()

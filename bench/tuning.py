@@ -71,8 +71,8 @@ def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, 
 
 def fastest(rounds: int, measures: Sequence[Callable[[], Point]]) -> list[Point]:
     """The best round of each, all of them in turn; the first round warms up."""
-    rounds_measured = [[measure() for measure in measures] for _ in range(rounds + 1)][1:]
-    return [max(points, key=lambda point: point.rate) for points in zip(*rounds_measured, strict=True)]
+    measurements = [[measure() for measure in measures] for _ in range(rounds + 1)][1:]
+    return [max(points, key=lambda point: point.rate) for points in zip(*measurements, strict=True)]
 
 
 def table(name: str, points: Sequence[Point]) -> str:

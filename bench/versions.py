@@ -38,9 +38,9 @@ WARM_UP = 30
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
     """Milliseconds of one short text, pair by pair; who is asked first changes."""
-    connections = {name: await connect("127.0.0.1", cluster_run.port) for name, cluster_run in clusters.items()}
+    connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
-    rates: dict[str, list[float]] = {name: [] for name in clusters}
+    times_ms: dict[str, list[float]] = {name: [] for name in clusters}
     for number in range(pairs + WARM_UP):
         for name in sorted(clusters, reverse=bool(number % 2)):
             began_s = time.perf_counter()
@@ -49,27 +49,27 @@ async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, li
             if status != 200:
                 raise RuntimeError(body[:300])
             if number >= WARM_UP:
-                rates[name].append(taken_ms)
+                times_ms[name].append(taken_ms)
     for connection in connections.values():
         connection.close()
-    return rates
+    return times_ms
 
 
 def throughput(
     clusters: Mapping[str, Cluster], kind: str, load: str, rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Texts per second of each round, and milliseconds of processor for a text by process."""
-    clients, count = LOADS[load]
+    clients, batch_size = LOADS[load]
     requests = {
-        name: cluster_run.requests(texts_of(kind, 1024 if kind == "mix" else 8192), count)
-        for name, cluster_run in clusters.items()
+        name: cluster.requests(texts_of(kind, 1024 if kind == "mix" else 8192), batch_size)
+        for name, cluster in clusters.items()
     }
     rates: dict[str, list[float]] = {name: [] for name in clusters}
     used: dict[str, dict[str, float]] = {name: {} for name in clusters}
     for number in range(rounds + 1):
         for name in sorted(clusters, reverse=bool(number % 2)):
             before = clusters[name].cpu_s()
-            rate = cluster_rate(clusters[name], requests[name], clients, seconds, count)
+            rate = cluster_rate(clusters[name], requests[name], clients, seconds, batch_size)
             after = clusters[name].cpu_s()
             if number:  # the first round warms up
                 rates[name].append(rate)

@@ -130,7 +130,7 @@ def start(
         "ATEN_CPU_CAPABILITY",
         "ONEDNN_MAX_CPU_ISA",
     )
-    expected_names = {name: os.environ[name] for name in names if name in os.environ}
+    environment = {name: os.environ[name] for name in names if name in os.environ}
     settings = {
         "SIE_IPC_SOCKET_PATH": str(path),
         "SIE_DEVICE": "cpu",
@@ -140,7 +140,7 @@ def start(
         "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
-    environ = {**expected_names, **settings, **environ}
+    environ = {**environment, **settings, **environ}
     if not before and not spare and group is None and not reads_at_start(environ):
         return Adapter(path, Forked("engine", [SIE, "adapter", "--no-spare"], environ))
     code = (

@@ -142,10 +142,10 @@ class Report:
         """
         case = self.case
         spare_s = SPARE * case.budget_s + case.full_s()
-        feasible = [
+        refusals = [
             attempt for attempt in self._refused() if attempt.would_s + spare_s <= attempt.deadline_s - attempt.at_s
         ]
-        return sum(not self._is_in_stall(attempt) for attempt in feasible)
+        return sum(not self._is_in_stall(attempt) for attempt in refusals)
 
     def _refused(self) -> list[Try]:
         return self.of("refused") + self.of("shed")
@@ -186,12 +186,12 @@ class Report:
         """Return how many returning requests were answered in time, and how many returned. Without `foreseen`, only
         those count that were refused before the stall or the slow-down could be known, and that it met.
         """
-        result = [
+        attempts = [
             attempt
             for attempt in self.tries
             if attempt.is_return and attempt.outcome and self._is_foreseen(attempt) == foreseen
         ]
-        return sum(attempt.outcome == "answered" for attempt in result), len(result)
+        return sum(attempt.outcome == "answered" for attempt in attempts), len(attempts)
 
     def _is_foreseen(self, attempt: Try) -> bool:
         return attempt.end_s < self.begun_s or attempt.told_s > self.known_s
@@ -333,7 +333,7 @@ class World:
             admission = rule(settings, Mock(), fleet, backlog, Mock(), clock=self.time)
             self.gateways.append((admission, fleet))
             if case.gateways > 1:
-                self.at(self.now_s + number * WAY_S, lambda first=admission: self.announce(first))
+                self.at(self.now_s + number * WAY_S, lambda gateway=admission: self.announce(gateway))
         self.devices = [Device(self, f"w{number}") for number in range(case.workers)]
         self.open = [0] * case.gateways
 
@@ -375,8 +375,8 @@ class World:
     def announce(self, admission: Admission) -> None:
         """Deliver the beat of a gateway to the others, one way later."""
         beat = heartbeats.decode_gateway(messages.encode(admission.peers.beat()))
-        for gateway, _ in self.gateways:
-            self.at(self.now_s + WAY_S, lambda second=gateway: second.peers.note(beat))
+        for peer, _ in self.gateways:
+            self.at(self.now_s + WAY_S, lambda receiver=peer: receiver.peers.note(beat))
         self.at(self.now_s + admission.peers.pause_s(), lambda: self.announce(admission))
 
     def true_end_s(self, tokens: int) -> float:
@@ -388,7 +388,7 @@ class World:
             for job in device.running[1]
             if not job.withdrawn
         ]
-        promised = max(self.promised(gateway) for gateway, _ in self.gateways)
+        promised = max(self.promised(admission) for admission, _ in self.gateways)
         ahead, count = (
             self.entered_tokens - sum(running) + promised,
             len(self.entered) - len(running) + promised / self.case.tokens,
@@ -397,11 +397,11 @@ class World:
 
     def shed_end_s(self, job: Job) -> float:
         """The same of one that was let in."""
-        running = {id(entry) for device in self.devices if device.running for entry in device.running[1]}
+        running = {id(running_job) for device in self.devices if device.running for running_job in device.running[1]}
         ahead = [
-            entry.one.tokens
-            for entry in itertools.takewhile(lambda entry: entry is not job, self.entered)
-            if id(entry) not in running
+            queued_job.one.tokens
+            for queued_job in itertools.takewhile(lambda candidate: candidate is not job, self.entered)
+            if id(queued_job) not in running
         ]
         return self.end_s(sum(ahead) + job.one.tokens, len(ahead) + 1)
 
@@ -414,8 +414,8 @@ class World:
         begun_s = min(device.running[0] if device.running else self.now_s for device in self.devices)
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
-    def promised(self, gateway: Any) -> float:
-        return sum(place.turns.promised(self.now_s) for place in gateway._places.values())
+    def promised(self, admission: Any) -> float:
+        return sum(place.turns.promised(self.now_s) for place in admission._places.values())
 
     # ---- clients
 
@@ -586,7 +586,7 @@ class World:
 
     def beat(self) -> None:
         case = self.case
-        for gateway, fleet in self.gateways:
+        for admission, fleet in self.gateways:
             for device in self.devices:
                 fleet.note(
                     Heartbeat(
@@ -604,5 +604,5 @@ class World:
                         pipeline=1,
                     )
                 )
-            gateway.sweep()
+            admission.sweep()
         self.at(self.now_s + BEAT_S, self.beat)

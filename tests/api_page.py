@@ -24,8 +24,8 @@ async def document() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with InProcess(Path(folder)) as cluster:
             gateway = await cluster.gateway()
-            result: dict[str, Any] = (await gateway.client.get("/openapi.json")).json()
-            return result
+            openapi: dict[str, Any] = (await gateway.client.get("/openapi.json")).json()
+            return openapi
 
 
 def inlined(document: Schema) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def inlined(document: Schema) -> dict[str, Any]:
             return rest
         return {**of(document["components"]["schemas"][value["$ref"].rpartition("/")[2]]), **rest}
 
-    operations: dict[str, Any] = of(document["paths"])
-    return operations
+    paths: dict[str, Any] = of(document["paths"])
+    return paths
 
 
 def kind(schema: Schema) -> str:
@@ -73,13 +73,13 @@ def _fields(title: str, schema: Schema) -> Iterator[str]:
     required = schema.get("required", ())
     yield f"| {title} | | |"
     yield "|---|---|---|"
-    for name, entry in schema.get("properties", {}).items():
+    for name, field in schema.get("properties", {}).items():
         yield (
-            f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(entry))} | "
-            f"{_cell(entry.get('description', ''))} |"
+            f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(field))} | "
+            f"{_cell(field.get('description', ''))} |"
         )
-        if entry.get("type") == "object":
-            for inner, deeper in entry.get("properties", {}).items():
+        if field.get("type") == "object":
+            for inner, deeper in field.get("properties", {}).items():
                 yield f"| `{name}.{inner}` | {_cell(kind(deeper))} | {_cell(deeper.get('description', ''))} |"
     yield ""
 
@@ -117,8 +117,8 @@ def _operation(paths: list[str], method: str, operation: Schema) -> Iterator[str
         yield from _fields("answer", answer)
     elif answer.get("type") == "array":
         yield from (f"Answer: {kind(answer)}.", "")
-    if types_left := [name for name in types if name != "application/json"]:
-        yield from (f"Answers {'also ' if answer else ''}in {', '.join(f'`{name}`' for name in types_left)}.", "")
+    if media_types := [name for name in types if name != "application/json"]:
+        yield from (f"Answers {'also ' if answer else ''}in {', '.join(f'`{name}`' for name in media_types)}.", "")
 
 
 def _headers(paths: Schema) -> Iterator[str]:
@@ -132,9 +132,9 @@ def _headers(paths: Schema) -> Iterator[str]:
     yield ""
 
 
-def routes(result: Schema) -> str:
+def routes(schema: Schema) -> str:
     """All operations by tag. Those that differ in their path alone stand together."""
-    served = inlined(result)
+    served = inlined(schema)
     summaries = {path: operation["summary"] for path, methods in served.items() for operation in methods.values()}
     tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}
     for path, methods in served.items():
@@ -150,9 +150,9 @@ def routes(result: Schema) -> str:
     return "\n".join(lines).rstrip()
 
 
-def page(old: str, result: Schema) -> str:
-    """Return the page with the routes of the document `result`."""
-    return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(result), old, flags=re.DOTALL)
+def page(old: str, schema: Schema) -> str:
+    """Return the page with the routes of the document `schema`."""
+    return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(schema), old, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

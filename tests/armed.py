@@ -138,12 +138,12 @@ def vector(text: str) -> np.ndarray:
 
 def codes() -> set[str]:
     """The documented error codes."""
-    classes_seen, classes = set(), [SIEError]
+    error_codes, classes = set(), [SIEError]
     while classes:
-        cls_seen = classes.pop()
-        classes += cls_seen.__subclasses__()
-        classes_seen.add(cls_seen.code)
-    return classes_seen
+        error_class = classes.pop()
+        classes += error_class.__subclasses__()
+        error_codes.add(error_class.code)
+    return error_codes
 
 
 class Field:
@@ -226,13 +226,13 @@ class Field:
             self.back()
         self._armed.discard(part.role)
 
-    def _within(self, condition: Callable[[], object], purpose: str, timeout_s: float = BACK_S) -> None:
+    def _within(self, condition: Callable[[], object], goal: str, timeout_s: float = BACK_S) -> None:
         try:
-            until(condition, timeout_s, purpose)
+            until(condition, timeout_s, goal)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.stack.log()}") from None
 
-    def supervise(self, until_true: Callable[[], object], timeout_s: float, purpose: str) -> None:
+    def supervise(self, until_true: Callable[[], object], timeout_s: float, goal: str) -> None:
         """Start again what died until something is so."""
 
         def look() -> object:
@@ -241,7 +241,7 @@ class Field:
                     part.start()
             return until_true()
 
-        self._within(look, purpose, timeout_s)
+        self._within(look, goal, timeout_s)
 
     def back(self) -> None:
         """Everything that is dead is started and ready."""
@@ -314,11 +314,11 @@ class Field:
 
     def stream(self, name: str) -> dict[str, Any]:
         """State of a stream and of its consumers, by the broker's monitor."""
-        answer = httpx.get(
+        report = httpx.get(
             f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=30, trust_env=False
         ).json()
         streams = {
-            detail["name"]: detail for account in answer["account_details"] for detail in account["stream_detail"]
+            detail["name"]: detail for account in report["account_details"] for detail in account["stream_detail"]
         }
         return streams.get(name, {"state": {"messages": 0}})
 

@@ -25,7 +25,7 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 def pinned(text: str) -> dict[str, Version]:
     """The versions by canonical name. Raises ValueError for a line that pins nothing."""
-    result: dict[str, Version] = {}
+    versions: dict[str, Version] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
         if not line:
@@ -34,8 +34,8 @@ def pinned(text: str) -> dict[str, Version]:
         pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
         if len(pins) != 1:
             raise ValueError(f"{line}: expected one version, pinned by ==")
-        result[canonicalize_name(requirement.name)] = Version(pins[0])
-    return result
+        versions[canonicalize_name(requirement.name)] = Version(pins[0])
+    return versions
 
 
 def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
@@ -47,19 +47,21 @@ def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
         raise ValueError(f"{folder} has no advisories")
     for file in files:
         text = file.read_text("utf-8")
-        document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        if isinstance(document, dict) and "affected" in document and not document.get("withdrawn"):
-            yield document
+        advisory = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if isinstance(advisory, dict) and "affected" in advisory and not advisory.get("withdrawn"):
+            yield advisory
 
 
 def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
     """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to
     `last_affected`.
     """
-    if any(_version(entry) == version for entry in affected.get("versions") or ()):
+    if any(_version(affected_version) == version for affected_version in affected.get("versions") or ()):
         return True
-    ranges = [span for span in affected.get("ranges") or () if span.get("type") == "ECOSYSTEM"]
-    return any(_is_within(entry["events"], version) for entry in ranges)
+    ranges = [
+        version_range for version_range in affected.get("ranges") or () if version_range.get("type") == "ECOSYSTEM"
+    ]
+    return any(_is_within(version_range["events"], version) for version_range in ranges)
 
 
 def _is_within(events: list[Mapping[str, str]], version: Version) -> bool:
@@ -83,10 +85,10 @@ def _version(text: str) -> Version | None:
         return None
 
 
-def findings(pins: Mapping[str, Version], result: Iterator[Mapping[str, Any]]) -> list[str]:
+def findings(pins: Mapping[str, Version], records: Iterator[Mapping[str, Any]]) -> list[str]:
     """A line for each advisory that a pinned version is in."""
     lines = []
-    for advisory in result:
+    for advisory in records:
         for affected in advisory["affected"]:
             package = affected.get("package") or {}
             version = pins.get(canonicalize_name(package.get("name", "")))
@@ -95,24 +97,22 @@ def findings(pins: Mapping[str, Version], result: Iterator[Mapping[str, Any]]) -
     return sorted(set(lines))
 
 
-def age(expected_names: Sequence[Mapping[str, Any]], now: datetime) -> str:
+def age(records: Sequence[Mapping[str, Any]], now: datetime) -> str:
     """How many advisories there are, and how old the newest is: a copy that nobody refreshes finds nothing new."""
-    changed = [
-        datetime.fromisoformat(str(advisory["modified"])) for advisory in expected_names if advisory.get("modified")
-    ]
+    changed = [datetime.fromisoformat(str(record["modified"])) for record in records if record.get("modified")]
     if not changed:
-        return f"advisories: {len(expected_names)}, of unknown age"
-    newest = max(date if date.tzinfo else date.replace(tzinfo=UTC) for date in changed)
-    return f"advisories: {len(expected_names)}, the newest of {newest:%Y-%m-%d}, {(now - newest).days} days ago"
+        return f"advisories: {len(records)}, of unknown age"
+    newest = max(moment if moment.tzinfo else moment.replace(tzinfo=UTC) for moment in changed)
+    return f"advisories: {len(records)}, the newest of {newest:%Y-%m-%d}, {(now - newest).days} days ago"
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
         print("no audit: no folder of advisories is at hand (make audit ADVISORIES=folder)")
         return 0
-    advisories_read = list(advisories(Path(arguments[0])))
-    print(age(advisories_read, datetime.now(UTC)))
-    lines = findings(pinned(CONSTRAINTS.read_text("utf-8")), iter(advisories_read))
+    records = list(advisories(Path(arguments[0])))
+    print(age(records, datetime.now(UTC)))
+    lines = findings(pinned(CONSTRAINTS.read_text("utf-8")), iter(records))
     print("\n".join(lines) or "no pinned version has a known vulnerability")
     return 1 if lines else 0
 

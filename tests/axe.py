@@ -25,5 +25,5 @@ def serious(page: Page, code: str) -> list[Any]:
     page.evaluate(f"{code}; window.told = null; 0")
     page.evaluate("axe.run().then(told => { window.told = told.violations; }); 0")
     faults = "window.told?.map(each => [each.impact, each.id, each.nodes[0].html]) ?? null"
-    faults_shown = page.wait(faults, lambda value: value is not None, timeout_s=30)
-    return [fault for fault in faults_shown if fault[0] in ("serious", "critical")]
+    violations = page.wait(faults, lambda value: value is not None, timeout_s=30)
+    return [violation for violation in violations if violation[0] in ("serious", "critical")]

@@ -110,8 +110,8 @@ class Balancer:
             await reply(send, 503, b"no backend is ready")
             return
         backend = ready[next(self._turns) % len(ready)]
-        source = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        headers = [(name, value) for name, value in source if name not in _HOP or name == "content-type"]
+        pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers = [(name, value) for name, value in pairs if name not in _HOP or name == "content-type"]
         try:
             answer = await backend.client.request(method, f"{backend.url}{path}?{query}", content=body, headers=headers)
         except httpx.HTTPError as error:

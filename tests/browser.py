@@ -117,8 +117,8 @@ def pressed(page: Page, key: str, code: int) -> None:
     """Press a key of the keyboard, for the element that has the focus."""
     text = {"text": "\r"} if key == "Enter" else {}
     for kind in ("keyDown", "keyUp"):
-        text_params = text if kind == "keyDown" else {}
-        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text_params)
+        extras = text if kind == "keyDown" else {}
+        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extras)
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _port(path: Path) -> str:
 @contextlib.contextmanager
 def tab(devtools: str) -> Iterator[Page]:
     """A new tab, which is closed at the end."""
-    created = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
-    with connect(created["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
+    target = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
+    with connect(target["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
         yield Page(socket)
-        httpx.get(f"http://{devtools}/json/close/{created['id']}", timeout=60)
+        httpx.get(f"http://{devtools}/json/close/{target['id']}", timeout=60)

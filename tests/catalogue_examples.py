@@ -105,8 +105,8 @@ THEIRS = entry(
 )
 CATALOGUE = Catalogue(
     {
-        element.id: element
-        for element in (
+        model_entry.id: model_entry
+        for model_entry in (
             entry(),
             entry("org/other", bundle="vision"),
             RICH,

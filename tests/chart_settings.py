@@ -122,10 +122,10 @@ def keys(schema: dict[str, Any]) -> dict[str, Any]:
         if "$ref" in part:
             part = schema["definitions"][part["$ref"].rpartition("/")[2]]
         if "properties" in part:
-            return {name: below(property_schema) for name, property_schema in part["properties"].items()}
+            return {name: below(member) for name, member in part["properties"].items()}
         more = part.get("additionalProperties")
-        schema_below = below(more) if isinstance(more, dict) else True
-        return True if schema_below is True else {"*": schema_below}
+        subtree = below(more) if isinstance(more, dict) else True
+        return True if subtree is True else {"*": subtree}
 
     return {**below(schema), "global": True}
 

@@ -24,8 +24,8 @@ async def consumers(url: str) -> int:
     """Delete those of the default pool that are at rest at this moment."""
     broker = await connect(url, name="chore")
     try:
-        result = WorkConsumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)
-        stream = await result.follow("_default")
+        work_consumers = WorkConsumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)
+        stream = await work_consumers.follow("_default")
         return await stream.sweep(3.0)
     finally:
         await broker.close()

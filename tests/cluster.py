@@ -36,15 +36,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(
-    condition: Callable[[], object], timeout_s: float, event: str, log: Callable[[], object] = lambda: ""
+    condition: Callable[[], object], timeout_s: float, goal: str, context: Callable[[], object] = lambda: ""
 ) -> object:
-    """Poll for a state of other processes. Raises AssertionError, with the event and the `log`, at the time-out."""
+    """Poll for a state of other processes. Raises AssertionError at the time-out, with both texts."""
     end_s = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {event} {log()}"
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {goal} {context()}"
         time.sleep(0.02)
 
 
@@ -123,14 +123,14 @@ class Cluster:
     def pids(self, role: str) -> list[int]:
         """Processes of a role (`gateway`, `sidecar`, `adapter`, `config`, `nats-server`), oldest first."""
         assert self.process is not None
-        ports = []
+        children = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 argv = child.cmdline()
                 named = role == "nats-server" and argv and argv[0].endswith("nats-server")
                 if named or (len(argv) > 2 and argv[1].endswith("sie") and argv[2] == role):
-                    ports.append((child.create_time(), child.pid))
-        return [pid for _, pid in sorted(ports)]
+                    children.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(children)]
 
     def sidecar(self, worker: str) -> int:
         """The process of the sidecar with that worker id."""
@@ -165,14 +165,14 @@ class Cluster:
 
     def access(self) -> Access:
         """Return the access file that the commands of its user read."""
-        published = access.read(self.data_dir)
-        assert published is not None, f"{self.data_dir} has no {access.FILE}"
-        return published
+        credentials = access.read(self.data_dir)
+        assert credentials is not None, f"{self.data_dir} has no {access.FILE}"
+        return credentials
 
     def broker_url(self) -> str:
         """With the operator's user and password."""
-        published = self.access()
-        return as_operator(published.broker_url).replace("@", f":{published.operator_password}@")
+        credentials = self.access()
+        return as_operator(credentials.broker_url).replace("@", f":{credentials.operator_password}@")
 
     def encode(
         self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str
@@ -188,8 +188,8 @@ class Cluster:
     def gateway_metric(self, name: str, number: int = 0, **labels: str) -> float:
         pattern = re.compile(r"gateway listening on \S+:(\d+), metrics on (\d+)")
         ports = [match.groups() for line in self.lines if (match := pattern.search(line))]
-        expected = str(self.port + number)
-        metrics_port = [metrics for port, metrics in ports if port == expected][-1]
+        gateway_port = str(self.port + number)
+        metrics_port = [metrics for port, metrics in ports if port == gateway_port][-1]
         return scraped(f"http://127.0.0.1:{metrics_port}/metrics", name, **labels)
 
 

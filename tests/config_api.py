@@ -70,11 +70,11 @@ class Api:
 
     async def call(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> dict[str, Any]:
         """The JSON of the answer, whose status is checked."""
-        header_fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        extra_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         answer = await self.client.request(
-            method, path, content=content, headers={"Content-Type": "application/json", **header_fields}
+            method, path, content=content, headers={"Content-Type": "application/json", **extra_headers}
         )
         assert answer.status_code == status, answer.text
-        result: dict[str, Any] = answer.json()
-        return result
+        reply: dict[str, Any] = answer.json()
+        return reply

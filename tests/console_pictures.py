@@ -66,8 +66,8 @@ def work(client: httpx.Client) -> None:
         return str(answer.raise_for_status().json()["id"])
 
     def told(job: str) -> dict[str, Any]:
-        body: dict[str, Any] = client.get(f"/v1/jobs/{job}").raise_for_status().json()
-        return body
+        status: dict[str, Any] = client.get(f"/v1/jobs/{job}").raise_for_status().json()
+        return status
 
     request = {"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "a"}}
     batch = {"input_file_id": sent(request), "endpoint": "/v1/embeddings", "completion_window": "24h"}

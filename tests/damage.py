@@ -9,8 +9,8 @@ from pathlib import Path
 
 def folder_of(store: Path, stream: str) -> Path:
     """The folder of a stream below the broker's `store_dir`."""
-    (folder_of_stream,) = (store / "jetstream").glob(f"*/streams/{stream}")
-    return folder_of_stream
+    (folder,) = (store / "jetstream").glob(f"*/streams/{stream}")
+    return folder
 
 
 def streams_of(store: Path) -> list[str]:

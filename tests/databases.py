@@ -58,9 +58,9 @@ class Postgres:
         await self._fetch(f'CREATE TABLE "{collection}" (id text PRIMARY KEY, embedding vector({dims}), payload jsonb)')
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        records = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
-        assert len({row["id"] for row in records}) == len(records)
-        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in records}
+        rows = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
+        assert len({row["id"] for row in rows}) == len(rows)
+        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in rows}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
         statement = f'SELECT id FROM "{collection}" ORDER BY embedding <=> $1::text::vector LIMIT 1'
@@ -120,7 +120,7 @@ class Qdrant:
         client.close()
         for record in points:
             assert record.id == str(uuid.uuid5(uuid.NAMESPACE_URL, record.payload["_id"]))
-        return {point.payload.pop("_id"): (point.vector, point.payload) for point in points}
+        return {entry.payload.pop("_id"): (entry.vector, entry.payload) for entry in points}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
         client = self._client()

@@ -112,7 +112,7 @@ class Examined:
             self.findings[check]
         )
         assert all(
-            "\n" not in text for entry in self.findings.values() for finding in entry for text in finding.values()
+            "\n" not in text for group in self.findings.values() for finding in group for text in finding.values()
         )
 
 

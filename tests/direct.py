@@ -113,7 +113,7 @@ class Direct(InProcess):
             options,
             "inbox",
             budget_ms,
-            cost=sum(entry.nbytes + 2 for entry in inputs),
+            cost=sum(text_input.nbytes + 2 for text_input in inputs),
             **more,
         )
         subject = topology.work_subject(self.lane, "interactive", ENTRY.id)
@@ -130,11 +130,11 @@ class Direct(InProcess):
         await until(lambda: self.server.streams[self.stream.name].state().messages == count, f"{count} messages left")
 
     async def letters(self) -> list[messages.DeadLetter]:
-        outcomes, sequence = [], 0
+        dead_letters, sequence = [], 0
         while (stored := await self.broker.first_stored("DEAD__default", sequence)) is not None:
-            outcomes.append(messages.decode_dead_letter(stored.data))
+            dead_letters.append(messages.decode_dead_letter(stored.data))
             sequence = stored.sequence + 1
-        return outcomes
+        return dead_letters
 
 
 def vector(result: WorkResult, index: int) -> NDArray[np.float32]:

@@ -30,15 +30,15 @@ def _instructions(path: Path) -> list[Instruction]:
 
 def stages(path: Path) -> dict[str, list[Instruction]]:
     """By name, each with its FROM; the last one's name may be empty, and what precedes all stages is left out."""
-    result: dict[str, list[Instruction]] = {}
+    stages_by_name: dict[str, list[Instruction]] = {}
     name: str | None = None
     for word, rest in _instructions(path):
         if word == "FROM":
             name = rest.partition(" AS ")[2]
-            result[name] = []
+            stages_by_name[name] = []
         if name is not None:
-            result[name].append((word, rest))
-    return result
+            stages_by_name[name].append((word, rest))
+    return stages_by_name
 
 
 def dockerfile(image: str) -> Path:
@@ -48,12 +48,12 @@ def dockerfile(image: str) -> Path:
 
 def last_stage(image: str) -> list[Instruction]:
     """Return the instructions that build the image: its last stage after the stages that it is built on."""
-    instructions = stages(dockerfile(image))
-    arguments, name = [], ""
-    while name in instructions:
-        arguments[:0] = instructions[name][1:]
-        name = instructions[name][0][1].partition(" AS ")[0].replace("${COMPONENT}", image)
-    return arguments
+    stages_by_name = stages(dockerfile(image))
+    lines, name = [], ""
+    while name in stages_by_name:
+        lines[:0] = stages_by_name[name][1:]
+        name = stages_by_name[name][0][1].partition(" AS ")[0].replace("${COMPONENT}", image)
+    return lines
 
 
 def images() -> list[str]:
@@ -63,8 +63,8 @@ def images() -> list[str]:
 
 
 def health_check(image: str) -> list[str]:
-    check: list[str] = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
-    return check
+    command: list[str] = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
+    return command
 
 
 def installed(image: str) -> list[str]:
@@ -87,7 +87,7 @@ def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: filled(entry) for key, entry in value.items()}
+            return {key: filled(member) for key, member in value.items()}
         if isinstance(value, list):
             return [filled(element) for element in value]
         if not isinstance(value, str):

@@ -37,9 +37,9 @@ export SIE_INSTRUMENTATION=true
 
 def exported(block: str, replaced: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a shell has after a block, in which some words are replaced."""
-    for word, value in replaced.items():
+    for word, replacement in replaced.items():
         assert word in block
-        block = block.replace(word, value)
+        block = block.replace(word, replacement)
     names = re.findall(r"^export (\w+)=", block, re.MULTILINE)
     done = subprocess.run(["bash", "-c", f"{block}\nenv -0"], env={}, capture_output=True, text=True, check=True)
     environ = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)

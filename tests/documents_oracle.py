@@ -112,7 +112,7 @@ BROKEN = {
 }
 
 
-def by_docling(source: dict[str, bytes]) -> dict[str, Any]:
+def by_docling(contents: dict[str, bytes]) -> dict[str, Any]:
     from docling.datamodel.base_models import DocumentStream, InputFormat
     from docling.datamodel.pipeline_options import NativePdfPipelineOptions
     from docling.document_converter import DocumentConverter, NativePdfFormatOption
@@ -120,27 +120,27 @@ def by_docling(source: dict[str, bytes]) -> dict[str, Any]:
     without_images = NativePdfPipelineOptions(generate_page_images=False)
     pdf_option = NativePdfFormatOption(pipeline_options=without_images)
     converter = DocumentConverter(format_options={InputFormat.PDF: pdf_option})
-    outcomes = {}
-    for name, data in source.items():
+    conversions = {}
+    for name, data in contents.items():
         # its tree has the name of the file
         result = converter.convert(DocumentStream(name=f"document{Path(name).suffix}", stream=io.BytesIO(data)))
         document = result.document
-        outcomes[name] = {
+        conversions[name] = {
             "text": document.export_to_text(),
             "markdown": document.export_to_markdown(),
             "document": document.export_to_dict(),
         }
-    return outcomes
+    return conversions
 
 
-def by_the_product(source: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
+def by_the_product(contents: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
     """The results, in order, and the numbers of the processes that made them."""
     entry = read_folder(packaged_folder() / "models")["docling"]
     loader = Loader(torch.device("cpu"), WeightSources(folder, False), Settings())
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model.certificate, dict)
     assert certificate.check_files(loader.sources.folder(entry), entry, entry.load) == ()
-    documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in source.items()]
+    documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in contents.items()]
     rows = len(documents) + 1
     groups = (
         Group(0, len(documents), RunOptions()),
@@ -156,11 +156,11 @@ def by_the_product(source: dict[str, bytes], folder: Path) -> tuple[list[Any], l
         texts=("",) * rows,
         documents=(*documents, documents[0]),
     )
-    outcomes = [
+    readings = [
         outcome.data if isinstance(outcome, Ok) else [outcome.error.reason, outcome.error.message]
         for outcome in run_raw(model.reading(None, lambda: False), message).outcomes
     ]
-    return outcomes, list(model.pids)
+    return readings, list(model.pids)
 
 
 if __name__ == "__main__":

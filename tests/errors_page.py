@@ -97,20 +97,20 @@ def reasons() -> dict[str, set[str]]:
     names = {leaf.__name__: leaf.code for leaf in catalogue()}
     call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
     pattern = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
-    result: dict[str, set[str]] = {}
+    codes_by_reason: dict[str, set[str]] = {}
     for folder in ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter"):
         for file in (ROOT / folder).rglob("*.py"):
             for name, reason in pattern.findall(file.read_text("utf-8")):
-                result.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
-    return result
+                codes_by_reason.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
+    return codes_by_reason
 
 
 def page(old: str) -> str:
     """The page with its tables as the code has them now."""
-    for name, text in (("codes", table()), ("families", families())):
+    for name, content in (("codes", table()), ("families", families())):
         before, start, rest = old.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"\n<!-- /{name} -->")
-        old = f"{before}{start}{text}{end}{after}"
+        old = f"{before}{start}{content}{end}{after}"
     return old
 
 

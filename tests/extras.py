@@ -135,12 +135,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.module, node.lineno
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from (entry for statement in node.orelse for entry in imports(statement))
+            yield from (reference for statement in node.orelse for reference in imports(statement))
         elif isinstance(node, ast.Try) and any(
             "ImportError" in ast.unparse(handler.type) for handler in node.handlers if handler.type
         ):
             rest = [*node.handlers, *node.orelse, *node.finalbody]
-            yield from (entry for second in rest for entry in imports(second))
+            yield from (reference for child in rest for reference in imports(child))
         else:
             yield from imports(node)
 
@@ -160,19 +160,19 @@ def modules_of(extra: str) -> list[str]:
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
     near = {*packages, *_SHARED, *(("sie_client",) if "sie_cli" in packages else ())}
-    result: set[str] = set()
+    names: set[str] = set()
     # an import of __main__ would run it
     waiting = [name for name in modules() if _is_in(name, roots) and not name.endswith(".__main__")]
     while waiting:
         name = waiting.pop()
-        if name in result or _is_in(name, apart) or (name == TRACING and extra != "tracing"):
+        if name in names or _is_in(name, apart) or (name == TRACING and extra != "tracing"):
             continue
-        result.add(name)
+        names.add(name)
         for imported, _ in imports_of(name):
             parts = imported.split(".")
             parents = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
             waiting += [parent for parent in parents if parent in modules() and parts[0] in near]
-    return sorted(result)
+    return sorted(names)
 
 
 def own(extra: str) -> set[str]:
@@ -183,32 +183,32 @@ def own(extra: str) -> set[str]:
 @functools.cache
 def named(extra: str) -> set[str]:
     """The distributions that an extra names, by way of other extras of ours too, and those that all have."""
-    result: set[str] = set()
+    names: set[str] = set()
     waiting = [*PROJECT["dependencies"], *EXTRAS[extra]]
     while waiting:
         requirement = Requirement(waiting.pop())
         if canonicalize_name(requirement.name) == "sie-cluster":
-            waiting += [text for entry in requirement.extras for text in EXTRAS[entry]]
+            waiting += [text for option in requirement.extras for text in EXTRAS[option]]
         else:
-            result.add(canonicalize_name(requirement.name))
-    return result
+            names.add(canonicalize_name(requirement.name))
+    return names
 
 
 @functools.cache
 def installed_with(extra: str) -> frozenset[str]:
     """The distributions that pip installs for an extra here, with all that they need."""
-    names: set[tuple[str, str]] = set()
+    closure: set[tuple[str, str]] = set()
     waiting = [("sie-cluster", extra)]
     while waiting:
         name, of = waiting.pop()
-        if (name, of) in names:
+        if (name, of) in closure:
             continue
-        names.add((name, of))
+        closure.add((name, of))
         for text in importlib.metadata.requires(name) or ():
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": of}):
-                waiting += [(canonicalize_name(requirement.name), entry) for entry in ("", *requirement.extras)]
-    return frozenset(name for name, _ in names)
+                waiting += [(canonicalize_name(requirement.name), option) for option in ("", *requirement.extras)]
+    return frozenset(name for name, _ in closure)
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def _owners() -> dict[str, list[str]]:
 @functools.cache
 def used(extra: str) -> dict[str, set[str]]:
     """The distributions that the modules of an extra import, each with the places where."""
-    result: dict[str, set[str]] = {}
+    uses: dict[str, set[str]] = {}
     for module in modules_of(extra):
         for name, line in imports_of(module):
             top = name.partition(".")[0]
@@ -229,9 +229,9 @@ def used(extra: str) -> dict[str, set[str]]:
                 continue
             owners = {*_owners().get(top, [canonicalize_name(top)])}
             for part in (part for part in NEEDS if _is_in(name, (part,))):
-                result.setdefault(NEEDS[part], set()).add(f"{module}:{line}")
+                uses.setdefault(NEEDS[part], set()).add(f"{module}:{line}")
             # of a namespace that several share: those that are named
             for owner in owners & named(extra) or sorted(owners)[:1]:
                 if (extra, owner) not in NEVER:
-                    result.setdefault(owner, set()).add(f"{module}:{line}")
-    return result
+                    uses.setdefault(owner, set()).add(f"{module}:{line}")
+    return uses

@@ -158,7 +158,7 @@ class FakeAdapter:
         for _ in range(len(self._held) if count is None else count):
             self._held.popleft().set_result(None)
 
-    async def until(self, condition: Callable[[FakeAdapter], object], event: str, timeout_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[FakeAdapter], object], goal: str, timeout_s: float = 30.0) -> None:
         """Wait for a state of this adapter. Raises AssertionError, naming it, at the time-out."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,7 +166,7 @@ class FakeAdapter:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise AssertionError(f"not within {timeout_s} s: {event}") from None
+            raise AssertionError(f"not within {timeout_s} s: {goal}") from None
 
     def _note(self) -> None:
         self._changed.set()
@@ -271,8 +271,8 @@ class FakeAdapter:
             return ipc.Refused(ModelLoading(f"{request.model} is not loaded").info())
         if (refusal := self.refusals.get(request.lora)) is not None:
             return ipc.Refused(refusal.info())
-        names = self.loras.setdefault(request.model, [])
-        names[:] = [*(name for name in names if name != request.lora), request.lora][-self.most_loras :]
+        lora_names = self.loras.setdefault(request.model, [])
+        lora_names[:] = [*(name for name in lora_names if name != request.lora), request.lora][-self.most_loras :]
         return ipc.Done(self.digests.get(request.lora, ""))
 
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
@@ -304,17 +304,17 @@ class FakeAdapter:
     async def _held_or_cancelled(self, reader: asyncio.StreamReader) -> bool:
         """Whether a Cancel came before it was let go."""
         held = asyncio.ensure_future(self._hold())
-        frame = asyncio.ensure_future(ipc.read_frame(reader))
+        cancellation = asyncio.ensure_future(ipc.read_frame(reader))
         try:
-            await asyncio.wait([held, frame], return_when=asyncio.FIRST_COMPLETED)
-            if not frame.done():
+            await asyncio.wait([held, cancellation], return_when=asyncio.FIRST_COMPLETED)
+            if not cancellation.done():
                 return False
-            assert isinstance(ipc.request(frame.result()), ipc.Cancel)
+            assert isinstance(ipc.request(cancellation.result()), ipc.Cancel)
             return True
         finally:
             held.cancel()
-            frame.cancel()
-            await asyncio.gather(held, frame, return_exceptions=True)
+            cancellation.cancel()
+            await asyncio.gather(held, cancellation, return_exceptions=True)
 
 
 def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.BatchDone:

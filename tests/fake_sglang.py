@@ -46,11 +46,11 @@ class Handler(BaseHTTPRequestHandler):
             rows = [base64.b64decode(row) for row in json.load(states)]
         if (self.folder / "wrong").exists():
             rows = [row[-4:] + row[:-4] for row in rows]
-        result = [
+        embeddings = [
             {"object": "embedding", "index": index, "embedding": base64.b64encode(row).decode()}
             for index, row in enumerate(rows)
         ]
-        self._answer(200, {"object": "list", "data": result, "model": "model", "usage": {}})
+        self._answer(200, {"object": "list", "data": embeddings, "model": "model", "usage": {}})
 
     def _dies(self, texts: list[list[int]]) -> bool:
         file = self.folder / "dies"

@@ -68,12 +68,12 @@ class Fetcher:
 
 @contextlib.contextmanager
 def fetcher(hub: HubStub, cache: Path, **options: Any) -> Iterator[Fetcher]:
-    created = Fetcher(hub, cache, **options)
+    hub_fetcher = Fetcher(hub, cache, **options)
     try:
-        yield created
+        yield hub_fetcher
     finally:
-        created.process.kill()
-        created.end()
+        hub_fetcher.process.kill()
+        hub_fetcher.end()
 
 
 def obtain(hub: HubStub, cache: Path) -> Path:

@@ -58,6 +58,6 @@ class Environment:
 def _requirements(wheel: Path) -> list[str]:
     """Return the requirements of a wheel without extras, beside other public distributions."""
     with zipfile.ZipFile(wheel) as archive:
-        name = next(entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA"))
+        name = next(member for member in archive.namelist() if member.endswith(".dist-info/METADATA"))
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
     return [line for line in lines if "extra ==" not in line and not PUBLIC.match(re.split(r"[^a-z0-9-]", line)[0])]

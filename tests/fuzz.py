@@ -316,14 +316,14 @@ def packed(path: str, body: Any) -> Case:
 
 def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
     """A copy of `body` with another value at a place. Maps on the way are made where they are missing."""
-    body_copy = copy.deepcopy(body)
-    here = body_copy
+    changed_body = copy.deepcopy(body)
+    here = changed_body
     for key in place[:-1]:
         if isinstance(here, dict) and not isinstance(here.get(key), dict | list):
             here[key] = {}
         here = here[key]
     here[place[-1]] = value
-    return body_copy
+    return changed_body
 
 
 def part(cases: Iterator[Case], every: int) -> Iterator[Case]:

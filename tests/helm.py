@@ -71,14 +71,14 @@ def rendered(file: str) -> tuple[Object, ...]:
     return tuple(objects(template(file, CHOSEN if chosen else None)))
 
 
-def of_kind(kind: str, result: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+def of_kind(kind: str, manifests: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
     """Objects of a kind by name."""
-    return {manifest["metadata"]["name"]: manifest for manifest in result if manifest["kind"] == kind}
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
 
 
-def workloads(result: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+def workloads(manifests: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
     """Deployments and StatefulSets by name."""
-    return of_kind("Deployment", result) | of_kind("StatefulSet", result)
+    return of_kind("Deployment", manifests) | of_kind("StatefulSet", manifests)
 
 
 def pod(workload: Object) -> Object:
@@ -86,9 +86,9 @@ def pod(workload: Object) -> Object:
     return spec
 
 
-def containers(result: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
+def containers(manifests: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """Workload, pod and container, init containers too."""
-    for name, workload in workloads(result).items():
+    for name, workload in workloads(manifests).items():
         spec = pod(workload)
         for container in [*spec.get("initContainers", ()), *spec["containers"]]:
             yield name, spec, container
@@ -99,8 +99,8 @@ def variables(container: Object) -> dict[str, Any]:
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container.get("env", ())}
 
 
-def container(result: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
-    return next(entry for owner, _, entry in containers(result) if (owner, entry["name"]) == (workload, name))
+def container(manifests: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
+    return next(spec for owner, _, spec in containers(manifests) if (owner, spec["name"]) == (workload, name))
 
 
 def matches(peer: Object, labels: dict[str, str]) -> bool:
@@ -108,20 +108,22 @@ def matches(peer: Object, labels: dict[str, str]) -> bool:
     return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
 
 
-def allowed(result: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
+def allowed(manifests: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
     """Whether some policy of the source lets it out and some policy of the target lets it in."""
-    labels = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(result).items()}
+    labels = {
+        name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(manifests).items()
+    }
 
-    def passes(own: str, second: str, direction: str, key: str) -> bool:
+    def passes(own: str, remote: str, direction: str, key: str) -> bool:
         policies = [
-            policy["spec"]
-            for policy in of_kind("NetworkPolicy", result).values()
-            if matches(policy["spec"], labels[own])
+            manifest["spec"]
+            for manifest in of_kind("NetworkPolicy", manifests).values()
+            if matches(manifest["spec"], labels[own])
         ]
         assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
         return any(
-            any(entry["port"] == port for entry in rule.get("ports", ()))
-            and (key not in rule or any(matches(peer, labels[second]) for peer in rule[key]))
+            any(port_rule["port"] == port for port_rule in rule.get("ports", ()))
+            and (key not in rule or any(matches(peer, labels[remote]) for peer in rule[key]))
             for policy in policies
             for rule in policy.get(direction, ())
         )

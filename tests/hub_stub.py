@@ -121,11 +121,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        fields = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         path = unquote(urlsplit(self.path).path).removeprefix("/api/").removeprefix("models/")
         repository, _, revision = path.partition("/paths-info/")
         files = self.hub.repositories.get(repository, {}) if revision == self.hub.commit else {}
-        names = [name for name in fields.get("paths", ()) if name in files]
+        names = [name for name in form.get("paths", ()) if name in files]
         self._json([{"type": "file", "path": name, **_listed(name, files[name], "oid", "oid")} for name in names])
 
     def _found(self, path: str, word: str) -> tuple[str, str, bytes | None]:

@@ -35,8 +35,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def several(kind: str, *colours: str) -> bytes:
     """A file with an image of each colour."""
-    first, *rest = (Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in colours)
-    return encoded(first, kind, save_all=True, append_images=rest)
+    first, *frames = (Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in colours)
+    return encoded(first, kind, save_all=True, append_images=frames)
 
 
 def turned(orientation: int, image: Image.Image | None = None, kind: str = "PNG") -> bytes:
@@ -68,20 +68,20 @@ def bomb() -> bytes:
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Some bytes changed, cut out, repeated or written over with an extreme number; the magic mostly survives."""
-    content = bytearray(data)
+    mutant = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
-        place = rng.randrange(4 if rng.random() < 0.95 else 0, max(5, len(content)))
+        place = rng.randrange(4 if rng.random() < 0.95 else 0, max(5, len(mutant)))
         match rng.randrange(4):
             case 0:
-                content[place : place + 1] = bytes([rng.randrange(256)])
+                mutant[place : place + 1] = bytes([rng.randrange(256)])
             case 1:
-                del content[place : place + rng.randint(1, 40)]
+                del mutant[place : place + rng.randint(1, 40)]
             case 2:
-                content[place:place] = content[place : place + rng.randint(1, 40)]
+                mutant[place:place] = mutant[place : place + rng.randint(1, 40)]
             case _:
                 extreme = rng.choice((0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 65535, 20_000))
-                content[place : place + 4] = struct.pack(rng.choice(("<I", ">I")), extreme)
-    return bytes(content)
+                mutant[place : place + 4] = struct.pack(rng.choice(("<I", ">I")), extreme)
+    return bytes(mutant)
 
 
 def seeds() -> list[bytes]:

@@ -63,8 +63,8 @@ class ImageServer:
 
 def answer(body: bytes = b"", status: int = 200, **headers: str) -> bytes:
     """With the length of the body, unless the headers say another."""
-    headers_sent = {"content_length": str(len(body)), **headers}
-    lines = [f"HTTP/1.1 {status} X", *(f"{name.replace('_', '-')}: {value}" for name, value in headers_sent.items())]
+    fields = {"content_length": str(len(body)), **headers}
+    lines = [f"HTTP/1.1 {status} X", *(f"{name.replace('_', '-')}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

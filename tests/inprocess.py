@@ -59,7 +59,7 @@ def clock_at(now_s: Callable[[], float] = time.time) -> BrokerClock:
     return clock
 
 
-async def until(condition: Callable[[], Any], event: str, timeout_s: float = WAIT_S) -> Any:
+async def until(condition: Callable[[], Any], description: str, timeout_s: float = WAIT_S) -> Any:
     """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the
     time-out.
     """
@@ -70,10 +70,10 @@ async def until(condition: Callable[[], Any], event: str, timeout_s: float = WAI
                     return value
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"not within {timeout_s} s: {event}") from None
+        raise AssertionError(f"not within {timeout_s} s: {description}") from None
 
 
-async def until_told(question: Callable[[], Awaitable[Any]], event: str, timeout_s: float = 30.0) -> Any:
+async def until_told(question: Callable[[], Awaitable[Any]], description: str, timeout_s: float = 30.0) -> Any:
     """`until` of what a process answers. A question that follows the other at once would take all of a processor."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -82,7 +82,7 @@ async def until_told(question: Callable[[], Awaitable[Any]], event: str, timeout
                     return value
                 await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
-        raise AssertionError(f"not within {timeout_s} s: {event}") from None
+        raise AssertionError(f"not within {timeout_s} s: {description}") from None
 
 
 async def closing_code(socket: ClientConnection) -> int | None:

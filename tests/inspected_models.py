@@ -42,11 +42,11 @@ def run(
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
     work = rowing.WorkItemInput([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
-    (batch,) = layouts.make(
+    (work_rows,) = layouts.make(
         ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work]
     )
     message = rowing.to_batch(
-        "test", entry.id, operation, layout.layout, [rowing.BatchPart(batch.rows, work)], pooling=options.pooling
+        "test", entry.id, operation, layout.layout, [rowing.BatchPart(work_rows.rows, work)], pooling=options.pooling
     )
     replies: list[Any] = []
     job = DeviceJob(message, replies.append)
@@ -54,14 +54,14 @@ def run(
     assert job.finished.wait(60)
     reply = replies[-1]
     assert isinstance(reply, BatchDone), reply
-    folders: list[Any] = []
+    outputs: list[Any] = []
     for outcome in reply.outcomes:
         assert isinstance(outcome, Ok), outcome
         arrays = {
             name: np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
             for name, part in outcome.outputs.items()
         }
-        folders.append(
+        outputs.append(
             outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays
         )
-    return folders
+    return outputs

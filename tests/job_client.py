@@ -49,8 +49,8 @@ class JobClient:
         return cast(dict[str, Any], self.submit(model, source, status=400, **options)["error"])
 
     def upload(self, name: str, data: bytes) -> str:
-        uploaded = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
-        return str(uploaded["id"])
+        reply = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
+        return str(reply["id"])
 
     def show(self, job: str) -> Job:
         return cast(Job, self.ask("GET", f"/v1/jobs/{job}"))
@@ -62,26 +62,26 @@ class JobClient:
         """The job once it is in one of the states. Fails at once where it stopped in another one."""
 
         def looked() -> Job | None:
-            info = self.show(job)
-            if info["state"] in states:
-                return info
-            assert info["state"] not in ENDED, info
+            record = self.show(job)
+            if record["state"] in states:
+                return record
+            assert record["state"] not in ENDED, record
             return None
 
         return cast(Job, until(looked, timeout_s, f"{job} to be {states}", lambda: self.show(job)))
 
     def done(self, job: str, timeout_s: float = 120.0) -> Job:
         """The job once it has completed."""
-        info = self.reaches(job, *STOPPED, timeout_s=timeout_s)
-        assert info["state"] == "completed", info
-        return info
+        record = self.reaches(job, *STOPPED, timeout_s=timeout_s)
+        assert record["state"] == "completed", record
+        return record
 
     def trouble(self, job: str, code: str, timeout_s: float = 60.0) -> Job:
         """The job once it says that it waits for this."""
         return cast(
             Job,
             until(
-                lambda: (info := self.show(job))["trouble"] and info["trouble"]["code"] == code and info,
+                lambda: (record := self.show(job))["trouble"] and record["trouble"]["code"] == code and record,
                 timeout_s,
                 f"{job} to wait for {code}",
                 lambda: self.show(job),
@@ -94,7 +94,7 @@ class JobClient:
     def parts(self, job: str) -> list[bytes]:
         """The parts of a job's output, whose digests are those of the manifest."""
         manifest = self.manifest(job)
-        parts_read = []
+        contents = []
         for part in manifest["parts"]:
             if manifest["url"]:
                 data = (Path(manifest["url"].removeprefix("file://")) / part["name"]).read_bytes()
@@ -103,8 +103,8 @@ class JobClient:
                 assert answer.status_code == 200, answer.text
                 data = answer.content
             assert (len(data), hashlib.sha256(data).hexdigest()) == (part["bytes"], part["sha256"]), part
-            parts_read.append(data)
-        return parts_read
+            contents.append(data)
+        return contents
 
     def rows(self, job: str) -> Rows:
         """The rows of the whole output, in the order of its parts, whatever its format."""

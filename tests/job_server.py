@@ -69,7 +69,7 @@ class JobServer(ThreadingHTTPServer):
 
     def asked(self, method: str, path: str = "") -> list[str]:
         """Paths of the requests so far."""
-        return [job for verb, job in self.seen if verb == method and job.startswith(path)]
+        return [target for verb, target in self.seen if verb == method and target.startswith(path)]
 
     def add(self, **fields: Any) -> dict[str, Any]:
         """A job that is there."""
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         assert self.rfile.read(len(tail)) == tail
         server = self.server
         with server.lock:
-            file_object = FileObject(
+            record = FileObject(
                 id=f"{FILE}{len(server.files)}",
                 bytes=size,
                 created_at=1790000000,
@@ -161,8 +161,8 @@ class Handler(BaseHTTPRequestHandler):
                 purpose=purpose[1].decode(),
                 expires_at=1790000000 + int(seconds[1]) if seconds else None,
             )
-            server.files[file_object.id], server.digests[file_object.id] = file_object, digest.hexdigest()
-        return file_object
+            server.files[record.id], server.digests[record.id] = record, digest.hexdigest()
+        return record
 
     def file(self, name: str, rest: list[str]) -> None:
         if rest == ["content"]:

@@ -92,13 +92,13 @@ def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
     """The job once some of its shards are answered, and not all."""
 
     def looked() -> Job | None:
-        info = jobs.show(job["id"])
-        assert info["state"] in ("queued", "planning", "running"), info
-        return info if info["counts"]["shards_done"] >= shards else None
+        snapshot = jobs.show(job["id"])
+        assert snapshot["state"] in ("queued", "planning", "running"), snapshot
+        return snapshot if snapshot["counts"]["shards_done"] >= shards else None
 
-    records = until(looked, 60, f"{shards} shards of {job['id']}")
-    assert isinstance(records, dict)
-    return records
+    record = until(looked, 60, f"{shards} shards of {job['id']}")
+    assert isinstance(record, dict)
+    return record
 
 
 def computed(stack: Stack) -> float:

@@ -47,8 +47,8 @@ class Lane:
     def markers(self) -> str:
         if self.selected:
             return self.selected
-        rest = [f"not {second}" for second in ("debian", "long") if second != self.marker]
-        return " and ".join([self.marker or "not serial", *rest])
+        exclusions = [f"not {lane_marker}" for lane_marker in ("debian", "long") if lane_marker != self.marker]
+        return " and ".join([self.marker or "not serial", *exclusions])
 
     def files(self) -> list[str]:
         """Return the files or folders in which a test of this lane may be; none for all."""
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
     zygote.share()  # the lanes of one kind of environment: what is imported and collected for one serves the next
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
-    statuses |= {lane.name: lane.ended() for lane in beside}
+    statuses |= {process.name: process.ended() for process in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
     if failed:
         print("failed:", ", ".join(failed), flush=True)

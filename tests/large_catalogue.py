@@ -28,8 +28,8 @@ def entries(count: int) -> dict[str, ModelEntry]:
     """Return that many entries, each with an id and profiles of its own."""
     packaged = list(packaged_catalogue().entries.values())
     numbered = zip(range(count), itertools.cycle(packaged), strict=False)
-    result = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
-    return {entry.id: entry for entry in result}
+    copies = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
+    return {entry.id: entry for entry in copies}
 
 
 def export(count: int, epoch: str = "large:9") -> bytes:

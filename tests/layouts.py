@@ -34,8 +34,8 @@ def place(
         layout.set_model(model, count)
         layout.set_before(model, prev.get(model, ()))
     demands = np.zeros(layout.size)
-    for model, model_demand in demand.items():
+    for model, load in demand.items():
         if model in layout.indices:
-            demands[layout.indices[model]] = model_demand
+            demands[layout.indices[model]] = load
     layout.settle(demands)
     return {model: layout.rows[model].before for model in sorted(layout.rows)} if workers else {}

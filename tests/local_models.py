@@ -224,13 +224,13 @@ def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
             table = weights[
                 next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))
             ]
-            tokens = {token for mate in mates for token in tokenizer(mate)["input_ids"]} | set(
+            used_tokens = {token for mate in mates for token in tokenizer(mate)["input_ids"]} | set(
                 tokenizer.all_special_ids
             )
             if "reranker" in folder.name:
-                tokens |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
+                used_tokens |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
             # from the end: a first word may be another token where something stands before it
-            place = next(token for token in reversed(tokenizer(text)["input_ids"]) if token not in tokens)
+            place = next(token for token in reversed(tokenizer(text)["input_ids"]) if token not in used_tokens)
         table[place] = 3e38
         table[place, ::2] *= -1  # their difference, which a norm takes, is no float32
         if "reranker" in folder.name:

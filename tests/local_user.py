@@ -114,7 +114,7 @@ class Attacker:
     def port(self, port: int) -> dict[str, Any]:
         greeting = self.exchange(("127.0.0.1", port), b"PING\r\n")
         if greeting.startswith(b"INFO "):
-            return {"kind": "nats", "answers": [self.nats(port, connect) for connect in CONNECTS]}
+            return {"kind": "nats", "answers": [self.nats(port, credentials) for credentials in CONNECTS]}
         replies = {path: self.http(port, "GET", path) for path in PATHS}
         written = {f"{method} {path}": self.http(port, method, path, body) for method, path, body in WRITES}
         return {"kind": "http", "answers": replies | written}
@@ -190,18 +190,18 @@ class Attacker:
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
+    targets = json.loads(sys.argv[1])
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     attacker = Attacker()
     report = {
         "uid": os.getuid(),
-        "processes": attacker.processes(settings["pids"]),
-        "files": attacker.files(settings["folders"]),
-        "named": attacker.named(settings["paths"]),
-        "abstract": attacker.abstract_sockets(settings["pids"]),
-        "ports": {str(port): attacker.port(port) for port in settings["ports"]},
+        "processes": attacker.processes(targets["pids"]),
+        "files": attacker.files(targets["folders"]),
+        "named": attacker.named(targets["paths"]),
+        "abstract": attacker.abstract_sockets(targets["pids"]),
+        "ports": {str(port): attacker.port(port) for port in targets["ports"]},
     }
     report["loot"] = attacker.loot.decode("latin-1")
     print(json.dumps(report))

@@ -55,13 +55,13 @@ def answered(item: WorkItem) -> tuple[list[Ok], bytes]:
     if item.model in (RANK, HELD):
         return [Ok({}, 3, score=float(len(entry.text or ""))) for entry in item.inputs], b""
     if item.model == FIND:
-        names = []
+        outcomes = []
         for entry in item.inputs:
             text = entry.text or ""
             starts = [place for place in range(len(text)) if text.startswith("Ada", place)]
             entities = [{"text": "Ada", "label": "person", "score": 0.9, "start": at, "end": at + 3} for at in starts]
-            names.append(Ok({}, 3, data={"entities": entities}))
-        return names, b""
+            outcomes.append(Ok({}, 3, data={"entities": entities}))
+        return outcomes, b""
     (entry,) = item.inputs
     assert entry.document is not None
     data = {"markdown": MARKDOWN, "text": MARKDOWN, "document": {}, "format": "pdf", "pages": 7, "is_complete": True}
@@ -86,7 +86,7 @@ class Worker:
             for name, stream in list(self.cluster.server.streams.items()):
                 if not name.startswith("WORK_"):
                     continue
-                for sequence in sorted(message for message in stream.messages if message > done.get(name, 0)):
+                for sequence in sorted(number for number in stream.messages if number > done.get(name, 0)):
                     done[name] = sequence
                     item = messages.decode_work(stream.messages[sequence].data)
                     self.items.append(item)

@@ -37,11 +37,11 @@ def _row(metric: Metric) -> str:
 def metrics() -> str:
     """Each process with its metrics, in the order of the table."""
     lines = []
-    for process, row in TABLE.items():
-        most = sum(metric.series for metric in row.values())
+    for process, group in TABLE.items():
+        most = sum(metric.series for metric in group.values())
         lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MAX_SERIES}.", ""]
         lines += ["| name | type | labels | series, at most | what |", "|---|---|---|---|---|"]
-        lines += [*(_row(metric) for metric in row.values()), ""]
+        lines += [*(_row(metric) for metric in group.values()), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -75,10 +75,10 @@ def panels() -> str:
 
 def page(old: str) -> str:
     """The page with its tables as they are now."""
-    for name, text in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
+    for name, section in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
         old = re.sub(
             rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)",
-            lambda _, created=text: f"\n{created}\n",
+            lambda _, replacement=section: f"\n{replacement}\n",
             old,
             flags=re.DOTALL,
         )

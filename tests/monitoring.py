@@ -17,8 +17,8 @@ NAMESPACE = "search"  # of the installation that is rendered
 
 def spec() -> dict[str, Any]:
     """Return the spec of the PrometheusRule, which is also a file of rules."""
-    result: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
-    return result
+    rule_spec: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
+    return rule_spec
 
 
 def rules() -> list[dict[str, Any]]:
@@ -55,19 +55,19 @@ def panels() -> list[tuple[str, str]]:
 
 def relabelings() -> list[dict[str, Any]]:
     """Return the changes of the chart's ServiceMonitors to the labels of a target, one list for all of them."""
-    (result,) = {
+    (text,) = {
         json.dumps(endpoint.get("relabelings", []))
         for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values()
         for endpoint in monitor["spec"]["endpoints"]
     }
-    changes: list[dict[str, Any]] = json.loads(result)
+    changes: list[dict[str, Any]] = json.loads(text)
     return changes
 
 
 def rule_tests() -> dict[str, Any]:
     """Return the tests of promtool, without the annotations that they expect."""
-    document: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
-    return document
+    suite: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
+    return suite
 
 
 def proven() -> set[str]:

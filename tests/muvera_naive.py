@@ -58,8 +58,8 @@ def encode(tokens: np.ndarray, parameters: Muvera, *, is_query: bool) -> np.ndar
                 blocks[repetition, partition] = members.sum(0) if is_query else members.mean(0)
             elif parameters.fill_empty_partitions and not is_query:
                 code = partition ^ (partition >> 1)
-                bits_of_code = [bool(code >> (bits.shape[1] - 1 - place) & 1) for place in range(bits.shape[1])]
-                blocks[repetition, partition] = values[np.argmin((bits != bits_of_code).sum(1))]
+                code_bits = [bool(code >> (bits.shape[1] - 1 - place) & 1) for place in range(bits.shape[1])]
+                blocks[repetition, partition] = values[np.argmin((bits != code_bits).sum(1))]
     result = blocks.ravel()
     if parameters.final_projection_dim:
         columns, signs = sketch(parameters.seed, len(result), parameters.final_projection_dim)

@@ -22,10 +22,10 @@ STOP_TIMEOUT_S = 60.0
 def binary() -> str:
     """The server of this environment, else that of the machine."""
     beside = Path(sys.executable).with_name("nats-server")
-    program = str(beside) if beside.exists() else shutil.which("nats-server")
-    if program is None:
+    path = str(beside) if beside.exists() else shutil.which("nats-server")
+    if path is None:
         raise FileNotFoundError("nats-server is neither beside python nor on PATH")
-    return program
+    return path
 
 
 class NatsServer:

@@ -78,19 +78,19 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         """All spans of a trace so far."""
         return [span for span in self.spans if span.trace == trace]
 
-    def until(self, condition: Callable[[list[Seen]], Any], event: str) -> Any:
+    def until(self, condition: Callable[[list[Seen]], Any], description: str) -> Any:
         """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the
         time-out.
         """
         end_s = time.monotonic() + WAIT_S
         with self._changed:
-            while not (result := condition(self._spans)):
+            while not (value := condition(self._spans)):
                 left_s = end_s - time.monotonic()
                 assert left_s > 0, (
-                    f"not within {WAIT_S} s: {event}; there are {sorted({span.name for span in self._spans})}"
+                    f"not within {WAIT_S} s: {description}; there are {sorted({span.name for span in self._spans})}"
                 )
                 self._changed.wait(left_s)
-            return result
+            return value
 
 
 def _seen(request: Any) -> list[Seen]:
@@ -106,10 +106,10 @@ def _seen(request: Any) -> list[Seen]:
             _values(span.attributes),
             tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
             span.status.code == span.status.STATUS_CODE_ERROR,
-            _values(entry.resource.attributes),
+            _values(resource_span.resource.attributes),
         )
-        for entry in request.resource_spans
-        for scope in entry.scope_spans
+        for resource_span in request.resource_spans
+        for scope in resource_span.scope_spans
         for span in scope.spans
     ]
 
@@ -123,7 +123,7 @@ class HttpCollector:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, str], list[str]]] = []
-        spans_seen = self.seen
+        requests = self.seen
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -132,7 +132,7 @@ class HttpCollector:
                 names = [
                     span.name for group in request.resource_spans for scope in group.scope_spans for span in scope.spans
                 ]
-                spans_seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
+                requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
                 self.send_response(200)
                 self.send_header("content-length", "0")
                 self.end_headers()

@@ -65,11 +65,11 @@ class Block:
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     """The blocks of a page in these languages, in their order; without any all of them."""
-    result = [
+    code_blocks = [
         Block(match["language"], match["code"], match["mark"] or "", match["shown"], match["measured"] is not None)
         for match in _BLOCK.finditer(page.read_text("utf-8"))
     ]
-    return [block for block in result if not languages or block.language in languages]
+    return [block for block in code_blocks if not languages or block.language in languages]
 
 
 def marks(page: Path) -> Counter[str]:
@@ -94,23 +94,29 @@ def run(code: str, cluster: Cluster) -> list[str]:
 def differences(shown: str, printed: str, *, measured: bool = False) -> list[str]:
     """The lines that are not as shown, `measured` numbers excepted."""
     expected, printed_lines = shown.splitlines(), printed.splitlines()
-    faults = [f"{len(printed_lines)} lines in place of {len(expected)}"] if len(expected) != len(printed_lines) else []
-    for line, line_after in zip(expected, printed_lines, strict=False):
-        if not _is_shown(line, line_after, measured=measured):
-            faults.append(f"{line_after!r} in place of {line!r}")
-    return faults
+    mismatches = (
+        [f"{len(printed_lines)} lines in place of {len(expected)}"] if len(expected) != len(printed_lines) else []
+    )
+    for line, printed_line in zip(expected, printed_lines, strict=False):
+        if not _is_shown(line, printed_line, measured=measured):
+            mismatches.append(f"{printed_line!r} in place of {line!r}")
+    return mismatches
 
 
 def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
     """Whether a line is as the page has it: words, and numbers at their places."""
     start, is_cut, _ = shown.partition("…")
-    words, texts_between = _NUMBER.split(start), _NUMBER.split(printed)
-    numbers, result = _NUMBER.findall(start), _NUMBER.findall(printed)
-    if len(result) < len(numbers) or (not is_cut and len(result) > len(numbers)):
+    words, printed_words = _NUMBER.split(start), _NUMBER.split(printed)
+    numbers, printed_numbers = _NUMBER.findall(start), _NUMBER.findall(printed)
+    if len(printed_numbers) < len(numbers) or (not is_cut and len(printed_numbers) > len(numbers)):
         return False
-    last = texts_between[len(numbers)]
+    last = printed_words[len(numbers)]
     ends = last.startswith(words[-1]) if is_cut else last == words[-1]
-    return ends and words[:-1] == texts_between[: len(numbers)] and (measured or all(map(_is_rounded, numbers, result)))
+    return (
+        ends
+        and words[:-1] == printed_words[: len(numbers)]
+        and (measured or all(map(_is_rounded, numbers, printed_numbers)))
+    )
 
 
 def _is_rounded(shown: str, printed: str) -> bool:
@@ -158,8 +164,8 @@ class Reader:
     def _here(self, code: str) -> str:
         """The code with the ports that this reader's cluster was given."""
         here = {ADDRESS: self._cluster.url, WORKER: f"http://127.0.0.1:{self._cluster.worker_port}/metrics"}
-        for address, shown in here.items():
-            code = code.replace(address, shown)
+        for address, replacement in here.items():
+            code = code.replace(address, replacement)
         return code
 
     def serve(self, command: str) -> None:
@@ -206,7 +212,7 @@ class Reader:
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"
         if block.language == "bash":
             self._terminal = dict(line.split("=", 1) for line in exported.read_text().split("\0") if line)
-        faults = (
+        mismatches = (
             [] if block.shown is None else differences(self._here(block.shown), done.stdout, measured=block.measured)
         )
-        assert not faults, "\n".join([block.code, *faults])
+        assert not mismatches, "\n".join([block.code, *mismatches])

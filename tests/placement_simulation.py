@@ -251,8 +251,8 @@ class Simulation:
     def _is_placed(self, worker: _Worker, model: int) -> bool:
         return self._table is not None and worker.name in self._table.hosts.get(self._names[model], ())
 
-    def _loaded(self, loaded: tuple[_Worker, int]) -> None:
-        worker, model = loaded
+    def _loaded(self, pair: tuple[_Worker, int]) -> None:
+        worker, model = pair
         if not worker.alive or worker.loading != model:
             return
         worker.loading = None
@@ -268,8 +268,8 @@ class Simulation:
             worker.running = worker.ready.popleft()
             self._at(self._now_s + PASS_S, "answer", (worker, worker.running))
 
-    def _answer(self, answered: tuple[_Worker, tuple[float, int]]) -> None:
-        worker, (arrived_s, model) = answered
+    def _answer(self, pair: tuple[_Worker, tuple[float, int]]) -> None:
+        worker, (arrived_s, model) = pair
         if not worker.alive:
             return
         del self._leased[model][arrived_s]

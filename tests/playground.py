@@ -41,33 +41,33 @@ def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
     pick(page, "beside", beside)
 
 
-def files(*sources: tuple[str, str, bytes]) -> str:
+def files(*attachments: tuple[str, str, bytes]) -> str:
     """JavaScript that gives a DataTransfer with files, each by name, type and content."""
-    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in sources])
+    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in attachments])
     return (
         f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
-        "transfer.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type})); "
+        "transfer.items.add(new File([Uint8Array.from(atob(text), element => element.charCodeAt(0))], name, {type})); "
         "return transfer; })()"
     )
 
 
-def attach(page: Page, *sources: tuple[str, str, bytes], to: str = "#files") -> None:
+def attach(page: Page, *attachments: tuple[str, str, bytes], to: str = "#files") -> None:
     """Pick files as the file picker does, and wait until they are listed."""
     page.wait(f"document.querySelectorAll('{to}').length", lambda count: count == 1)
     listed = f"document.querySelector('{to}').closest('.drop').querySelectorAll('.files li').length"
     before = page.evaluate(listed)
     page.evaluate(
-        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*sources)}.files; "
+        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*attachments)}.files; "
         "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
-    page.wait(listed, lambda count: count == before + len(sources))
+    page.wait(listed, lambda count: count == before + len(attachments))
 
 
 def ask(page: Page, results: int = 1) -> None:
     """Run it, and wait for as many results."""
     page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
     page.evaluate(  # at once: the page may run by itself
-        "document.querySelectorAll('.beside article').forEach(each => { each.dataset.old = 1; }), "
+        "document.querySelectorAll('.beside article').forEach(element => { element.dataset.old = 1; }), "
         "document.querySelector('#run').click()"
     )
     fresh = "document.querySelectorAll('.beside article:not([data-old])').length"

@@ -23,12 +23,12 @@ class PrefixProxy:
         self.port = 0
         self.client = httpx.Client(trust_env=False, timeout=60)
 
-    def path(self, path_asked: str) -> str | None:
+    def path(self, target: str) -> str | None:
         """Return the path at the gateway, None for a path beside the prefix."""
-        if not (path_asked + "/").startswith(f"{self.prefix}/"):
-            self.outside.append(path_asked)
+        if not (target + "/").startswith(f"{self.prefix}/"):
+            self.outside.append(target)
             return None
-        return path_asked.removeprefix(self.prefix) or "/" if self.strips else path_asked
+        return target.removeprefix(self.prefix) or "/" if self.strips else target
 
 
 @contextlib.contextmanager

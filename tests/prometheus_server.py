@@ -23,7 +23,7 @@ def targets(stack: Stack) -> list[dict[str, Any]]:
     """The static targets of a stack's processes, with the labels that the Prometheus operator gives
     those of the chart.
     """
-    result = [
+    endpoints = [
         *(
             (url, "sie-gateway-metrics", "gateway", f"gateway-{number}")
             for number, url in enumerate(stack.metrics_urls)
@@ -45,7 +45,7 @@ def targets(stack: Stack) -> list[dict[str, Any]]:
                 "endpoint": "metrics",
             },
         }
-        for url, service, container, pod in result
+        for url, service, container, pod in endpoints
     ]
 
 

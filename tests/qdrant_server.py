@@ -178,13 +178,13 @@ class Collections:
         named = request.vectors if isinstance(request.vectors, dict) else {"": request.vectors}
         params = {
             key: EdgeVectorParams(
-                size=vector.size,
-                distance=getattr(Distance, vector.distance.value),
+                size=vector_params.size,
+                distance=getattr(Distance, vector_params.distance.value),
                 multivector_config=MultiVectorConfig(MultiVectorComparator.MaxSim)
-                if vector.multivector_config
+                if vector_params.multivector_config
                 else None,
             )
-            for key, vector in named.items()
+            for key, vector_params in named.items()
         }
         sparse = {key: EdgeSparseVectorParams() for key in request.sparse_vectors or {}}
         place = self._folder / name
@@ -193,7 +193,7 @@ class Collections:
         self._shards[name] = EdgeShard.create(
             str(place / "shard"), EdgeConfig(vectors=dense, sparse_vectors=sparse or None)
         )
-        shown = {key: vector.model_dump(mode="json", exclude_none=True) for key, vector in named.items()}
+        shown = {key: vector_params.model_dump(mode="json", exclude_none=True) for key, vector_params in named.items()}
         self._params[name] = {
             "vectors": shown if isinstance(request.vectors, dict) else shown[""],
             **({"sparse_vectors": {key: {} for key in sparse}} if sparse else {}),
@@ -225,9 +225,9 @@ class Collections:
         from qdrant_client import models
         from qdrant_edge import Point, UpdateOperation
 
-        points_list = models.PointsList.model_validate_json(body)
-        points = [Point(point.id, _stored(point.vector), point.payload or {}) for point in points_list.points]
-        shard.update(UpdateOperation.upsert_points(points, condition=_filter(points_list.update_filter)))
+        upsert = models.PointsList.model_validate_json(body)
+        points = [Point(point.id, _stored(point.vector), point.payload or {}) for point in upsert.points]
+        shard.update(UpdateOperation.upsert_points(points, condition=_filter(upsert.update_filter)))
         shard.flush()
         return {"operation_id": 0, "status": "completed"}
 
@@ -250,7 +250,7 @@ def _stored(vector: Any) -> Any:
 
     if isinstance(vector, models.SparseVector):
         return SparseVector(vector.indices, vector.values)
-    return {name: _stored(entry) for name, entry in vector.items()} if isinstance(vector, dict) else vector
+    return {name: _stored(part) for name, part in vector.items()} if isinstance(vector, dict) else vector
 
 
 def _shown(vector: Any) -> Any:
@@ -259,23 +259,23 @@ def _shown(vector: Any) -> Any:
 
     if isinstance(vector, SparseVector):
         return {"indices": vector.indices, "values": vector.values}
-    return {name: _shown(entry) for name, entry in vector.items()} if isinstance(vector, dict) else vector
+    return {name: _shown(part) for name, part in vector.items()} if isinstance(vector, dict) else vector
 
 
-def _filter(filter_wanted: Any) -> Any:
+def _filter(query_filter: Any) -> Any:
     """A filter of a request in the form of the engine: ids, and fields with one of some values."""
     from qdrant_client import models
     from qdrant_edge import FieldCondition, Filter, HasIdCondition, MatchAny
 
-    if filter_wanted is None:
+    if query_filter is None:
         return None
-    assert filter_wanted == models.Filter(must=filter_wanted.must)
+    assert query_filter == models.Filter(must=query_filter.must)
     conditions: list[Any] = []
-    for condition in filter_wanted.must or ():
-        if isinstance(condition, models.HasIdCondition):
-            conditions.append(HasIdCondition(set(condition.has_id)))
+    for clause in query_filter.must or ():
+        if isinstance(clause, models.HasIdCondition):
+            conditions.append(HasIdCondition(set(clause.has_id)))
         else:
-            conditions.append(FieldCondition(condition.key, match=MatchAny(condition.match.any)))
+            conditions.append(FieldCondition(clause.key, match=MatchAny(clause.match.any)))
     return Filter(must=conditions)
 
 
@@ -293,18 +293,14 @@ def _query(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import Query, QueryRequest, Sample
 
-    query_request = models.QueryRequest.model_validate_json(body)
-    if isinstance(query_request.query, models.SampleQuery):
+    question = models.QueryRequest.model_validate_json(body)
+    if isinstance(question.query, models.SampleQuery):
         query: Any = Sample.Random
     else:
-        vector = (
-            query_request.query.nearest if isinstance(query_request.query, models.NearestQuery) else query_request.query
-        )
+        vector = question.query.nearest if isinstance(question.query, models.NearestQuery) else question.query
         vector = _stored(vector)
-        query = Query.Nearest(vector, using=query_request.using) if query_request.using else Query.Nearest(vector)
-    hits = shard.query(
-        QueryRequest(limit=query_request.limit or 10, query=query, with_payload=bool(query_request.with_payload))
-    )
+        query = Query.Nearest(vector, using=question.using) if question.using else Query.Nearest(vector)
+    hits = shard.query(QueryRequest(limit=question.limit or 10, query=query, with_payload=bool(question.with_payload)))
     return {
         "points": [
             {"id": _id(hit.id), "version": hit.version, "score": hit.score, "payload": hit.payload} for hit in hits
@@ -316,13 +312,13 @@ def _scroll(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import ScrollRequest
 
-    scroll_request = models.ScrollRequest.model_validate_json(body)
+    scroll = models.ScrollRequest.model_validate_json(body)
     records, following = shard.scroll(
         ScrollRequest(
-            offset=scroll_request.offset,
-            limit=scroll_request.limit,
-            with_payload=scroll_request.with_payload,
-            with_vector=scroll_request.with_vector,
+            offset=scroll.offset,
+            limit=scroll.limit,
+            with_payload=scroll.with_payload,
+            with_vector=scroll.with_vector,
         )
     )
     return {"points": _records(records), "next_page_offset": None if following is None else _id(following)}
@@ -351,8 +347,8 @@ def _delete_points(shard: Any, body: bytes) -> Any:
     from qdrant_edge import UpdateOperation
 
     if "filter" in json.loads(body):
-        selector = models.FilterSelector.model_validate_json(body).filter
-        return _update(shard, UpdateOperation.delete_points_by_filter(_filter(selector)))
+        selection = models.FilterSelector.model_validate_json(body).filter
+        return _update(shard, UpdateOperation.delete_points_by_filter(_filter(selection)))
     return _update(shard, UpdateOperation.delete_points(list(models.PointIdsList.model_validate_json(body).points)))
 
 
@@ -360,17 +356,17 @@ def _set_payload(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import UpdateOperation
 
-    payload_request = models.SetPayload.model_validate_json(body)
-    return _update(shard, UpdateOperation.set_payload(list(payload_request.points or ()), payload_request.payload))
+    change = models.SetPayload.model_validate_json(body)
+    return _update(shard, UpdateOperation.set_payload(list(change.points or ()), change.payload))
 
 
 def _delete_payload(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import Filter, UpdateOperation
 
-    payload_request = models.DeletePayload.model_validate_json(body)
-    assert payload_request.filter == models.Filter()
-    return _update(shard, UpdateOperation.delete_payload_by_filter(Filter(), list(payload_request.keys)))
+    deletion = models.DeletePayload.model_validate_json(body)
+    assert deletion.filter == models.Filter()
+    return _update(shard, UpdateOperation.delete_payload_by_filter(Filter(), list(deletion.keys)))
 
 
 def _batch(shard: Any, body: bytes) -> Any:
@@ -381,9 +377,9 @@ def _batch(shard: Any, body: bytes) -> Any:
     for operation in models.UpdateOperations.model_validate_json(body).operations:
         if isinstance(operation, models.UpdateVectorsOperation):
             points = operation.update_vectors.points
-            present = {_id(record.id) for record in shard.retrieve([point.id for point in points], False, False)}
-            if absent_ids := [point.id for point in points if point.id not in present]:
-                raise Refused(404, f"Not found: No point with id {absent_ids[0]} found")
+            present = {_id(point.id) for point in shard.retrieve([record.id for record in points], False, False)}
+            if missing_ids := [point.id for point in points if point.id not in present]:
+                raise Refused(404, f"Not found: No point with id {missing_ids[0]} found")
             changed = [PointVectors(point.id, _stored(point.vector)) for point in points]
             condition = _filter(operation.update_vectors.update_filter)
             operations.append(UpdateOperation.update_vectors(changed, condition=condition))

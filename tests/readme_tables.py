@@ -81,8 +81,8 @@ def speed() -> str:
     }
     rows = ["| clients | SIE | Infinity | sentence-transformers |", "|---|---|---|---|"]
     for clients in CLIENTS:
-        own, rates_of_rest = rates["sie", clients], [rates[source, clients] for source in ("infinity", "st")]
-        cells = [f"{rate:.0f} ({own / rate:.1f}x)" for rate in rates_of_rest]
+        own, rival_rates = rates["sie", clients], [rates[source, clients] for source in ("infinity", "st")]
+        cells = [f"{rate:.0f} ({own / rate:.1f}x)" for rate in rival_rates]
         rows.append(f"| {clients} | {own:.0f} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

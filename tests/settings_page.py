@@ -34,17 +34,17 @@ def tables() -> str:
 
 def profiles() -> str:
     """The measured defaults of machine profiles."""
-    values = [(profile, *value) for profile, default in MACHINE_PROFILE_DEFAULTS.items() for value in default.items()]
+    values = [(profile, *value) for profile, defaults in MACHINE_PROFILE_DEFAULTS.items() for value in defaults.items()]
     rows = [f"| `{profile}` | `{name}` | {value} |" for profile, name, value in values]
     return "\n".join(["| machine profile | setting | default there |", "|---|---|---|", *rows])
 
 
 def page(old: str) -> str:
     """The page with its tables as the code has them now."""
-    for name, text in (("settings", tables()), ("profiles", profiles())):
+    for name, section in (("settings", tables()), ("profiles", profiles())):
         old = re.sub(
             rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)",
-            lambda _, created=text: created,
+            lambda _, table=section: table,
             old,
             flags=re.DOTALL,
         )

@@ -45,8 +45,8 @@ class Shared:
         """The one of this name, which `start` makes if it does not run yet."""
         if name not in self._running:
             self._running[name] = self._ends.enter_context(start())
-        running: T = self._running[name]
-        return running
+        instance: T = self._running[name]
+        return instance
 
     def end(self) -> None:
         """End all. Raises what the ends raise."""

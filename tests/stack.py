@@ -294,7 +294,7 @@ class Stack:
         """Durable consumers of all work streams, as the first broker's monitor tells."""
         answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=30).json()
         streams = [
-            detail for account in answer.get("account_details", []) for detail in account.get("stream_detail", [])
+            stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])
         ]
         work = (stream for stream in streams if stream["name"].startswith("WORK_"))
         return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]
@@ -308,10 +308,10 @@ class Stack:
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time so far, by role, seconds."""
-        sizes: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for part in self.parts:
-            sizes[part.role] = sizes.get(part.role, 0.0) + part.cpu_s()
-        return sizes
+            seconds[part.role] = seconds.get(part.role, 0.0) + part.cpu_s()
+        return seconds
 
     def rss_bytes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}

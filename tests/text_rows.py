@@ -18,9 +18,9 @@ def text_rows(
 ) -> list[TokenRow]:
     """Return one row for each text, with its special tokens, truncated to `limit` tokens (0: the model's limit)."""
     options = RunOptions(max_tokens=limit, truncate=truncate)
-    (batch,) = layouts.make(tokenizer, Rows(), [WorkItemInput([Input(text) for text in texts], None, options)])
-    assert batch.error is None
-    return batch.rows
+    (work_rows,) = layouts.make(tokenizer, Rows(), [WorkItemInput([Input(text) for text in texts], None, options)])
+    assert work_rows.error is None
+    return work_rows.rows
 
 
 def panicking() -> Tokenizer:

@@ -72,14 +72,14 @@ _ABOUT = {"openapi": "3.1.0", "info": {"title": "SIE", "version": ""}}
 def schemas() -> dict[str, Any]:
     """A document of the schemas that the routes name, directly or not."""
     whole = openapi_document(_ABOUT)
-    every, types = whole["components"]["schemas"], dict[str, Any]()
+    every, components = whole["components"]["schemas"], dict[str, Any]()
     waiting = [whole["paths"][route] for route in ROUTES]
     while waiting:
         for name in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(waiting.pop())):
-            if name not in types:
-                types[name] = every[name]
+            if name not in components:
+                components[name] = every[name]
                 waiting.append(every[name])
-    return {**_ABOUT, "paths": {}, "components": {"schemas": dict(sorted(types.items()))}}
+    return {**_ABOUT, "paths": {}, "components": {"schemas": dict(sorted(components.items()))}}
 
 
 def digest() -> str:

@@ -78,8 +78,8 @@ class Forked:
 
     def __init__(self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         reading, writing = os.pipe()
-        with open(os.devnull, "rb") as null:
-            self._start(kind, argv, environ, (null.fileno(), writing, writing))
+        with open(os.devnull, "rb") as devnull:
+            self._start(kind, argv, environ, (devnull.fileno(), writing, writing))
         os.close(writing)
         self.stdout = os.fdopen(reading, encoding="utf-8")
 
@@ -119,8 +119,8 @@ class Forked:
     def _ended(self, timeout_s: float | None) -> bool:
         with self._ending:  # which several threads may ask for
             if self.returncode is None and _readable([self._told], timeout_s):
-                with self._told as read_end:
-                    self.returncode = int(read_end.readline())
+                with self._told as status_stream:
+                    self.returncode = int(status_stream.readline())
             return self.returncode is not None
 
     def send_signal(self, number: int) -> None:
@@ -193,9 +193,9 @@ def _prepare(kind: Kind) -> None:
 
 def environ_of(pid: int) -> dict[str, str]:
     """Return the environment of a process. For a forked one the kernel has that of the zygote."""
-    settings = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
-    if settings.exists():
-        return dict(json.loads(settings.read_text("utf-8")))
+    environ_path = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
+    if environ_path.exists():
+        return dict(json.loads(environ_path.read_text("utf-8")))
     return psutil.Process(pid).environ()
 
 
@@ -262,12 +262,12 @@ def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | N
     return json.loads(body), descriptors
 
 
-def _reap(pipes: dict[int, int]) -> None:
+def _reap(status_fds: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if _given is not None:
                 _given_to(_given, ended[0]).unlink(missing_ok=True)
-            _tell(status := pipes.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
+            _tell(status := status_fds.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
             os.close(status)
 
 
@@ -283,8 +283,8 @@ def fork_on_request(
     until its other side is, and end. In each child: return its arguments.
     """
     controls = set(filter(None, [control]))
-    pipes: dict[int, int] = {}
-    requests: dict[int, socket.socket] = {}
+    status_fds: dict[int, int] = {}
+    requesters: dict[int, socket.socket] = {}
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(woken, False)
@@ -297,7 +297,7 @@ def fork_on_request(
             sys.exit()
         if woken in ready:
             os.read(woken, 4096)
-            _reap(pipes)
+            _reap(status_fds)
         if listener in ready and listener is not None:
             controls.add(listener.accept()[0])
         for element in controls.intersection(ready):
@@ -307,7 +307,7 @@ def fork_on_request(
                     sys.exit()
                 controls.remove(element)
                 element.close()
-                for pid in [pid for pid, sender in requests.items() if sender is element and pid in pipes]:
+                for pid in [pid for pid, requester in requesters.items() if requester is element and pid in status_fds]:
                     os.kill(pid, signal.SIGKILL)
                 continue
             job, (status, *streams) = request
@@ -317,13 +317,13 @@ def fork_on_request(
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for connection in (*controls, *filter(None, [listener])):
                     connection.close()
-                for descriptor in (woken, wakes, status, *pipes.values(), *filter(None, [owner])):
+                for descriptor in (woken, wakes, status, *status_fds.values(), *filter(None, [owner])):
                     os.close(descriptor)
                 return _become(job, streams, parent)
             for stream in streams:
                 os.close(stream)
-            pipes[pid] = status
-            requests[pid] = element
+            status_fds[pid] = status
+            requesters[pid] = element
             _tell(status, pid)
 
 

@@ -103,12 +103,12 @@ class Module:
 def modules(folder: str) -> Sequence[Module]:
     """Return the modules of the package in a folder of `PACKAGES`, in the order of their paths."""
     base = ROOT / folder
-    modules_read = []
+    parsed_modules = []
     for file in sorted((base / PACKAGES[folder]).rglob("*.py")):
         name = ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
         text = file.read_text("utf-8")
-        modules_read.append(Module(name, file, text, ast.parse(text)))
-    return modules_read
+        parsed_modules.append(Module(name, file, text, ast.parse(text)))
+    return parsed_modules
 
 
 def names_that_are_gone(module: Module) -> Iterator[str]:
@@ -152,13 +152,13 @@ def _exceptions() -> set[str]:
     return names
 
 
-def imports(modules_given: Sequence[Module]) -> dict[str, set[str]]:
+def imports(parsed_modules: Sequence[Module]) -> dict[str, set[str]]:
     """Return for each module the modules of its package that it imports. An import of a package counts as an import of
     its __init__ file only.
     """
-    names = {module.name for module in modules_given}
+    names = {module.name for module in parsed_modules}
     graph: dict[str, set[str]] = {}
-    for module in modules_given:
+    for module in parsed_modules:
         used: set[str] = set()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
@@ -173,16 +173,16 @@ def imports(modules_given: Sequence[Module]) -> dict[str, set[str]]:
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the circles of imports. One import of each found circle is removed, and the search goes on."""
     graph = {name: set(used) for name, used in graph.items()}
-    names = []
+    cycles = []
     while True:
         try:
             tuple(TopologicalSorter(graph).static_order())
         except CycleError as error:
             circle = error.args[1]
-            names.append(circle)
+            cycles.append(circle)
             graph[circle[1]].discard(circle[0])
         else:
-            return names
+            return cycles
 
 
 def reused_classes() -> dict[str, list[str]]:
@@ -193,7 +193,7 @@ def reused_classes() -> dict[str, list[str]]:
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.ClassDef):
                     places[node.name.lstrip("_")].append(f"{module.name}:{node.lineno}")
-    return {name: places_of_name for name, places_of_name in places.items() if len(places_of_name) > 1}
+    return {name: class_places for name, class_places in places.items() if len(class_places) > 1}
 
 
 def within_a_package(places: Sequence[str]) -> bool:
@@ -257,7 +257,12 @@ def assigned(module: Module) -> Iterator[str]:
         for node in ast.walk(function):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.NamedExpr | ast.comprehension):
-                own |= {child.id for target in targets for child in ast.walk(target) if isinstance(child, ast.Name)}
+                own |= {
+                    name_node.id
+                    for target in targets
+                    for name_node in ast.walk(target)
+                    if isinstance(name_node, ast.Name)
+                }
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 of_self = isinstance(node.value, ast.Attribute) and not node.attr.startswith("_")

@@ -46,13 +46,17 @@ def run(*command: str | Path, **environ: str) -> str:
 
 def checked_version(*, dirty: bool) -> str:
     """Return the version. Raises ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
-    current = version.current()
-    if wrong := [f"{place} has {line}" for place, line in version.found() if line != current]:
-        raise ReleaseError(f"the version is {current}, but {', '.join(wrong)}: run python tools/version.py {current}")
+    release_version = version.current()
+    if wrong := [
+        f"{place} has {copy_version}" for place, copy_version in version.found() if copy_version != release_version
+    ]:
+        raise ReleaseError(
+            f"the version is {release_version}, but {', '.join(wrong)}: run python tools/version.py {release_version}"
+        )
     changed = run("git", "status", "--porcelain").splitlines()
     if changed and not dirty:
         raise ReleaseError(f"{len(changed)} files have uncommitted changes: commit them, or use --dirty for a trial")
-    return current
+    return release_version
 
 
 def distributions(out: Path) -> None:
@@ -106,20 +110,20 @@ def main(arguments: Sequence[str]) -> int:
         if out.exists() and any(out.iterdir()):
             raise ReleaseError(f"{out} is not empty: remove it, or name another folder by --out")
         out.mkdir(parents=True, exist_ok=True)
-        version_built = checked_version(dirty=options.dirty)
+        release_version = checked_version(dirty=options.dirty)
         distributions(out)
         chart(out)
-        bill(out, version_built)
-        left_out = ["images: --without-images"] if options.without_images else images(out, version_built)
+        bill(out, release_version)
+        left_out = ["images: --without-images"] if options.without_images else images(out, release_version)
         sums(out)
-        tagged = f"v{version_built}" in run("git", "tag", "--points-at", "HEAD").split()
+        tagged = f"v{release_version}" in run("git", "tag", "--points-at", "HEAD").split()
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print((out / SUMS).read_text(), end="")
-    print(*(f"left out: {name}" for name in left_out), sep="\n")
+    print(*(f"left out: {reason}" for reason in left_out), sep="\n")
     if not tagged:
-        print(f"not tagged: git tag v{version_built} makes this commit the release")
+        print(f"not tagged: git tag v{release_version} makes this commit the release")
     return 0
 
 

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         write(arguments[0])
     version = current()
-    wrong = [f"{place} has {line}" for place, line in found() if line != version]
+    wrong = [f"{place} has {copy_version}" for place, copy_version in found() if copy_version != version]
     print(version, *wrong, sep="\n")
     return 1 if wrong else 0
 

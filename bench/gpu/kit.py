@@ -287,5 +287,5 @@ def profiled(run: Callable[[], object]) -> KernelProfile:
             gaps.append(start - reached)
         reached = max(reached, end)
     span = reached - spans[0][0]
-    rows = [(name, calls[name], float(count)) for name, count in times.most_common()]
+    rows = [(name, calls[name], float(duration)) for name, duration in times.most_common()]
     return KernelProfile(rows, span, sum(gaps) / span if span else 0.0, gaps)

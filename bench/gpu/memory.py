@@ -39,10 +39,10 @@ def other_process(table: kit.Table) -> None:
         holder.stdout.readline()
         during = kit.used_mib()
         holder.stdin.close()
-    is_right = kit.check(
+    verdict = kit.check(
         HELD_MIB <= during - before <= HELD_MIB + 2 * CONTEXT_MIB, f"another process's {HELD_MIB} MiB are seen"
     )
-    table.row("another process", before, during, kit.used_mib(), is_right)
+    table.row("another process", before, during, kit.used_mib(), verdict)
 
 
 def unload(table: kit.Table, folder: Path) -> None:

@@ -140,10 +140,10 @@ def main() -> None:
     tokens = float(np.mean([len(row) for row in ids]))
     for name, sizes in MODELS.items():
         with running(name, BertConfig(**sizes)) as cluster:
-            for clients, entry in LOADS:
+            for clients, batch_size in LOADS:
                 bodies = [
-                    json.dumps({"model": cluster.models[0], "input": texts[start : start + entry]}).encode()
-                    for start in range(0, len(texts) - entry + 1, entry)
+                    json.dumps({"model": cluster.models[0], "input": texts[start : start + batch_size]}).encode()
+                    for start in range(0, len(texts) - batch_size + 1, batch_size)
                 ]
                 requests = [request("/v1/embeddings", body, "application/json") for body in bodies]
 
@@ -156,11 +156,11 @@ def main() -> None:
                 with kit.utilisation() as samples:
                     answered, taken_s, latencies = load(SECONDS)
                 done, batches, cpu_s = (now - then for now, then in zip(cluster.counted(), before, strict=True))
-                rate = answered * entry / taken_s
+                rate = answered * batch_size / taken_s
                 quantiles = (f"{1e3 * percentile(latencies, share):.1f}" for share in (0.5, 0.99))
                 busy = f"{statistics.mean(samples or [0.0]):.0f} %"
                 table.row(
-                    *(name, clients, entry, rate, rate * tokens, *quantiles, busy, cpu_s / taken_s),
+                    *(name, clients, batch_size, rate, rate * tokens, *quantiles, busy, cpu_s / taken_s),
                     done / max(1.0, batches),
                 )
 

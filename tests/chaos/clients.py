@@ -84,10 +84,10 @@ class Expected:
         for slot, index in zip(slots, picked, strict=True):
             if "error" in slot:
                 return f"slot error {slot['error']['code']}"
-            values, vector = np.asarray(slot["dense"]["values"], np.float64), self.vectors[index]
-            if values.shape != vector.shape:
+            values, expected = np.asarray(slot["dense"]["values"], np.float64), self.vectors[index]
+            if values.shape != expected.shape:
                 return f"{values.shape} values"
-            cosine = float(values @ vector / (np.linalg.norm(values) * np.linalg.norm(vector)))
+            cosine = float(values @ expected / (np.linalg.norm(values) * np.linalg.norm(expected)))
             if not cosine > COSINE:
                 return f"a vector of another text, cosine {cosine:.3f}"
         return ""
@@ -139,7 +139,7 @@ class Crowd:
         count = 1 + number % self._items
         picked = [(number * 7 + offset) % len(expected.texts) for offset in range(count)]
         ids = [f"{expected.model}-{number}-{offset}" for offset in range(count)]
-        items = [{"id": entry, "text": expected.texts[index]} for entry, index in zip(ids, picked, strict=True)]
+        items = [{"id": item_id, "text": expected.texts[index]} for item_id, index in zip(ids, picked, strict=True)]
         body = msgspec.msgpack.encode({"items": items})
         outcome = Outcome(expected.model, time.monotonic())
         plan = call(
@@ -148,12 +148,12 @@ class Crowd:
         step: Received | TransportFailed | None = None
         try:
             while True:
-                expected_value = plan.send(step)
-                if isinstance(expected_value, Send):
-                    step = await self._attempt(expected_value, outcome, number)
+                action = plan.send(step)
+                if isinstance(action, Send):
+                    step = await self._attempt(action, outcome, number)
                 else:
                     step = None
-                    await asyncio.sleep(expected_value.seconds)
+                    await asyncio.sleep(action.seconds)
         except StopIteration as done:
             outcome.detail = expected.fault(done.value.body, ids, picked)
             outcome.verdict = "wrong" if outcome.detail else "right"
@@ -162,7 +162,7 @@ class Crowd:
         outcome.ended_s = time.monotonic()
         return outcome
 
-    async def _attempt(self, expected: Send, outcome: Outcome, number: int) -> Received | TransportFailed:
+    async def _attempt(self, send: Send, outcome: Outcome, number: int) -> Received | TransportFailed:
         first = number + len(outcome.attempts)
         started_s = time.monotonic()
         failure: OSError = ConnectionRefusedError("no gateway listens")
@@ -175,8 +175,8 @@ class Crowd:
                 continue
             timeout_ms = str(round(self._budget_s * 1000))
             message = request(
-                expected.path,
-                expected.body,
+                send.path,
+                send.body,
                 x_sie_timeout_ms=timeout_ms,
                 x_sie_client_version="0.1.0",
                 **self._headers,

@@ -42,10 +42,10 @@ class Report:
 
     def split(self) -> tuple[list[Outcome], list[Outcome]]:
         """Requests that no leader election touched, and the others."""
-        totals: tuple[list[Outcome], list[Outcome]] = ([], [])
+        halves: tuple[list[Outcome], list[Outcome]] = ([], [])
         for outcome in self.outcomes:
-            totals[_touches(self.leaderless, outcome.started_s, outcome.ended_s)].append(outcome)
-        return totals
+            halves[_touches(self.leaderless, outcome.started_s, outcome.ended_s)].append(outcome)
+        return halves
 
 
 def _touches(spans: Sequence[Span], started_s: float, ended_s: float) -> bool:
@@ -116,26 +116,26 @@ def table(report: Report) -> str:
     )
     whole_s = report.end_s - report.begin_s
     lines.append(f"\n{whole_s:.0f} s, {len(report.faults)} faults, {leaderless_s:.0f} s with a group without a leader.")
-    lines.append(f"Attempts: {', '.join(f'{count} x {label}' for label, count in attempts.most_common())}.")
+    lines.append(f"Attempts: {', '.join(f'{count} x {kind}' for kind, count in attempts.most_common())}.")
     if times:
         lines.append(
             f"Time to the right answer, retries included: p50 {times[len(times) // 2] * 1000:.0f} ms, "
             f"p99 {times[int(len(times) * 0.99)]:.1f} s, longest {times[-1]:.1f} s."
         )
     lines += [
-        f"- {problem.verdict}: {problem.model} after {problem.started_s - report.begin_s:.1f} s, {problem.detail}"
-        for problem in [*report.wrong, *report.failed][:10]
+        f"- {outcome.verdict}: {outcome.model} after {outcome.started_s - report.begin_s:.1f} s, {outcome.detail}"
+        for outcome in [*report.wrong, *report.failed][:10]
     ]
     for attempt in report.lost[:10]:
         when = f"{attempt.started_s - report.begin_s:.1f} to {attempt.ended_s - report.begin_s:.1f} s"
         lines.append(f"- lost at gateway {attempt.gateway}: {when}, {attempt.status} {attempt.failure}")
     lines += ["\n| s | part | what | ready again after s |", "|---|---|---|---|"]
     for fault in report.faults:
-        labels = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[
+        effect = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[
             fault.action
         ]
         ready = f"{fault.recovered_s - fault.at_s:.1f}" if fault.recovered_s else "never"
-        lines.append(f"| {fault.at_s - report.begin_s:.0f} | {fault.part} | {labels} | {ready} |")
+        lines.append(f"| {fault.at_s - report.begin_s:.0f} | {fault.part} | {effect} | {ready} |")
     return "\n".join(lines)
 
 

@@ -62,12 +62,12 @@ SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 
 def test_there_is_one_for_each_that_the_chart_names() -> None:
     named = {
-        container["image"].partition(":")[0].rpartition("/")[2]
-        for _, _, container in containers(rendered("everything.yaml"))
+        container_spec["image"].partition(":")[0].rpartition("/")[2]
+        for _, _, container_spec in containers(rendered("everything.yaml"))
     } - {"nats"}
     named |= {
-        container["image"].partition(":")[0].rpartition("/")[2]
-        for _, _, container in containers(rendered("values-gke.yaml"))
+        container_spec["image"].partition(":")[0].rpartition("/")[2]
+        for _, _, container_spec in containers(rendered("values-gke.yaml"))
     } - {"nats"}
     assert named == {f"sie-{image}" for image in IMAGES if image != "serve"}
 
@@ -83,13 +83,13 @@ def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> Non
     """The process itself is the first one, with no shell before it that would keep signals."""
     instructions = last_stage(image)
     words = [word for word, _ in instructions]
-    values = dict(instructions)
+    directives = dict(instructions)
     (security,) = {
         json.dumps(spec["securityContext"]["runAsUser"]) for _, spec, _ in containers(rendered("everything.yaml"))
     }
-    assert values["USER"] == security
+    assert directives["USER"] == security
     assert words.index("USER") < words.index("ENTRYPOINT")
-    assert json.loads(values["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
+    assert json.loads(directives["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
     assert "CMD" not in words
     command = health_check(image)
     assert command[:2] == ["python", "-ISc"]
@@ -101,10 +101,10 @@ def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> Non
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_code_is_no_part_of_what_its_dependencies_are_made_of(image: str) -> None:
-    stages_read = stages(dockerfile(image))
-    copied = [rest for word, rest in stages_read["dependencies"] if word == "COPY"]
+    build_stages = stages(dockerfile(image))
+    copied = [rest for word, rest in build_stages["dependencies"] if word == "COPY"]
     assert copied == ["constraints.txt .", "pyproject.toml docker/trim.sh ./"]
-    assert [rest for word, rest in stages_read["code"] if word == "COPY"] == [". ."]
+    assert [rest for word, rest in build_stages["code"] if word == "COPY"] == [". ."]
 
 
 def test_each_image_from_elsewhere_is_pinned_in_one_place() -> None:
@@ -120,16 +120,16 @@ def test_each_image_from_elsewhere_is_pinned_in_one_place() -> None:
     for name in named:
         assert re.fullmatch(r"docker\.io/[a-z]+/[a-z-]+:v?\d[a-z0-9.-]*@sha256:[0-9a-f]{64}", name), name
     for path in ALL:
-        stages_read = stages(path)
-        for stage in stages_read.values():
+        build_stages = stages(path)
+        for stage in build_stages.values():
             (base,) = [rest.partition(" AS ")[0] for word, rest in stage if word == "FROM"]
-            assert base in stages_read or base in ("${BASE}", "${CUDA}", "${COMPONENT}"), base
+            assert base in build_stages or base in ("${BASE}", "${CUDA}", "${COMPONENT}"), base
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_says_what_it_is(image: str) -> None:
-    instructions = dict(last_stage(image))
-    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]*)"', instructions["LABEL"]))
+    directives = dict(last_stage(image))
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]*)"', directives["LABEL"]))
     title = labels["title"].replace("${COMPONENT}", image)
     assert (title, labels["licenses"]) == (f"sie-{image}", "Apache-2.0")
     assert {"version", "base.name"} <= labels.keys()
@@ -162,7 +162,10 @@ def test_an_image_says_what_it_is(image: str) -> None:
 
 def test_health_checks_ask_what_processes_answer() -> None:
     """The same ports and paths as the probes of the chart."""
-    ports = {entry["name"]: entry.get("ports", ()) for _, _, entry in containers(rendered("values.yaml"))}
+    ports = {
+        container_spec["name"]: container_spec.get("ports", ())
+        for _, _, container_spec in containers(rendered("values.yaml"))
+    }
     for image, container, port in (
         ("gateway", "gateway", 9090),
         ("config", "config", 8081),
@@ -171,7 +174,7 @@ def test_health_checks_ask_what_processes_answer() -> None:
         check = health_check(image)[2]
         assert "/healthz" in check
         assert str(port) in check
-        assert port in {entry["containerPort"] for entry in ports[container]}
+        assert port in {declared_port["containerPort"] for declared_port in ports[container]}
 
 
 async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp_path: Path) -> None:
@@ -210,8 +213,8 @@ def test_all_that_compose_names_is_there() -> None:
             source = volume.partition(":")[0]
             if source != "./models":  # which a builder makes where it is not there
                 assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
-        words = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
-        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", words)) <= services.keys()
+        mentions = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
+        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", mentions)) <= services.keys()
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
 
 
@@ -232,18 +235,18 @@ def test_spans_go_where_the_collector_of_compose_listens() -> None:
 
 def test_compose_builds_and_scrapes_what_there_is() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    built = {name: element for name, element in services.items() if "build" in element}
+    built = {name: config for name, config in services.items() if "build" in config}
     assert built.keys() == {"gateway", "config", "sidecar", "adapter", "standalone"}
-    for service, entry in built.items():
-        image = entry["build"]["args"]["COMPONENT"]
+    for service, definition in built.items():
+        image = definition["build"]["args"]["COMPONENT"]
         name = {"standalone": "serve"}.get(service, service)
-        assert (entry["image"], image.partition("-")[0]) == (f"sie-{image}:{VERSION}", name)
-        assert entry["build"]["dockerfile"] == dockerfile(image).relative_to(ROOT).as_posix()
-        assert entry["read_only"] is True
-        assert "/tmp" in entry["tmpfs"]
-        for variable in entry.get("environment", {}):
+        assert (definition["image"], image.partition("-")[0]) == (f"sie-{image}:{VERSION}", name)
+        assert definition["build"]["dockerfile"] == dockerfile(image).relative_to(ROOT).as_posix()
+        assert definition["read_only"] is True
+        assert "/tmp" in definition["tmpfs"]
+        for variable in definition.get("environment", {}):
             assert variable in BY_NAME, f"{name}: {variable}"
-        cli.main.commands[name].make_context(name, list(entry.get("command", ())), resilient_parsing=False)
+        cli.main.commands[name].make_context(name, list(definition.get("command", ())), resilient_parsing=False)
     (mounted,) = [volume.partition(":")[0] for volume in services["prometheus"]["volumes"] if volume.startswith("./")]
     scraped = yaml.safe_load((ROOT / mounted).read_text())["scrape_configs"]
     targets = {target for job in scraped for config in job["static_configs"] for target in config["targets"]}
@@ -295,7 +298,7 @@ def test_the_standalone_service_takes_the_bounds_of_its_batches_from_the_environ
 
 def test_compose_starts_without_what_observes_it() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert {name for name, entry in services.items() if entry.get("profiles") == ["observability"]} == {
+    assert {name for name, definition in services.items() if definition.get("profiles") == ["observability"]} == {
         "prometheus",
         "collector",
     }
@@ -307,7 +310,7 @@ def test_compose_starts_without_what_observes_it() -> None:
 def extras_within(name: str, extras: Mapping[str, list[str]]) -> set[str]:
     """This extra and all that it names, at any depth."""
     named = re.findall(r"^sie-cluster\[(.*)\]$", "\n".join(extras[name]), re.MULTILINE)
-    return {name}.union(*(extras_within(entry, extras) for some in named for entry in some.split(",")))
+    return {name}.union(*(extras_within(extra, extras) for some in named for extra in some.split(",")))
 
 
 def test_the_install_steps_name_extras_that_exist() -> None:

@@ -28,9 +28,9 @@ ON = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "everything.yaml"
 
 @pytest.mark.parametrize("file", ON)
 def test_every_port_of_metrics_is_scraped(file: str) -> None:
-    objects_rendered = rendered(file)
+    manifests = rendered(file)
     scraped = set()
-    for monitor in of_kind("ServiceMonitor", objects_rendered).values():
+    for monitor in of_kind("ServiceMonitor", manifests).values():
         spec = monitor["spec"]
         assert spec.keys() == {"namespaceSelector", "selector", "endpoints"}
         assert spec["namespaceSelector"] == {"matchNames": ["search"]}
@@ -40,21 +40,23 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
         assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "30s"}
         selected = [
             service
-            for service in of_kind("Service", objects_rendered).values()
+            for service in of_kind("Service", manifests).values()
             if spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         ]
         assert len(selected) == 1, "each pod is scraped once"
         (port,) = [port for port in selected[0]["spec"]["ports"] if port["name"] == endpoint["port"]]
-        pods = [workload["spec"]["template"] for workload in workloads(objects_rendered).values()]
+        pods = [workload["spec"]["template"] for workload in workloads(manifests).values()]
         behind = [
-            entry for entry in pods if selected[0]["spec"]["selector"].items() <= entry["metadata"]["labels"].items()
+            pod_template
+            for pod_template in pods
+            if selected[0]["spec"]["selector"].items() <= pod_template["metadata"]["labels"].items()
         ]
         targets = [
-            (container["name"], entry["containerPort"])
+            (container["name"], exposed_port["containerPort"])
             for template in behind
             for container in template["spec"]["containers"]
-            for entry in container.get("ports", ())
-            if entry["name"] == port["targetPort"]
+            for exposed_port in container.get("ports", ())
+            if exposed_port["name"] == port["targetPort"]
         ]
         assert len(targets) == len(behind)
         scraped |= set(targets)
@@ -91,10 +93,10 @@ def test_alerts_of_a_release_ask_for_no_other_one() -> None:
 
 
 def dashboards() -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, config in of_kind("ConfigMap", rendered("values-gke.yaml")).items():
+    for name, config_map in of_kind("ConfigMap", rendered("values-gke.yaml")).items():
         if "-dashboard-" in name:
-            assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-            for text in config["data"].values():
+            assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+            for text in config_map["data"].values():
                 yield name, json.loads(text)
 
 
@@ -131,24 +133,24 @@ def test_every_field_of_a_dashboard_is_one_that_grafana_reads() -> None:
         assert lost(dashboard, again) == []
 
 
-def lost(expected: Any, result: Any, path: str = "") -> list[str]:
-    """Return the paths at which `result` lacks what `expected` has. It may have more."""
-    if isinstance(expected, dict):
-        within = result if isinstance(result, dict) else {}
+def lost(original: Any, counterpart: Any, path: str = "") -> list[str]:
+    """Return the paths at which `counterpart` lacks what `original` has. It may have more."""
+    if isinstance(original, dict):
+        within = counterpart if isinstance(counterpart, dict) else {}
         return [
-            path_lost
-            for name, value in expected.items()
-            for path_lost in lost(value, within.get(name), f"{path}.{name}")
+            missing_path
+            for name, value in original.items()
+            for missing_path in lost(value, within.get(name), f"{path}.{name}")
         ]
-    if isinstance(expected, list):
-        if not isinstance(result, list) or len(result) != len(expected):
+    if isinstance(original, list):
+        if not isinstance(counterpart, list) or len(counterpart) != len(original):
             return [path]
         return [
-            path_lost
-            for number, value in enumerate(expected)
-            for path_lost in lost(value, result[number], f"{path}[{number}]")
+            missing_path
+            for number, value in enumerate(original)
+            for missing_path in lost(value, counterpart[number], f"{path}[{number}]")
         ]
-    return [] if expected == result else [path]
+    return [] if original == counterpart else [path]
 
 
 ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to every series
@@ -161,14 +163,14 @@ def test_every_name_and_label_in_a_query_is_of_the_table() -> None:
 
 
 def check(query: str) -> None:
-    metrics_by_name = {name: metric for metric in every().values() for name in metric.exported}
+    metrics = {name: metric for metric in every().values() for name in metric.exported}
     nodes = list(parts_of(promql.parse(query)))
     selectors = [node for node in nodes if isinstance(node, promql.VectorSelector)]
     assert selectors
     labels = set()
     for selector in selectors:
-        assert selector.name in metrics_by_name, query
-        own = {*metrics_by_name[selector.name].labels} | ({"le"} if selector.name.endswith("_bucket") else set())
+        assert selector.name in metrics, query
+        own = {*metrics[selector.name].labels} | ({"le"} if selector.name.endswith("_bucket") else set())
         assert {matcher.name for matcher in selector.matchers.matchers} <= own | ADDED, query
         assert {"namespace"} <= {matcher.name for matcher in selector.matchers.matchers}, "of one installation alone"
         labels |= own
@@ -178,22 +180,22 @@ def check(query: str) -> None:
         if isinstance(node, promql.Call) and node.func.name in ("rate", "increase"):
             (argument,) = node.args
             if isinstance(argument, promql.MatrixSelector):
-                assert metrics_by_name[argument.vector_selector.name].kind != "gauge", query
+                assert metrics[argument.vector_selector.name].kind != "gauge", query
         if isinstance(node, promql.Call) and node.func.name == "histogram_quantile":
             assert "_bucket" in query
 
 
 def test_every_alert_has_a_test_that_raises_it_and_one_that_clears_it() -> None:
     cases: dict[str, list[bool]] = {}
-    for test in rule_tests()["tests"]:
-        for case in test.get("alert_rule_test", ()):
+    for scenario in rule_tests()["tests"]:
+        for case in scenario.get("alert_rule_test", ()):
             cases.setdefault(case["alertname"], []).append(bool(case.get("exp_alerts")))
     assert cases == {rule["alert"]: [False, True, False] for rule in rules()}
 
 
 def test_the_runbook_of_alerts_is_where_the_values_say() -> None:
     (rule,) = of_kind("PrometheusRule", rendered("everything.yaml")).values()
-    urls = [entry["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for entry in group["rules"]]
+    urls = [alert["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for alert in group["rules"]]
     assert len(urls) > 8
     assert {url.partition("#")[0] for url in urls} == {"https://docs.example.com/runbook/"}
 
@@ -215,8 +217,8 @@ def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
     texts = {rule["alert"]: rule["annotations"] for rule in rules()}
     cases = rule_tests()
-    for test in cases["tests"]:
-        for case in test.get("alert_rule_test", ()):
+    for scenario in cases["tests"]:
+        for case in scenario.get("alert_rule_test", ()):
             for alert in case.get("exp_alerts", ()):
                 labels = alert["exp_labels"]
                 alert["exp_annotations"] = {
@@ -233,9 +235,9 @@ def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
 
 def test_the_pods_that_are_watched_are_those_that_export() -> None:
     assert {
-        container["name"]
+        container_spec["name"]
         for workload in workloads(rendered("values-gke.yaml")).values()
-        for container in pod(workload)["containers"]
+        for container_spec in pod(workload)["containers"]
     } == {
         "gateway",
         "config",

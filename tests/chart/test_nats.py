@@ -54,24 +54,24 @@ PASSWORDS = {
 ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
 
 
-def environ_of(result: Any, number: int = 0) -> dict[str, str]:
+def environ_of(manifests: Any, number: int = 0) -> dict[str, str]:
     """Return the environment of the server's container as a kubelet makes it: secrets are looked up, $(NAME) is
     replaced by an earlier value.
     """
-    values_set: dict[str, str] = {}
-    for variable in container(result, "sie-nats", "nats")["env"]:
+    environ: dict[str, str] = {}
+    for variable in container(manifests, "sie-nats", "nats")["env"]:
         if "value" in variable:
-            values_set[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: values_set[match[1]], variable["value"])
+            environ[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], variable["value"])
         elif "fieldRef" in variable["valueFrom"]:
-            values_set[variable["name"]] = f"sie-nats-{number}"
+            environ[variable["name"]] = f"sie-nats-{number}"
         else:
-            values_set[variable["name"]] = PASSWORDS[variable["valueFrom"]["secretKeyRef"]["key"].removeprefix("nats-")]
-    return values_set
+            environ[variable["name"]] = PASSWORDS[variable["valueFrom"]["secretKeyRef"]["key"].removeprefix("nats-")]
+    return environ
 
 
-def config_of(result: Any, folder: Path, changes: Mapping[str, str] | None = None) -> Path:
+def config_of(manifests: Any, folder: Path, changes: Mapping[str, str] | None = None) -> Path:
     """The rendered files in a folder, with paths as they can be here, and with other changes."""
-    data = of_kind("ConfigMap", result)["sie-nats"]["data"]
+    data = of_kind("ConfigMap", manifests)["sie-nats"]["data"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "users.conf").write_text(data["users.conf"])
     text = data["nats.conf"].replace("/data", str(folder / "data")).replace("/tmp/", f"{folder}/")
@@ -84,24 +84,24 @@ def config_of(result: Any, folder: Path, changes: Mapping[str, str] | None = Non
     return folder / "nats.conf"
 
 
-def command_of(result: Any, config: Path) -> list[str]:
+def command_of(manifests: Any, config: Path) -> list[str]:
     """The rendered one, with paths as they are here. A script of it is written anew."""
     script = config.with_name("start.sh")
     if script.exists():
         script.write_text(
             script.read_text().replace("nats-server -c", f"{binary()} -c").replace("/etc/nats", str(config.parent))
         )
-    words = container(result, "sie-nats", "nats")["command"]
+    words = container(manifests, "sie-nats", "nats")["command"]
     return [binary() if word == "nats-server" else word.replace("/etc/nats", str(config.parent)) for word in words]
 
 
 @pytest.mark.parametrize("file", ["values-kind.yaml", "values-gke.yaml", "values-ha.yaml", "everything.yaml"])
 def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
-    objects_rendered = rendered(file)
-    config = config_of(objects_rendered, tmp_path)
-    environ = {"PATH": os.environ["PATH"], **environ_of(objects_rendered)}
+    manifests = rendered(file)
+    config = config_of(manifests, tmp_path)
+    environ = {"PATH": os.environ["PATH"], **environ_of(manifests)}
     done = subprocess.run(
-        [*command_of(objects_rendered, config), "-t"], env=environ, capture_output=True, text=True, timeout=60
+        [*command_of(manifests, config), "-t"], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
 
@@ -124,12 +124,12 @@ def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
     def binary_bytes(text: str) -> int:
         return int(text[:-2]) << {"Mi": 20, "Gi": 30}[text[-2:]]
 
-    objects_rendered = rendered(file)
-    text = of_kind("ConfigMap", objects_rendered)["sie-nats"]["data"]["nats.conf"]
+    manifests = rendered(file)
+    text = of_kind("ConfigMap", manifests)["sie-nats"]["data"]["nats.conf"]
     most = {name: binary_bytes(size) for name, size in re.findall(r"(max_\w+_store): (\w+)B", text)}
-    (claim,) = of_kind("StatefulSet", objects_rendered)["sie-nats"]["spec"]["volumeClaimTemplates"]
+    (claim,) = of_kind("StatefulSet", manifests)["sie-nats"]["spec"]["volumeClaimTemplates"]
     assert most["max_file_store"] < binary_bytes(claim["spec"]["resources"]["requests"]["storage"])
-    memory = container(objects_rendered, "sie-nats", "nats")["resources"]["limits"]["memory"]
+    memory = container(manifests, "sie-nats", "nats")["resources"]["limits"]["memory"]
     assert most["max_memory_store"] < binary_bytes(memory)
     # what gateways reserve of it at once: the work stream, its dead letters, buckets
     assert most["max_file_store"] > settings_of().queue_max_bytes * 5 // 4
@@ -137,9 +137,9 @@ def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
 
 def test_a_changed_configuration_replaces_the_pods() -> None:
     def checksum(values: dict[str, Any]) -> str:
-        objects_rendered = objects(template(values={**CHOSEN, **values}))
+        manifests = objects(template(values={**CHOSEN, **values}))
         return str(
-            of_kind("StatefulSet", objects_rendered)["sie-nats"]["spec"]["template"]["metadata"]["annotations"][
+            of_kind("StatefulSet", manifests)["sie-nats"]["spec"]["template"]["metadata"]["annotations"][
                 "checksum/config"
             ]
         )
@@ -150,7 +150,7 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
 @pytest.mark.long
 async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
     """Routes have a user of their own, and the variables that a kubelet makes are what the server takes them for."""
-    objects_rendered = rendered("values-ha.yaml")
+    manifests = rendered("values-ha.yaml")
     ports = [[free_port() for _ in range(3)] for _ in range(3)]  # of each server: clients, monitor, routes
     servers = []
     try:
@@ -160,16 +160,16 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
                 for port, here in ((4222, client), (8222, monitor), (6222, route))
             }
             config = config_of(
-                objects_rendered, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'}
+                manifests, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'}
             )
-            environ = {"PATH": os.environ["PATH"], **environ_of(objects_rendered, number)}
+            environ = {"PATH": os.environ["PATH"], **environ_of(manifests, number)}
             script = config.with_name("start.sh").read_text()
             for peer, (_, _, at) in enumerate(ports):
                 host = f"sie-nats-{peer}.sie-nats-servers:6222"
                 assert host in script
                 script = script.replace(host, f"127.0.0.1:{at}")
             config.with_name("start.sh").write_text(script)
-            argv = command_of(objects_rendered, config)
+            argv = command_of(manifests, config)
             servers.append(await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL))
         url = ",".join(f"nats://config:{PASSWORDS['config']}@127.0.0.1:{client}" for client, _, _ in ports)
         broker = await connect(url, name="test-config", timeout_s=60)
@@ -208,11 +208,11 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder = tmp_path_factory.mktemp("broker")
-    objects_rendered = rendered("values-kind.yaml")
-    (folder / "users.conf").write_text(of_kind("ConfigMap", objects_rendered)["sie-nats"]["data"]["users.conf"])
+    manifests = rendered("values-kind.yaml")
+    (folder / "users.conf").write_text(of_kind("ConfigMap", manifests)["sie-nats"]["data"]["users.conf"])
     running = NatsServer(folder, max_payload=MAX_PAYLOAD_BYTES, extra='include "users.conf"')
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ_of(objects_rendered).items():
+        for name, value in environ_of(manifests).items():
             patch.setenv(name, value)
         running.start()
     yield running
@@ -324,14 +324,14 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             answer = await client.post(f"/v1/encode/{model}", json={"items": ["x"]}, headers={**bearer, **headers})
             return answer.status_code
 
-        async def eventually(check: Callable[[], Awaitable[bool]], event: str) -> None:
+        async def eventually(check: Callable[[], Awaitable[bool]], goal: str) -> None:
             end_s = time.monotonic() + 60
             while not await check():
                 for task in tasks:
-                    assert not task.done(), f"{event}: a process ended with {task.exception()!r}\n" + "\n".join(
+                    assert not task.done(), f"{goal}: a process ended with {task.exception()!r}\n" + "\n".join(
                         violations(server)
                     )
-                assert time.monotonic() < end_s, f"not within 60 s: {event}\n" + "\n".join(violations(server))
+                assert time.monotonic() < end_s, f"not within 60 s: {goal}\n" + "\n".join(violations(server))
                 await asyncio.sleep(0.05)
 
         try:
@@ -354,8 +354,8 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
                 ] == 1
 
             await eventually(demanded, "a record of demand")
-            created = await client.post("/v1/pools", json={"name": "team", "gpus": {"cpu": 1}}, headers=bearer)
-            assert created.status_code == 201
+            response = await client.post("/v1/pools", json={"name": "team", "gpus": {"cpu": 1}}, headers=bearer)
+            assert response.status_code == 201
 
             async def served_from_the_reservation() -> bool:
                 return await ask(**{"X-SIE-Pool": "team"}) == 200
@@ -378,8 +378,8 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             letter = await brokers["worker"].publish(topology.dead_letter_subject("_default"), b"{}", "letter")
             assert letter.sequence == 1
             await given_up(brokers["worker"])
-            body = (await client.get("/v1/dead-letters", headers=bearer)).json()
-            assert ([entry["id"] for entry in body["letters"]], body["total"]) == (["abc"], 2)
+            listing = (await client.get("/v1/dead-letters", headers=bearer)).json()
+            assert ([entry["id"] for entry in listing["letters"]], listing["total"]) == (["abc"], 2)
 
             async def replayed() -> bool:  # the worker may not have heard yet that the mark is gone
                 return (await client.post("/v1/dead-letters/abc/replay", headers=bearer)).json()["removed"] is True
@@ -440,16 +440,16 @@ async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: s
     """Also what is rarely said: that a request was cancelled, that a worker may have another pool, that work was given
     up.
     """
-    lines_heard: set[str] = set()
+    subjects: set[str] = set()
 
     async def hear(message: CoreMessage) -> None:
-        lines_heard.add(message.subject)
+        subjects.add(message.subject)
 
     async with connected(server, "operator") as operator, connected(server, user) as broker:
         await operator.subscribe("sie.>", hear)
         for subject in OWN[user]:
             await broker.send(subject, b"")
-        await until(lambda: lines_heard >= set(OWN[user]), "all of it heard")
+        await until(lambda: subjects >= set(OWN[user]), "all of it heard")
 
 
 @pytest.mark.usefixtures("owner")
@@ -558,10 +558,10 @@ FORBIDDEN_TO_HEAR = {
 @pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
 async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer, user: str) -> None:
     """By the broker, which says so; what was published reaches nobody."""
-    messages_heard: list[str] = []
+    subjects: list[str] = []
 
     async def hear(message: CoreMessage) -> None:
-        messages_heard.append(message.subject)
+        subjects.append(message.subject)
 
     before = len(violations(server))
     async with connected(server, "operator") as operator, connected(server, user) as broker:
@@ -578,8 +578,8 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
         for subject in (*FORBIDDEN_TO_PUBLISH[user], *FORBIDDEN_TO_HEAR[user]):
             assert f'"{subject}"' in log
         await operator.send("sie.test", b"")
-        await until(lambda: "sie.test" in messages_heard, "what the operator says")
-    assert set(messages_heard) == {"sie.test"}
+        await until(lambda: "sie.test" in subjects, "what the operator says")
+    assert set(subjects) == {"sie.test"}
 
 
 @pytest.mark.usefixtures("owner")
@@ -588,14 +588,14 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
     """A listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
     each other.
     """
-    messages_heard: list[str] = []
-    subjects: list[str] = []
+    arrivals: list[str] = []
+    reply_subjects: list[str] = []
 
     async def hear(message: CoreMessage) -> None:
-        messages_heard.append(message.subject)
+        arrivals.append(message.subject)
 
     async def answer(message: CoreMessage) -> None:
-        subjects.append(message.reply)
+        reply_subjects.append(message.reply)
         await brokers["gateway"].send(message.reply, b"confirmed")
 
     async with contextlib.AsyncExitStack() as stack:
@@ -613,9 +613,9 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
         await listener.key_value(topology.KEYS_BUCKET) if user == "config" else await listener.stream_state(
             "KV_sie_placement"
         )
-        await until(lambda: messages_heard, "its own answers, which come behind everything that was sent to it before")
-    assert [subject for subject in messages_heard if not subject.startswith(own)] == []
-    assert [subject.rsplit(".", 2)[0] for subject in subjects] == ["_INBOX.worker"]
+        await until(lambda: arrivals, "its own answers, which come behind everything that was sent to it before")
+    assert [subject for subject in arrivals if not subject.startswith(own)] == []
+    assert [subject.rsplit(".", 2)[0] for subject in reply_subjects] == ["_INBOX.worker"]
 
 
 @pytest.mark.usefixtures("owner")

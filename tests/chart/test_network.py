@@ -10,10 +10,9 @@ from helm import CHOSEN, FILES, allowed, matches, objects, of_kind, rendered, te
 
 @pytest.mark.parametrize("file", FILES)
 def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
-    objects_rendered = rendered(file)
+    manifests = rendered(file)
     kinds = {
-        name: "worker" if name.startswith("sie-worker") else name.removeprefix("sie-")
-        for name in workloads(objects_rendered)
+        name: "worker" if name.startswith("sie-worker") else name.removeprefix("sie-") for name in workloads(manifests)
     }
     needed = {
         ("gateway", "nats", 4222),
@@ -32,27 +31,27 @@ def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
     assert {
         (kinds[source], kinds[target], port)
         for source, target, port in pairs
-        if allowed(objects_rendered, source, target, port)
+        if allowed(manifests, source, target, port)
     } == needed
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_pod_of_the_release_is_left_open(file: str) -> None:
-    objects_rendered = rendered(file)
-    closed = of_kind("NetworkPolicy", objects_rendered)["sie"]["spec"]
+    manifests = rendered(file)
+    closed = of_kind("NetworkPolicy", manifests)["sie"]["spec"]
     assert closed["policyTypes"] == ["Ingress", "Egress"]
     assert closed["egress"] == [{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}]
     assert "ingress" not in closed
     assert all(
         matches(closed, workload["spec"]["template"]["metadata"]["labels"])
-        for workload in workloads(objects_rendered).values()
+        for workload in workloads(manifests).values()
     )
 
 
 def test_outside_is_reached_for_buckets_and_the_hub_alone() -> None:
     def outside(values: dict[str, Any]) -> dict[str, set[int]]:
-        objects_rendered = objects(template(values={**CHOSEN, **values}))
-        policies = of_kind("NetworkPolicy", objects_rendered)
+        manifests = objects(template(values={**CHOSEN, **values}))
+        policies = of_kind("NetworkPolicy", manifests)
         return {
             name: {
                 port["port"] for rule in policy["spec"].get("egress", ()) if "to" not in rule for port in rule["ports"]
@@ -81,17 +80,15 @@ def test_clients_and_monitors_are_those_that_are_named() -> None:
     """Metrics have a port of their own, which clients do not reach."""
     client = {"namespaceSelector": {"matchLabels": {"team": "search"}}}
     monitor = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
-    objects_rendered = objects(
-        template(values={**CHOSEN, "networkPolicy": {"clients": [client], "monitors": [monitor]}})
-    )
+    manifests = objects(template(values={**CHOSEN, "networkPolicy": {"clients": [client], "monitors": [monitor]}}))
     rules = {
         rule["ports"][0]["port"]: rule.get("from")
-        for rule in of_kind("NetworkPolicy", objects_rendered)["sie-gateway"]["spec"]["ingress"]
+        for rule in of_kind("NetworkPolicy", manifests)["sie-gateway"]["spec"]["ingress"]
     }
     assert client in rules[8080]
     assert monitor not in rules[8080]
     assert rules[9090] == [monitor]
-    assert monitor in of_kind("NetworkPolicy", objects_rendered)["sie-worker"]["spec"]["ingress"][0]["from"]
+    assert monitor in of_kind("NetworkPolicy", manifests)["sie-worker"]["spec"]["ingress"][0]["from"]
     assert not of_kind("NetworkPolicy", objects(template(values={**CHOSEN, "networkPolicy": {"enabled": False}})))
 
 
@@ -99,29 +96,29 @@ def test_clients_and_monitors_are_those_that_are_named() -> None:
 def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
     from helm import container, variables
 
-    objects_rendered = objects(
+    manifests = objects(
         template(
             values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": "a.example", "tlsSecretName": "tls"}}
         )
     )
-    spec = of_kind("Ingress", objects_rendered)["sie-gateway"]["spec"]
+    spec = of_kind("Ingress", manifests)["sie-gateway"]["spec"]
     assert spec["tls"] == [{"hosts": ["a.example"], "secretName": "tls"}]
     (rule,) = spec["rules"]
     (only,) = rule["http"]["paths"]
     assert (rule["host"], only["path"], only["pathType"]) == ("a.example", path, "Prefix")
     service = only["backend"]["service"]
     assert service["port"]["name"] in {
-        port["name"] for port in of_kind("Service", objects_rendered)[service["name"]]["spec"]["ports"]
+        port["name"] for port in of_kind("Service", manifests)[service["name"]]["spec"]["ports"]
     }
-    assert variables(container(objects_rendered, "sie-gateway", "gateway")).get("SIE_ROOT_PATH") == root
+    assert variables(container(manifests, "sie-gateway", "gateway")).get("SIE_ROOT_PATH") == root
 
 
 @pytest.mark.parametrize("path", ["/", "/sie"])
 def test_the_ingress_leads_agents_to_their_tools(path: str) -> None:
     ingress = {"enabled": True, "path": path, "host": "a.example"}
-    objects_rendered = objects(template(values={**CHOSEN, "ingress": ingress, "mcp": {"enabled": True}}))
-    paths = of_kind("Ingress", objects_rendered)["sie-gateway"]["spec"]["rules"][0]["http"]["paths"]
-    assert [(entry["path"], entry["backend"]["service"]["name"]) for entry in paths] == [
+    manifests = objects(template(values={**CHOSEN, "ingress": ingress, "mcp": {"enabled": True}}))
+    paths = of_kind("Ingress", manifests)["sie-gateway"]["spec"]["rules"][0]["http"]["paths"]
+    assert [(route["path"], route["backend"]["service"]["name"]) for route in paths] == [
         (f"{path.rstrip('/')}/mcp", "sie-mcp"),
         (path, "sie-gateway"),
     ]

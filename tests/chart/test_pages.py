@@ -36,23 +36,27 @@ def test_every_selector_finds_pods() -> None:
 
 
 def test_every_object_container_and_file_is_there() -> None:
-    objects_rendered = [*rendered(FILE), *rendered("values-kind.yaml")]
-    names = {"deployment": workloads(objects_rendered).keys(), "service": of_kind("Service", objects_rendered).keys()}
+    manifests = [*rendered(FILE), *rendered("values-kind.yaml")]
+    names = {"deployment": workloads(manifests).keys(), "service": of_kind("Service", manifests).keys()}
     objects = [
         (page, kind, name)
         for page, command in COMMANDS
         for kind, name in re.findall(r"\b(deployment|service)/([\w-]+)", command)
     ]
     assert {kind for _, kind, _ in objects} == {"deployment", "service"}
-    assert [entry for entry in objects if entry[2] not in names[entry[1]]] == []
-    own = {entry["name"] for workload in workloads(rendered(FILE)).values() for entry in pod(workload)["containers"]}
-    containers_named = set(re.findall(r"-c ([\w-]+)", " ".join(command for _, command in COMMANDS) + RUNBOOK))
-    assert {"adapter", "worker-sidecar"} == containers_named <= own
+    assert [reference for reference in objects if reference[2] not in names[reference[1]]] == []
+    own = {
+        container_spec["name"]
+        for workload in workloads(rendered(FILE)).values()
+        for container_spec in pod(workload)["containers"]
+    }
+    container_names = set(re.findall(r"-c ([\w-]+)", " ".join(command for _, command in COMMANDS) + RUNBOOK))
+    assert {"adapter", "worker-sidecar"} == container_names <= own
     files = {file for _, command in COMMANDS for file in re.findall(r"charts/sie-cluster/(\S+\.yaml)", command)}
     assert files
     assert [file for file in files if not (CHART / file).is_file()] == []
     (loaded,) = [set(command.split()[3:]) for _, command in COMMANDS if command.startswith("kind load")]
-    images = {entry["image"] for _, _, entry in containers(rendered("values-kind.yaml"))}
+    images = {container_spec["image"] for _, _, container_spec in containers(rendered("values-kind.yaml"))}
     assert loaded == {image for image in images if image.startswith("sie-")}
 
 
@@ -61,12 +65,14 @@ def test_the_first_hour_s_values_render_step_by_step() -> None:
     page = DOCS / "first-hour.md"
     steps = [yaml.safe_load(block.code) for block in blocks(page, "yaml")]
     assert len(steps) == 4
-    created, missing_names = steps[0], []
+    values, releases = steps[0], []
     for step in steps:
-        created = merged(created, step)
-        missing_names.append(objects(template(values=created)))
-    first, tls, scaled, watched = missing_names
-    images = {entry["image"] for _, _, entry in containers(first) if "/sie-" in entry["image"]}
+        values = merged(values, step)
+        releases.append(objects(template(values=values)))
+    first, tls, scaled, watched = releases
+    images = {
+        container_spec["image"] for _, _, container_spec in containers(first) if "/sie-" in container_spec["image"]
+    }
     pushed = re.search(r"for image in ([a-z -]+); do docker push \$REGISTRY/sie-\$image:(\S+);", page.read_text())
     assert pushed is not None
     assert images == {f"registry.example.com/sie/sie-{name}:{pushed[2]}" for name in pushed[1].split()}
@@ -100,17 +106,17 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def requested(result: list[Any]) -> tuple[float, float]:
+def requested(manifests: list[Any]) -> tuple[float, float]:
     """Cores and GiB of all pods as they start."""
     cores, gib = 0.0, 0.0
     scalers = {
-        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]
-        for scaler in of_kind("HorizontalPodAutoscaler", result).values()
+        autoscaler["spec"]["scaleTargetRef"]["name"]: autoscaler["spec"]
+        for autoscaler in of_kind("HorizontalPodAutoscaler", manifests).values()
     }
-    for name, workload in workloads(result).items():
+    for name, workload in workloads(manifests).items():
         count = scalers[name]["minReplicas"] if name in scalers else workload["spec"]["replicas"]
-        for entry in pod(workload)["containers"]:
-            requests = entry["resources"]["requests"]
+        for container_spec in pod(workload)["containers"]:
+            requests = container_spec["resources"]["requests"]
             cores += count * (float(requests["cpu"].rstrip("m")) / (1000 if requests["cpu"].endswith("m") else 1))
             gib += count * float(requests["memory"][:-2]) / {"Gi": 1, "Mi": 1024}[requests["memory"][-2:]]
     return round(cores, 2), round(gib, 2)
@@ -120,16 +126,16 @@ def test_the_table_of_gpu_types_is_that_of_the_values_files() -> None:
     rows = re.findall(
         r"^\| `([\w-]+)` \|(.*)\|$", (DOCS / "sizing.md").read_text("utf-8").partition("### GPU types")[2], re.MULTILINE
     )
-    rows_of_name = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+    table = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
     profiles = yaml.safe_load((CHART / "values.yaml").read_text())["machineProfiles"]
-    assert rows_of_name.keys() == {name for name, profile in profiles.items() if profile["gpu"]}
+    assert table.keys() == {name for name, profile in profiles.items() if profile["gpu"]}
     for at, cloud in enumerate(("gke", "eks", "aks"), start=2):
-        expected_names = yaml.safe_load((CHART / f"values-{cloud}.yaml").read_text())["machineProfiles"]
-        for name, cells in rows_of_name.items():
-            selector = expected_names.get(name, {}).get("nodeSelector", {})
+        machine_profiles = yaml.safe_load((CHART / f"values-{cloud}.yaml").read_text())["machineProfiles"]
+        for name, cells in table.items():
+            selector = machine_profiles.get(name, {}).get("nodeSelector", {})
             assert dict(re.findall(r"`([^:`]+): ([^`]+)`", cells[at])) == selector, (name, cloud)
             assert selector or cells[at] == "no such nodes"
-    for name, cells in rows_of_name.items():
+    for name, cells in table.items():
         values = {**CHOSEN, "workers": {"groups": {"cpu": None, "g": {"machineProfile": name}}}}
         environ = variables(container(objects(template(values=values)), "sie-worker-g", "worker-sidecar"))
         default = load(environ={"SIE_MACHINE_PROFILE": name}).settings.max_batch_cost
@@ -137,29 +143,29 @@ def test_the_table_of_gpu_types_is_that_of_the_values_files() -> None:
 
 
 def test_the_secret_that_pages_create_has_every_key_that_is_read() -> None:
-    variable_values = [
-        value for _, _, entry in containers(rendered("values-ha.yaml")) for value in variables(entry).values()
+    values = [
+        value
+        for _, _, container_spec in containers(rendered("values-ha.yaml"))
+        for value in variables(container_spec).values()
     ]
-    read = {
-        value["secretKeyRef"]["key"] for value in variable_values if isinstance(value, dict) and "secretKeyRef" in value
-    }
+    read = {value["secretKeyRef"]["key"] for value in values if isinstance(value, dict) and "secretKeyRef" in value}
     assert "nats-route" in read
-    (created,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / "first-hour.md").read_text("utf-8"))
-    keys = set(created.replace("\\", " ").split())
+    (key_list,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / "first-hour.md").read_text("utf-8"))
+    keys = set(key_list.replace("\\", " ").split())
     assert read <= keys
 
 
 def test_every_query_of_the_runbook_asks_for_what_is_exported() -> None:
     """Queries, and names with `by` a label."""
-    metrics_by_name = {name: metric for metric in every().values() for name in metric.exported}
-    queries = [metric for metric in re.findall(r"`([^`]+)`", RUNBOOK) if re.search(r"\bsie_\w+\[", metric)]
+    metrics = {name: metric for metric in every().values() for name in metric.exported}
+    queries = [snippet for snippet in re.findall(r"`([^`]+)`", RUNBOOK) if re.search(r"\bsie_\w+\[", snippet)]
     assert len(queries) >= 4
     for query in queries:
         nodes = list(parts_of(promql.parse(query)))
         (selector,) = [node for node in nodes if isinstance(node, promql.VectorSelector)]
-        own = {*metrics_by_name[selector.name].labels, "le"}
+        own = {*metrics[selector.name].labels, "le"}
         for node in nodes:
             if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
                 assert {*node.modifier.labels} <= own, query
     for name, label in re.findall(r"`(sie_\w+)` by `(\w+)`", RUNBOOK):
-        assert label in {*metrics_by_name[name].labels, "pod"}, name
+        assert label in {*metrics[name].labels, "pod"}, name

@@ -70,19 +70,19 @@ def test_every_core_object_is_valid(version: str) -> None:
 
 def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
     """Without this the test above could not fail."""
-    deployment = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
-    deployment["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
+    manifest = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
+    manifest["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, "1.34", strict=True)
+        kubernetes_validate.validate(manifest, "1.34", strict=True)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
-    kinds = set()
+    keys = set()
     for manifest in rendered(file):
         key = (manifest["kind"], manifest["metadata"]["name"])
-        assert key not in kinds
-        kinds.add(key)
+        assert key not in keys
+        keys.add(key)
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "sie"
     for workload in workloads(rendered(file)).values():
         selected = workload["spec"]["selector"]["matchLabels"]
@@ -91,7 +91,7 @@ def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
     for service in of_kind("Service", rendered(file)).values():
         selected = service["spec"]["selector"]
         labels = [entry["spec"]["template"]["metadata"]["labels"] for entry in workloads(rendered(file)).values()]
-        assert any(selected.items() <= label.items() for label in labels)
+        assert any(selected.items() <= label_set.items() for label_set in labels)
 
 
 def test_hooks_are_not_used() -> None:
@@ -221,10 +221,10 @@ def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) 
     """Without a choice of who may call nothing renders."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
-    report = str(raised.value)
-    assert message.casefold() in report.casefold()
-    assert "anyOf" not in report
-    assert "at <" not in report, "a template broke on it before it was checked"
+    error_text = str(raised.value)
+    assert message.casefold() in error_text.casefold()
+    assert "anyOf" not in error_text
+    assert "at <" not in error_text, "a template broke on it before it was checked"
 
 
 def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> None:
@@ -233,25 +233,27 @@ def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> Non
 
 
 def test_gpu_nodes_need_neither_ingress_nor_keda_nor_prometheus() -> None:
-    objects_rendered = rendered("values-gpu.yaml")
-    kinds = {manifest["kind"] for manifest in objects_rendered}
+    manifests = rendered("values-gpu.yaml")
+    kinds = {manifest["kind"] for manifest in manifests}
     assert kinds.isdisjoint({"Ingress", "ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule"})
-    (worker,) = (workload for name, workload in workloads(objects_rendered).items() if "worker" in name)
+    (worker,) = (workload for name, workload in workloads(manifests).items() if "worker" in name)
     pod = worker["spec"]["template"]["spec"]
     assert "nvidia.com/gpu.product" in pod["nodeSelector"]
-    assert any(container["resources"]["limits"].get("nvidia.com/gpu") == 1 for container in pod["containers"])
-    assert all(container["image"].startswith("registry.example.com/sie/sie-") for container in pod["containers"])
+    assert any(container_spec["resources"]["limits"].get("nvidia.com/gpu") == 1 for container_spec in pod["containers"])
+    assert all(
+        container_spec["image"].startswith("registry.example.com/sie/sie-") for container_spec in pod["containers"]
+    )
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
-    objects_rendered = rendered(file)
-    scalers = of_kind("HorizontalPodAutoscaler", objects_rendered) | of_kind("ScaledObject", objects_rendered)
+    manifests = rendered(file)
+    scalers = of_kind("HorizontalPodAutoscaler", manifests) | of_kind("ScaledObject", manifests)
     scaled = {scaler["spec"]["scaleTargetRef"]["name"] for scaler in scalers.values()}
-    for name, workload in workloads(objects_rendered).items():
+    for name, workload in workloads(manifests).items():
         assert ("replicas" in workload["spec"]) == (name not in scaled), name
     if file in ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml"):
-        assert scaled == {name for name in workloads(objects_rendered) if name not in ("sie-config", "sie-nats")}
+        assert scaled == {name for name in workloads(manifests) if name not in ("sie-config", "sie-nats")}
 
 
 @pytest.fixture(scope="module")
@@ -340,9 +342,9 @@ def test_the_page_names_the_keys_of_the_secret() -> None:
 
 def test_the_page_s_groups_render_as_it_says() -> None:
     block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the other one says which model runs where
-    objects_rendered = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
-    assert of_kind("ScaledObject", objects_rendered)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
-    environ = helm.variables(helm.container(objects_rendered, "sie-worker-reranking", "worker-sidecar"))
+    manifests = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
+    assert of_kind("ScaledObject", manifests)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
+    environ = helm.variables(helm.container(manifests, "sie-worker-reranking", "worker-sidecar"))
     assert environ["SIE_BATCHER_MAX_BATCH_REQUESTS"] == "24"
 
 
@@ -365,14 +367,16 @@ def test_settings_of_images_reach_the_process_that_reads_them() -> None:
     manifests = [
         manifest for manifest in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if manifest
     ]
-    values_of_name: dict[str, set[str]] = {name: set() for name in chosen}
-    for _, _, container in containers(manifests):
-        environ = {variable["name"]: variable["value"] for variable in container.get("env", ()) if "value" in variable}
-        for name in values_of_name.keys() & environ.keys():
-            values_of_name[name].add(container["name"])
+    readers: dict[str, set[str]] = {name: set() for name in chosen}
+    for _, _, container_spec in containers(manifests):
+        environ = {
+            variable["name"]: variable["value"] for variable in container_spec.get("env", ()) if "value" in variable
+        }
+        for name in readers.keys() & environ.keys():
+            readers[name].add(container_spec["name"])
             settings = load(environ={name: environ[name]}).settings
             expected = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": ("images.example.com", "*.example.org")}[name]
             assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_IMAGE_URL_HOSTS": settings.image_url_hosts}[
                 name
             ] == expected
-    assert values_of_name == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}
+    assert readers == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}

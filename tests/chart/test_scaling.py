@@ -33,8 +33,8 @@ SPEC = {
 METADATA = {"url", "format", "valueLocation", "targetValue", "activationTargetValue"}
 
 
-def scaled(result: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: scaled_object["spec"] for name, scaled_object in of_kind("ScaledObject", result).items()}
+def scaled(manifests: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: scaled_object["spec"] for name, scaled_object in of_kind("ScaledObject", manifests).items()}
 
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
@@ -42,13 +42,13 @@ def test_every_field_is_one_that_keda_knows(file: str) -> None:
     """There is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A
     node that takes six minutes to come finds the pod that it came for.
     """
-    objects_rendered = rendered(file)
-    for name, spec in scaled(objects_rendered).items():
+    manifests = rendered(file)
+    for name, spec in scaled(manifests).items():
         assert spec.keys() == SPEC
         assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
-        assert name in workloads(objects_rendered)
+        assert name in workloads(manifests)
         assert spec["minReplicaCount"] == 0 < spec["maxReplicaCount"]
-        assert 480 <= spec["cooldownPeriod"] < workloads(objects_rendered)[name]["spec"]["progressDeadlineSeconds"]
+        assert 480 <= spec["cooldownPeriod"] < workloads(manifests)[name]["spec"]["progressDeadlineSeconds"]
         assert spec["advanced"].keys() == {"horizontalPodAutoscalerConfig"}
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         assert behavior.keys() == {"scaleDown", "scaleUp"}
@@ -63,19 +63,19 @@ def test_every_field_is_one_that_keda_knows(file: str) -> None:
 @pytest.mark.parametrize("file", CLOUDS)
 def test_every_group_has_one_for_its_own_lane(file: str) -> None:
     """The address names the release and the namespace."""
-    objects_rendered = rendered(file)
+    manifests = rendered(file)
     lanes = {}
-    for workload, _, entry in containers(objects_rendered):
-        if entry["name"] == "worker-sidecar":
-            environ = variables(entry)
+    for workload, _, container_spec in containers(manifests):
+        if container_spec["name"] == "worker-sidecar":
+            environ = variables(container_spec)
             lanes[workload] = ".".join(environ[name] for name in ("SIE_POOL", "SIE_MACHINE_PROFILE", "SIE_BUNDLE"))
-    urls = {name: spec["triggers"][0]["metadata"]["url"] for name, spec in scaled(objects_rendered).items()}
+    urls = {name: spec["triggers"][0]["metadata"]["url"] for name, spec in scaled(manifests).items()}
     assert urls == {
         workload: f"http://sie-gateway-metrics.search.svc:9090/v1/scaling/{lane}" for workload, lane in lanes.items()
     }
-    service = of_kind("Service", objects_rendered)["sie-gateway-metrics"]
+    service = of_kind("Service", manifests)["sie-gateway-metrics"]
     port = next(port for port in service["spec"]["ports"] if port["port"] == 9090)
-    gateway = container(objects_rendered, "sie-gateway", "gateway")
+    gateway = container(manifests, "sie-gateway", "gateway")
     assert {
         "name": port["targetPort"],
         "containerPort": int(variables(gateway)["SIE_GATEWAY_METRICS_PORT"]),
@@ -84,10 +84,10 @@ def test_every_group_has_one_for_its_own_lane(file: str) -> None:
 
 @pytest.mark.parametrize(("pool", "expected"), [("default", "_default"), ("Default", "_default"), ("Team-A", "team-a")])
 def test_a_pool_is_named_as_its_gateways_name_it(pool: str, expected: str) -> None:
-    objects_rendered = objects(template("values-gke.yaml", {**CHOSEN, "pool": pool}))
-    (spec,) = scaled(objects_rendered).values()
+    manifests = objects(template("values-gke.yaml", {**CHOSEN, "pool": pool}))
+    (spec,) = scaled(manifests).values()
     assert spec["triggers"][0]["metadata"]["url"].endswith(f"/v1/scaling/{expected}.l4.default")
-    assert variables(container(objects_rendered, "sie-worker-l4", "worker-sidecar"))["SIE_POOL"] == expected
+    assert variables(container(manifests, "sie-worker-l4", "worker-sidecar"))["SIE_POOL"] == expected
 
 
 def asked(spec: dict[str, Any]) -> tuple[str, str, int]:
@@ -104,14 +104,14 @@ def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
     _, place, target = asked(spec)
     value = answer.json()[place]
     active = value > float(spec["triggers"][0]["metadata"]["activationTargetValue"])
-    expected = math.ceil(value / target) if active else 0
-    return min(spec["maxReplicaCount"], max(spec["minReplicaCount"], expected))
+    count = math.ceil(value / target) if active else 0
+    return min(spec["maxReplicaCount"], max(spec["minReplicaCount"], count))
 
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as result:
-        yield result
+    async with InProcess(tmp_path) as system:
+        yield system
 
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
@@ -120,11 +120,11 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
     wants none; 2. what waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has
     joined yet wants its own on top.
     """
-    objects_rendered = rendered(file)
-    environ = variables(container(objects_rendered, "sie-gateway", "gateway"))
+    manifests = rendered(file)
+    environ = variables(container(manifests, "sie-gateway", "gateway"))
     names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
     gateway = await cluster.gateway(**{name: environ[name] for name in names if name in environ})
-    specs = scaled(objects_rendered)
+    specs = scaled(manifests)
     assert specs
 
     async def wanted() -> dict[str, int]:
@@ -140,10 +140,10 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
         assert (answer["ready_workers"], answer["backlog_items"], answer["demand"]) == (0, 1, 0)
         expected[name] = 1
         assert await wanted() == expected
-        created = await gateway.client.post(
+        response = await gateway.client.post(
             "/v1/pools", json={"name": f"team-{number}", "gpus": {lane.machine_profile: 1}}
         )
-        assert created.status_code == 201, created.text
+        assert response.status_code == 201, response.text
         expected[name] = 2
         assert await wanted() == expected
 
@@ -153,10 +153,10 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     reservation wants its own, and more than the most that a group may have is not asked for. The port is the one
     without a token.
     """
-    objects_rendered = rendered("values-gke.yaml")
-    spec = scaled(objects_rendered)["sie-worker-l4"]
+    manifests = rendered("values-gke.yaml")
+    spec = scaled(manifests)["sie-worker-l4"]
     path = asked(spec)[0]
-    rendered_environ = variables(container(objects_rendered, "sie-gateway", "gateway"))
+    rendered_environ = variables(container(manifests, "sie-gateway", "gateway"))
     names = (
         "SIE_GATEWAY_CONFIGURED_GPUS",
         "SIE_MACHINE_PROFILE",
@@ -179,10 +179,10 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     assert (await asking).status_code == 503
     assert replicas(await gateway.get(path), spec) == 1  # by its record: the client will come again
 
-    created = await gateway.client.post(
+    response = await gateway.client.post(
         "/v1/pools", json={"name": "team", "gpus": {"l4": 3}}, headers={"Authorization": "Bearer good"}
     )
-    assert created.status_code == 201
+    assert response.status_code == 201
     assert replicas(await gateway.get(path), spec) == 4  # three that are reserved, and the one before
     await gateway.client.delete("/v1/pools/team", headers={"Authorization": "Bearer good"})
     await gateway.client.post(
@@ -206,9 +206,9 @@ KINDS: dict[str, Any] = {
 async def test_three_kinds_of_nodes_come_from_zero_for_the_models_that_want_them(tmp_path: Path) -> None:
     """A worker on a CPU is up all the time, and takes only what its models and the default leave to it."""
     values = {**CHOSEN, "workers": {"groups": KINDS}, "gateway": {"defaultMachineProfile": "l4"}}
-    objects_rendered = objects(template(values=values))
-    report = variables(container(objects_rendered, "sie-gateway", "gateway"))
-    specs = scaled(objects_rendered)
+    manifests = objects(template(values=values))
+    gateway_environ = variables(container(manifests, "sie-gateway", "gateway"))
+    specs = scaled(manifests)
     entries = [
         toy_entry("toy/any"),
         toy_entry("toy/small", machine_profiles=["cpu"]),
@@ -216,14 +216,14 @@ async def test_three_kinds_of_nodes_come_from_zero_for_the_models_that_want_them
     ]
     async with InProcess(tmp_path, *entries) as cluster:
         names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
-        gateway = await cluster.gateway(**{name: report[name] for name in names}, SIE_LOAD_HOLD_S="20")
+        gateway = await cluster.gateway(**{name: gateway_environ[name] for name in names}, SIE_LOAD_HOLD_S="20")
 
         async def wanted() -> dict[str, int]:
             answers = {name: await gateway.get(asked(spec)[0]) for name, spec in specs.items()}
             return {name.removeprefix("sie-worker-"): replicas(answers[name], specs[name]) for name in specs}
 
         async def start(group: str) -> None:
-            environ = variables(container(objects_rendered, f"sie-worker-{group}", "worker-sidecar"))
+            environ = variables(container(manifests, f"sie-worker-{group}", "worker-sidecar"))
             own = {name: environ[name] for name in ("SIE_MACHINE_PROFILE", "SIE_BUNDLE")}
             await cluster.sidecar(**own, SIE_WORKER_ID=group)
 
@@ -233,12 +233,12 @@ async def test_three_kinds_of_nodes_come_from_zero_for_the_models_that_want_them
         assert (served.status_code, served.headers["x-sie-worker"]) == (200, "cpu")
         assert (await wanted())["light"] == 0
 
-        for model, group, profiles in (("toy/any", "light", {"big": 0}), ("toy/large", "big", {"light": 1})):
+        for model, group, rest in (("toy/any", "light", {"big": 0}), ("toy/large", "big", {"light": 1})):
             asking = asyncio.create_task(gateway.encode("x", model=model))
             stream = cluster.server.streams["WORK__default"]
             await until(lambda: stream.state().messages or asking.done(), "work in the queue")  # noqa: B023  awaited here
             assert not asking.done(), asking.result().text
-            assert await wanted() == {"cpu": 1, group: 1, **profiles}
+            assert await wanted() == {"cpu": 1, group: 1, **rest}
             await start(group)
             answer = await asking
             assert (answer.status_code, answer.headers["x-sie-worker"]) == (200, group)

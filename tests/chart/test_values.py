@@ -78,17 +78,17 @@ FULL = overlaid(overlaid(DEFAULTS, yaml.safe_load(EVERYTHING.read_text())), CHOS
 
 def others() -> dict[Path, Any]:
     """For each key another value of its type, which stands nowhere else; the opposite for booleans."""
-    paths: dict[Path, Any] = {}
+    changes: dict[Path, Any] = {}
     for number, (path, value) in enumerate(leaves(FULL), 30_011):
         if isinstance(value, bool):
-            paths[path] = not value
+            changes[path] = not value
         elif isinstance(value, int | float):
-            paths[path] = number
+            changes[path] = number
         elif isinstance(value, str):
-            paths[path] = f"x{number}"
+            changes[path] = f"x{number}"
         elif isinstance(value, list):
-            paths[path] = [{"mark": f"x{number}"} if value and isinstance(value[0], dict) else number]
-    return paths
+            changes[path] = [{"mark": f"x{number}"} if value and isinstance(value[0], dict) else number]
+    return changes
 
 
 @pytest.fixture(scope="module")
@@ -160,20 +160,20 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
 
     def keys(part: dict[str, Any], path: Path = ()) -> Iterator[Path]:
         part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
-        for name, schema_part in part.get("properties", {}).items():
-            below = list(keys(schema_part, (*path, name)))
+        for name, subschema in part.get("properties", {}).items():
+            below = list(keys(subschema, (*path, name)))
             yield from below or [(*path, name)]
 
     def top(paths: Iterator[Path] | list[Path]) -> set[Path]:
         # of what has names of the operator's own, only that it is there
         free = {("workers", "groups"), ("machineProfiles",), ("settings",), ("workers", "common", "settings")}
-        prefixes = {
+        cut_paths = {
             next((path[: len(prefix)] for prefix in free if path[: len(prefix)] == prefix), path) for path in paths
         }
-        return {path for path in prefixes if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
+        return {path for path in cut_paths if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
 
-    keys_of_schema = {path for path in top(list(keys(schema))) if path != ("global",)}
-    assert keys_of_schema == {
+    schema_paths = {path for path in top(list(keys(schema))) if path != ("global",)}
+    assert schema_paths == {
         path for path in top([path for path, _ in leaves(DEFAULTS)]) if path[-1] != "hubTokenSecret"
     }
 
@@ -196,37 +196,44 @@ def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> None:
     """Each process loads the environment that it is given, without a warning but for what waits for a capability."""
-    for workload, _, entry in containers(rendered(file)):
-        component = COMPONENTS.get(entry["name"])
+    for workload, _, container_spec in containers(rendered(file)):
+        component = COMPONENTS.get(container_spec["name"])
         if component is None:
             continue
-        environ = {name: value if isinstance(value, str) else "pod-0" for name, value in variables(entry).items()}
-        assert len(environ) == len(entry["env"]), f"{workload} sets a variable twice"
+        environ = {
+            name: value if isinstance(value, str) else "pod-0" for name, value in variables(container_spec).items()
+        }
+        assert len(environ) == len(container_spec["env"]), f"{workload} sets a variable twice"
         for name in environ:
             if name.startswith(("SIE_", "OTEL_")):
-                assert component in BY_NAME[name].components, (workload, entry["name"], name)
+                assert component in BY_NAME[name].components, (workload, container_spec["name"], name)
                 assert BY_NAME[name].mode in (None, "queue")
-        loaded = load(environ=environ)
-        assert [warning for warning in loaded.warnings if "yet" not in warning] == []
+        configuration = load(environ=environ)
+        assert [warning for warning in configuration.warnings if "yet" not in warning] == []
         assert environ["SIE_LOG_JSON"] == "true"
 
 
 def test_whatever_the_chart_writes_itself_is_rendered_somewhere() -> None:
     """Otherwise it would be in `settings` instead."""
-    written = {name for file in FILES for _, _, entry in containers(rendered(file)) for name in variables(entry)}
+    written = {
+        name
+        for file in FILES
+        for _, _, container_spec in containers(rendered(file))
+        for name in variables(container_spec)
+    }
     configured = objects(template(values={**CHOSEN, "catalogue": {"configMap": "models"}}))
-    written |= {name for _, _, entry in containers(configured) for name in variables(entry)}
+    written |= {name for _, _, container_spec in containers(configured) for name in variables(container_spec)}
     assert written >= chart_settings.OWN
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_health_comes_from_heartbeats(file: str) -> None:
-    values = [
+    modes = [
         value
-        for _, _, entry in containers(rendered(file))
-        if (value := variables(entry).get("SIE_GATEWAY_HEALTH_MODE")) is not None
+        for _, _, container_spec in containers(rendered(file))
+        if (value := variables(container_spec).get("SIE_GATEWAY_HEALTH_MODE")) is not None
     ]
-    assert values == ["nats"]
+    assert modes == ["nats"]
 
 
 def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
@@ -238,12 +245,17 @@ def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
     }
     second = {"machineProfile": "cpu", "settings": {"SIE_ACK_WAIT_S": 33}}
     workers = {"common": {"settings": {"SIE_IDLE_EVICT_S": 60}}, "groups": {"second": second}}
-    objects_rendered = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
-    environs = {(workload, entry["name"]): variables(entry) for workload, _, entry in containers(objects_rendered)}
+    manifests = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
+    environs = {
+        (workload, container_spec["name"]): variables(container_spec)
+        for workload, _, container_spec in containers(manifests)
+    }
 
     def readers(name: str) -> dict[str, str]:
         return {
-            f"{workload}/{entry}": environ[name] for (workload, entry), environ in environs.items() if name in environ
+            f"{workload}/{component}": environ[name]
+            for (workload, component), environ in environs.items()
+            if name in environ
         }
 
     assert readers("SIE_ACK_WAIT_S") == {
@@ -271,16 +283,20 @@ def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Return the settings of each worker-sidecar by workload: coalesce, requests, cost. Other containers carry none of
     the variables.
     """
-    environs = {}
-    for workload, _, entry in containers(objects(template(values=overlaid(CHOSEN, values)))):
-        environ = variables(entry)
-        if entry["name"] == "worker-sidecar":
+    limits = {}
+    for workload, _, container_spec in containers(objects(template(values=overlaid(CHOSEN, values)))):
+        environ = variables(container_spec)
+        if container_spec["name"] == "worker-sidecar":
             own = {name: value for name, value in environ.items() if name in (*BATCHER.values(), "SIE_MACHINE_PROFILE")}
-            loaded = load(environ=own).settings
-            environs[workload] = (loaded.batcher_coalesce_ms, loaded.batcher_max_batch_requests, loaded.max_batch_cost)
+            settings = load(environ=own).settings
+            limits[workload] = (
+                settings.batcher_coalesce_ms,
+                settings.batcher_max_batch_requests,
+                settings.max_batch_cost,
+            )
         else:
             assert not environ.keys() & set(BATCHER.values())
-    return environs
+    return limits
 
 
 def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None:
@@ -319,7 +335,8 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
         "machine profile": {"machineProfiles": {"cpu": batcher}},
     }[place]
     expected = [
-        documented if entry == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][entry]) for entry in BATCHER.values()
+        documented if variable == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][variable])
+        for variable in BATCHER.values()
     ]
     assert list(batching(written)["sie-worker-cpu"]) == expected
 
@@ -335,22 +352,24 @@ def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wr
             "workerSidecar": {"batcher": {"coalesceMs": 5}},
         },
     }
-    objects_rendered = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
-    environs = {}
-    for workload, _, entry in containers(objects_rendered):
-        if entry["name"] == "worker-sidecar":
+    manifests = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
+    values_by_worker = {}
+    for workload, _, container_spec in containers(manifests):
+        if container_spec["name"] == "worker-sidecar":
             environ = {
-                name: value for name, value in variables(entry).items() if name in BY_NAME and isinstance(value, str)
+                name: value
+                for name, value in variables(container_spec).items()
+                if name in BY_NAME and isinstance(value, str)
             }
             settings = load(environ=environ).settings
-            environs[workload] = [
+            values_by_worker[workload] = [
                 shown(row, getattr(settings, row.field))
                 for row in map(BY_NAME.__getitem__, MACHINE_PROFILE_DEFAULTS["cpu"])
             ]
     measured = list(MACHINE_PROFILE_DEFAULTS["cpu"].values())
     documented = [shown(BY_NAME[name], BY_NAME[name].default) for name in MACHINE_PROFILE_DEFAULTS["cpu"]]
     written = {"SIE_MAX_CONCURRENT_BATCHES": "4", "SIE_BATCHER_COALESCE_MS": "5"}
-    assert environs == {
+    assert values_by_worker == {
         "sie-worker-cpu": measured,
         "sie-worker-own": measured,
         "sie-worker-l4": documented,
@@ -369,7 +388,7 @@ def test_what_nobody_wrote_is_left_to_the_process() -> None:
 def test_defaults_are_those_of_the_processes() -> None:
     batcher = DEFAULTS["workers"]["common"]["workerSidecar"]["batcher"]
     assert batcher == dict.fromkeys(BATCHER)
-    assert not any("batcher" in machineprofile for machineprofile in DEFAULTS["machineProfiles"].values()), (
+    assert not any("batcher" in profile for profile in DEFAULTS["machineProfiles"].values()), (
         "measured values are those of the processes"
     )
     text = (CHART / "values.yaml").read_text()
@@ -398,16 +417,14 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
     """With helm's own merge they would not win."""
     common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
     group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
-    objects_rendered = objects(
-        template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}}))
-    )
+    manifests = objects(template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}})))
     scaled = {
         manifest["metadata"]["name"]: manifest["spec"]["minReplicaCount"]
-        for manifest in objects_rendered
+        for manifest in manifests
         if manifest["kind"] == "ScaledObject"
     }
     assert scaled == {"sie-worker-cpu": 2, "sie-worker-other": 0}
-    adapter = container(objects_rendered, "sie-worker-other", "adapter")
+    adapter = container(manifests, "sie-worker-other", "adapter")
     assert "nvidia.com/gpu" not in adapter["resources"]["limits"]
     assert variables(adapter)["SIE_HF_FALLBACK"] == "false"
 
@@ -429,5 +446,8 @@ def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
 
     assert environ("")["SIE_GATEWAY_CONFIGURED_GPUS"] == "l4,h100"
     assert "SIE_MACHINE_PROFILE" not in environ("")
-    variables_set = environ("h100")
-    assert (variables_set["SIE_GATEWAY_CONFIGURED_GPUS"], variables_set["SIE_MACHINE_PROFILE"]) == ("h100,l4", "h100")
+    gateway_environ = environ("h100")
+    assert (gateway_environ["SIE_GATEWAY_CONFIGURED_GPUS"], gateway_environ["SIE_MACHINE_PROFILE"]) == (
+        "h100,l4",
+        "h100",
+    )

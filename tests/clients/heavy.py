@@ -39,7 +39,7 @@ def litellm_rerank(url: str, key: str, model: str, retries: int, inputs: list[st
         max_retries=retries,
         num_retries=retries,
     )
-    return [[hit["index"], hit["relevance_score"]] for hit in answer.results or []]
+    return [[result["index"], result["relevance_score"]] for result in answer.results or []]
 
 
 def litellm_infinity(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
@@ -98,8 +98,8 @@ def langchain_cohere_rerank(url: str, key: str, model: str, retries: int, inputs
     from langchain_cohere import CohereRerank
 
     query, *documents = inputs
-    hits = CohereRerank(model=model, base_url=url, cohere_api_key=key, top_n=len(documents)).rerank(documents, query)
-    return [[hit["index"], hit["relevance_score"]] for hit in hits]
+    ranking = CohereRerank(model=model, base_url=url, cohere_api_key=key, top_n=len(documents)).rerank(documents, query)
+    return [[rank["index"], rank["relevance_score"]] for rank in ranking]
 
 
 CLIENTS = {
@@ -120,10 +120,10 @@ CLIENTS = {
 def main() -> None:
     client, url, key, model, retries, *inputs = sys.argv[1:]
     try:
-        answer: dict[str, Any] = {"found": CLIENTS[client](url, key, model, int(retries), inputs)}
+        report: dict[str, Any] = {"found": CLIENTS[client](url, key, model, int(retries), inputs)}
     except Exception as error:  # noqa: BLE001  what a user of the client would see
-        answer = {"status": getattr(error, "status_code", None), "error": f"{type(error).__name__}: {error}"[:2000]}
-    print(json.dumps(answer))
+        report = {"status": getattr(error, "status_code", None), "error": f"{type(error).__name__}: {error}"[:2000]}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

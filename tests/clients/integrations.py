@@ -39,13 +39,15 @@ def are_entities(entities: Any, text: str = TEXTS[0]) -> bool:
     """Whether each is a part of the text, under a label that was named."""
     fields = [entity if isinstance(entity, dict) else vars(entity) for entity in entities]
     return bool(fields) and all(
-        text[field["start"] : field["end"]] == field["text"] and field["label"] in LABELS for field in fields
+        text[entity["start"] : entity["end"]] == entity["text"] and entity["label"] in LABELS for entity in fields
     )
 
 
 def are_classes(classes: Any) -> bool:
-    fields = [entry if isinstance(entry, dict) else vars(entry) for entry in classes]
-    return {field["label"] for field in fields} == set(LABELS)
+    fields = [
+        classification if isinstance(classification, dict) else vars(classification) for classification in classes
+    ]
+    return {classification["label"] for classification in fields} == set(LABELS)
 
 
 def is_sorted(scores: Any) -> bool:
@@ -61,31 +63,31 @@ def langchain(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEEmbeddings.embed_query", is_vector(dense.embed_query(TEXTS[0]))
 
     async def concurrent() -> tuple[Any, ...]:
-        embeddings = SIEEmbeddings(base_url=url, model=DENSE)
+        embedder = SIEEmbeddings(base_url=url, model=DENSE)
         reranker, extractor = (
             SIEReranker(base_url=url, model=CROSS),
             SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS),
         )
         results = (
-            await embeddings.aembed_documents(TEXTS),
-            await embeddings.aembed_query(TEXTS[0]),
+            await embedder.aembed_documents(TEXTS),
+            await embedder.aembed_query(TEXTS[0]),
             await reranker.acompress_documents([Document(text) for text in TEXTS], TEXTS[0]),
             await extractor.ainvoke(TEXTS[0]),
         )
-        for owner in (embeddings, reranker, extractor):
+        for owner in (embedder, reranker, extractor):
             await owner.async_client.close()
         return results
 
     documents, query, ranked, entities = asyncio.run(concurrent())
     yield "SIEEmbeddings.aembed_documents", all(map(is_vector, documents))
     yield "SIEEmbeddings.aembed_query", is_vector(query)
-    yield "SIEReranker.acompress_documents", is_sorted([hit.metadata["relevance_score"] for hit in ranked])
+    yield "SIEReranker.acompress_documents", is_sorted([document.metadata["relevance_score"] for document in ranked])
     yield "SIEExtractor.ainvoke", are_entities(entities["entities"])
     sparse = SIESparseEncoder(base_url=url, model=SPARSE)
     yield "SIESparseEncoder.encode_documents", all(map(is_sparse, sparse.encode_documents(TEXTS)))
     yield "SIESparseEncoder.encode_queries", all(map(is_sparse, sparse.encode_queries(TEXTS)))
     ranked = SIEReranker(base_url=url, model=CROSS).compress_documents([Document(text) for text in TEXTS], TEXTS[0])
-    yield "SIEReranker.compress_documents", is_sorted([hit.metadata["relevance_score"] for hit in ranked])
+    yield "SIEReranker.compress_documents", is_sorted([document.metadata["relevance_score"] for document in ranked])
     extractor = SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS)
     yield "SIEExtractor.invoke", are_entities(extractor.invoke(TEXTS[0])["entities"])
     classifier = SIEExtractor(base_url=url, model=CLASSES, labels=LABELS)
@@ -111,15 +113,18 @@ def haystack(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     yield "SIEDocumentEmbedder in a pipeline", all(is_vector(document.embedding) for document in embedded)
     yield "SIESparseTextEmbedder", is_sparse(sie.SIESparseTextEmbedder(**arguments).run(TEXTS[0])["sparse_embedding"])
     sparse = sie.SIESparseDocumentEmbedder(**arguments).run(documents())["documents"]
-    yield "SIESparseDocumentEmbedder", all(is_sparse(vector.meta["_sparse_embedding"]) for vector in sparse)
+    yield "SIESparseDocumentEmbedder", all(is_sparse(document.meta["_sparse_embedding"]) for document in sparse)
     tokens = sie.SIEMultivectorTextEmbedder(**arguments).run(TEXTS[0])["multivector_embedding"]
     yield "SIEMultivectorTextEmbedder", is_matrix(tokens)
     tokens = sie.SIEMultivectorDocumentEmbedder(**arguments).run(documents())["documents"]
-    yield "SIEMultivectorDocumentEmbedder", all(is_matrix(token.meta["_multivector_embedding"]) for token in tokens)
+    yield (
+        "SIEMultivectorDocumentEmbedder",
+        all(is_matrix(document.meta["_multivector_embedding"]) for document in tokens),
+    )
     images = sie.SIEImageEmbedder(base_url=url, model=IMAGES).run([str(picture), picture.read_bytes()])["embeddings"]
-    yield "SIEImageEmbedder", all(is_vector(image, len(images[0])) for image in images)
+    yield "SIEImageEmbedder", all(is_vector(vector, len(images[0])) for vector in images)
     ranked = sie.SIERanker(base_url=url, model=CROSS).run(query=TEXTS[0], documents=documents())["documents"]
-    yield "SIERanker", is_sorted([hit.meta["score"] for hit in ranked])
+    yield "SIERanker", is_sorted([document.meta["score"] for document in ranked])
     entities = sie.SIEExtractor(base_url=url, model=ENTITIES, labels=LABELS).run(TEXTS[0])["entities"]
     yield "SIEExtractor", are_entities(entities)
     classes = sie.SIEExtractor(base_url=url, model=CLASSES, labels=LABELS).run(TEXTS[0])["classifications"]
@@ -164,11 +169,11 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         pairs = zip(indices, values, strict=True)
         yield (
             f"SIESparseEmbeddingFunction.{name}",
-            all(is_sparse({"indices": first, "values": second}) for first, second in pairs),
+            all(is_sparse({"indices": positions, "values": weights}) for positions, weights in pairs),
         )
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
     ranked = sie.SIENodePostprocessor(base_url=url, model=CROSS).postprocess_nodes(nodes, query_str=TEXTS[0])
-    yield "SIENodePostprocessor.postprocess_nodes", is_sorted([hit.score for hit in ranked])
+    yield "SIENodePostprocessor.postprocess_nodes", is_sorted([node.score for node in ranked])
     tool = sie.create_sie_extractor_tool(base_url=url, model=ENTITIES, labels=LABELS)
     yield "create_sie_extractor_tool", are_entities(tool(text=TEXTS[0]).raw_output["entities"])
     tool = sie.create_sie_extractor_tool(base_url=url, model=CLASSES, labels=LABELS)
@@ -271,18 +276,18 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         parts = list(enricher.enrich_iter(TEXTS, batch_size=1))
         yield (
             "SIEDocumentEnricher.enrich_iter",
-            len(parts) == 2 and is_enriched([node for part in parts for node in part]),
+            len(parts) == 2 and is_enriched([document for part in parts for document in part]),
         )
         yield "SIEDocumentEnricher.enrich_query", is_vector(enricher.enrich_query(TEXTS[0]))
 
     async def concurrent() -> tuple[Any, ...]:
-        async with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as entry:
-            parts = [part async for part in entry.aenrich_iter(TEXTS, batch_size=1)]
-            return await entry.aenrich(TEXTS), parts, await entry.aenrich_query(TEXTS[0])
+        async with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as client:
+            parts = [part async for part in client.aenrich_iter(TEXTS, batch_size=1)]
+            return await client.aenrich(TEXTS), parts, await client.aenrich_query(TEXTS[0])
 
     whole, parts, query = asyncio.run(concurrent())
     yield "SIEDocumentEnricher.aenrich", is_enriched(whole)
-    yield "SIEDocumentEnricher.aenrich_iter", is_enriched([node for part in parts for node in part])
+    yield "SIEDocumentEnricher.aenrich_iter", is_enriched([document for part in parts for document in part])
     yield "SIEDocumentEnricher.aenrich_query", is_vector(query)
 
 
@@ -322,13 +327,13 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         nearest = pages.search(tokens.compute_query_embeddings(TEXTS[0])[0]).limit(1).to_list()
         yield "SIEMultiVectorEmbeddingFunction.compute_source_embeddings", nearest[0]["text"] == TEXTS[0]
         ranked = table.search(TEXTS[0]).rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_vector", is_sorted([hit["_relevance_score"] for hit in ranked])
+        yield "SIEReranker.rerank_vector", is_sorted([row["_relevance_score"] for row in ranked])
         table.create_index("text", config=FTS())
         mixed = table.search(query_type="hybrid").vector(dense.compute_query_embeddings(TEXTS[0])[0]).text("cat Ada")
         ranked = mixed.rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_hybrid", is_sorted([hit["_relevance_score"] for hit in ranked])
+        yield "SIEReranker.rerank_hybrid", is_sorted([row["_relevance_score"] for row in ranked])
         ranked = table.search("cat Ada", query_type="fts").rerank(sie.SIEReranker(base_url=url, model=CROSS)).to_list()
-        yield "SIEReranker.rerank_fts", is_sorted([hit["_relevance_score"] for hit in ranked])
+        yield "SIEReranker.rerank_fts", is_sorted([row["_relevance_score"] for row in ranked])
         extractor = sie.SIEExtractor(base_url=url, model=ENTITIES)
         yield "SIEExtractor.extract", are_entities(extractor.extract(TEXTS, labels=LABELS)[0])
         extractor.enrich_table(table, source_column="text", target_column="entities", labels=LABELS, id_column="id")

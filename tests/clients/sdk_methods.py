@@ -108,13 +108,13 @@ async def run(client: Any) -> bool:
         try:
             value = await outcome(call(client, ids))
         except RequestError as error:
-            text = f"{error.status_code} {error}"
+            report = f"{error.status_code} {error}"
             is_right = expected is not None and error.status_code == expected[0] and expected[1] in str(error)
         else:
-            text, is_right = type(value).__name__, expected is None
+            report, is_right = type(value).__name__, expected is None
             if isinstance(value, dict) and "id" in value:
                 ids[name] = value["id"]
-        print(f"{'ok' if is_right else 'WRONG'}: {type(client).__name__}.{name}: {text}", flush=True)
+        print(f"{'ok' if is_right else 'WRONG'}: {type(client).__name__}.{name}: {report}", flush=True)
         wrong += [] if is_right else [name]
     return not wrong
 

@@ -39,8 +39,8 @@ def client_of(adapter: Adapter, number: int) -> Client:
 def test_each_device_has_a_process_of_its_own(adapter: Adapter) -> None:
     with client_of(adapter, 0) as first, client_of(adapter, 1) as second:
         described = [client.ask(ipc.Describe()) for client in (first, second)]
-        assert [(device.device, device.devices) for device in described] == [("cpu", 2), ("cpu", 2)]
-        assert len({adapter.process.pid, *(device.pid for device in described)}) == 3
+        assert [(description.device, description.devices) for description in described] == [("cpu", 2), ("cpu", 2)]
+        assert len({adapter.process.pid, *(description.pid for description in described)}) == 3
         first.load()
         assert [loaded.model for loaded in first.ask(ipc.Describe()).models] == [MODEL]
         assert second.ask(ipc.Describe()).models == ()

@@ -73,10 +73,10 @@ def client(adapter: Adapter) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    created = Tokenizer.from_file(str(oracle.model_folder() / "tokenizer.json"))
-    created.enable_truncation(MAX_TOKENS)
-    created.no_padding()
-    return created
+    encoder = Tokenizer.from_file(str(oracle.model_folder() / "tokenizer.json"))
+    encoder.enable_truncation(MAX_TOKENS)
+    encoder.no_padding()
+    return encoder
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -309,14 +309,14 @@ def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -
     assert ready.rows == {"score": ipc.Rows("pair")}
     sequences = [ids.tolist() for ids in toys.random_ids([12, 5, 30])]
     types = [[0] * 4 + [1] * (len(ids) - 4) for ids in sequences]
-    run_batch = batch(
+    message = batch(
         sequences,
         "cross",
         "score",
         types=bytes(kind for kinds in types for kind in kinds),
         groups=(ipc.Group(0, 3, RunOptions(outputs=())),),
     )
-    done = client.run(run_batch)
+    done = client.run(message)
     model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.inference_mode():
         logits = [
@@ -573,8 +573,8 @@ def test_drain_ends_the_process_and_an_absent_device_never_starts(tmp_path: Path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_adapter_of_the_chart_without_its_gpu_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
     """Before there is a socket, by which the chart's probes see that it is ready: here there could be none."""
-    report = variables(container(rendered("values-gpu.yaml"), "sie-worker-gpu", "adapter"))
-    environ = {name: value for name, value in report.items() if isinstance(value, str)}
+    pod_variables = variables(container(rendered("values-gpu.yaml"), "sie-worker-gpu", "adapter"))
+    environ = {name: value for name, value in pod_variables.items() if isinstance(value, str)}
     here = {"SIE_IPC_SOCKET_PATH": str(tmp_path / "no folder" / "s"), "SIE_LOCAL_CACHE": str(tmp_path), "HOME": "/tmp"}
     status, log = start(tmp_path / "a.sock", **{**environ, **here}).ended()
     assert status == 2

@@ -61,14 +61,14 @@ class Site:
 
         Whatever a replica tells of the new bucket meanwhile is whole. Returns the epoch.
         """
-        reports: Any = None
+        catalogues: Any = None
         async with asyncio.timeout(WITHIN_S):
             while True:
-                reports = [await self.catalogue(number) for number in range(len(self.clients))]
-                new = [report for report in reports if report is not None and created(report[0]) != created(before)]
-                if len(new) == len(reports) and len(set(map(repr, new))) == 1 and new[0][1] == models:
+                catalogues = [await self.catalogue(number) for number in range(len(self.clients))]
+                new = [answer for answer in catalogues if answer is not None and created(answer[0]) != created(before)]
+                if len(new) == len(catalogues) and len(set(map(repr, new))) == 1 and new[0][1] == models:
                     return new[0][0]
-                assert all(set(name[1]) >= set(models) for name in new), reports
+                assert all(set(answer[1]) >= set(models) for answer in new), catalogues
                 await asyncio.sleep(0.02)
 
     async def call(self, method: str, path: str, body: Any, number: int = 0) -> int:

@@ -49,31 +49,33 @@ async def test_they_are_read_both_ways_whatever_was_removed(broker: Broker, lett
     count = 12 * SPAN
     for number in range(1, count + 1):
         await write(broker, f"{number:x}")
-    numbers, stored = random.Random(0), list(range(1, count + 1))
-    holes = [range(1, 4), range(3 * SPAN, 10 * SPAN), numbers.sample(stored, 20), [count], stored]
-    for sequences in holes:
-        for sequence in sorted(set(sequences) & set(stored)):
+    numbers, survivors = random.Random(0), list(range(1, count + 1))
+    removals = [range(1, 4), range(3 * SPAN, 10 * SPAN), numbers.sample(survivors, 20), [count], survivors]
+    for sequences in removals:
+        for sequence in sorted(set(sequences) & set(survivors)):
             letter = await letters.at(sequence)
             assert letter is not None
             assert await letters.remove(letter)
             assert not await letters.remove(letter)
-            stored.remove(sequence)
+            survivors.remove(sequence)
             assert await letters.at(sequence) is None
-        assert [entry.sequence async for entry in letters.all()] == stored
-        assert [entry.sequence async for entry in letters.newest()] == stored[::-1]
+        assert [entry.sequence async for entry in letters.all()] == survivors
+        assert [entry.sequence async for entry in letters.newest()] == survivors[::-1]
         for middle in (1, 5, 2 * SPAN, 11 * SPAN, count + 5):
-            assert [entry.sequence async for entry in letters.newest(middle)] == [x for x in stored[::-1] if x < middle]
-            assert [entry.sequence async for entry in letters.all(middle)] == [x for x in stored if x > middle]
+            assert [entry.sequence async for entry in letters.newest(middle)] == [
+                x for x in survivors[::-1] if x < middle
+            ]
+            assert [entry.sequence async for entry in letters.all(middle)] == [x for x in survivors if x > middle]
 
 
 async def test_what_cannot_be_read_is_told_and_left_out(broker: Broker, letters: Letters) -> None:
     await broker.publish(topology.dead_letter_subject("_default"), b"\xc1", "of a version to come")
     await write(broker, "a", b"\xc1")
     await write(broker, "ab", messages.encode(ITEM))
-    unreadable: list[int] = []
-    reading = Letters(broker, "_default", lambda sequence, _error: unreadable.append(sequence))
+    failures: list[int] = []
+    reading = Letters(broker, "_default", lambda sequence, _error: failures.append(sequence))
     broken, whole = [letter async for letter in reading.all()]
-    assert unreadable == [1]
+    assert failures == [1]
     assert (broken.item, broken.inputs, broken.model) == (None, None, "?")
     assert (whole.item, whole.inputs, whole.model, whole.error) == (ITEM, 1, "toy/one", "INFERENCE_ERROR poison")
     assert [letter.letter.id for letter in await letters.named("a")] == ["a", "ab"]

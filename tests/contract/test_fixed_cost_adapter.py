@@ -31,7 +31,7 @@ NUMBERS = itertools.count()
 
 def batch(*texts: str, model: str = "toy/one") -> ipc.RunBatch:
     ids = [ids_of(text) for text in texts]
-    lengths = np.array([len(token_id) for token_id in ids], "<i4").tobytes()
+    lengths = np.array([len(row) for row in ids], "<i4").tobytes()
     block = np.concatenate(ids).astype("<i4").tobytes()
     return ipc.RunBatch(f"b{next(NUMBERS)}", model, "encode", lengths, block, (ipc.Group(0, len(ids)),))
 

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
 def vector_of(text: str | None, side: Side, widths: dict[Side, int] = WIDTHS) -> list[float]:
     """The vector that the model of a side makes of a text."""
     seed = int.from_bytes(hashlib.sha256(f"{side} {text}".encode()).digest()[:8], "big")
-    return [float(number) for number in np.random.default_rng(seed).standard_normal(widths[side], dtype=np.float32)]
+    return [float(value) for value in np.random.default_rng(seed).standard_normal(widths[side], dtype=np.float32)]
 
 
 def as_written(vector: list[float], output: Output) -> Vector:
@@ -248,8 +248,8 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await migrator.scan("new")
     await migrator.live.switch("new")
     assert (await migrator.live.open()).in_use == "new"
-    rows_stored = await application.stored_rows()
-    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows_stored.values())
+    rows = await application.stored_rows()
+    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows.values())
     assert await migrator.scan("new") == 0
 
     late: Side = "old" if widths["old"] == widths["new"] else "new"
@@ -259,16 +259,16 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await application.change_text("3", "changed")
     await application.delete("4")
     assert 3 <= await migrator.scan("new") <= 4, "the first of them may have the very vector already"
-    rows_stored = await application.stored_rows()
-    assert len(rows_stored) == 300
-    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows_stored.values())
+    rows = await application.stored_rows()
+    assert len(rows) == 300
+    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows.values())
 
     await application.write({"5": ("after", vector_of("after", "new", widths))})
     embedded = await migrator.scan("old")
     assert 4 <= embedded <= 5, "rows that were written, and no other"
     assert await migrator.scan("old") == 0
     assert {key: text for key, (text, _) in (await application.stored_rows()).items()} == {
-        **{key: text for key, (text, _) in rows_stored.items()},
+        **{key: text for key, (text, _) in rows.items()},
         "5": "after",
     }, "the way back is prepared beside what is in use"
     await migrator.live.switch("old")
@@ -289,9 +289,9 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await migrator.live.clean_up()
     assert await application.is_clean()
     assert (await migrator.live.open()).is_begun is False
-    rows_stored = await application.stored_rows()
-    assert len(rows_stored) == 300
-    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows_stored.values())
+    rows = await application.stored_rows()
+    assert len(rows) == 300
+    assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in rows.values())
 
 
 async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless_later_ones_follow(
@@ -444,10 +444,10 @@ async def test_another_process_goes_on_and_another_model_or_template_begins_agai
     await again.live.begin(WIDTHS["new"])
     assert await again.scan("new") == 0
     longer = source(application, text=Template.parsed("about: {body}", "--text"))
-    second = Migrator(opened_live(application.url, "SINK", longer, QUICK), output=application.output)
-    await second.live.open()
-    assert await second.scan("new") == 100
-    for live in (again.live, second.live):
+    second_migrator = Migrator(opened_live(application.url, "SINK", longer, QUICK), output=application.output)
+    await second_migrator.live.open()
+    assert await second_migrator.scan("new") == 100
+    for live in (again.live, second_migrator.live):
         await live.close()
 
 

@@ -70,18 +70,18 @@ def press(adapter: Adapter, percent: int) -> None:
 
 def assert_dropped(adapter: Adapter, client: Client, model: str, look: Callable[[], Sequence[str]]) -> None:
     """`look` drops `model` under pressure, at the latest where that is highest, and the others stay."""
-    names = [name for name in loaded(client) if name != model]
-    missing_ids: tuple[str, ...] = ()
+    rest = [name for name in loaded(client) if name != model]
+    dropped_names: tuple[str, ...] = ()
     for percent in PRESSURES_PERCENT:
         press(adapter, percent)
         assert client.ask(ipc.Ping()).dropped == (), "nothing goes without a permission"
         until_s = time.monotonic() + DROPPED_WITHIN_S
-        while not missing_ids and time.monotonic() < until_s:  # memory is looked at once a second
-            missing_ids = tuple(look())
-        if missing_ids:
+        while not dropped_names and time.monotonic() < until_s:  # memory is looked at once a second
+            dropped_names = tuple(look())
+        if dropped_names:
             break
-    assert missing_ids == (model,)
-    assert loaded(client) == names
+    assert dropped_names == (model,)
+    assert loaded(client) == rest
     assert REASON in adapter.wait_for(f"unloaded {model}"), (
         "a failed allocation drops a model as well, and is not what is tested"
     )

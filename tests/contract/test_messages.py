@@ -74,12 +74,12 @@ def test_a_message_is_read_as_it_was_written(name: str) -> None:
 
 def test_every_field_of_every_message_is_set_in_an_example() -> None:
     """A field that holds its default would not be in the bytes, and nothing would be proven of it."""
-    fields, unset = set(), set()
-    for struct in (result for example in EXAMPLES.values() for result in structs_in(example)):
+    set_fields, unset = set(), set()
+    for struct in (part for example in EXAMPLES.values() for part in structs_in(example)):
         for field in msgspec.structs.fields(struct):
-            is_required = field.required or getattr(struct, field.name) != default_of(field)
-            (fields if is_required else unset).add(f"{type(struct).__name__}.{field.name}")
-    assert unset - fields == set()
+            is_set = field.required or getattr(struct, field.name) != default_of(field)
+            (set_fields if is_set else unset).add(f"{type(struct).__name__}.{field.name}")
+    assert unset - set_fields == set()
 
 
 @each_example
@@ -92,9 +92,9 @@ def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
     codec: Any = msgspec.json if name.startswith("export") else msgspec.msgpack
     raw = codec.decode(encoded(name))
     required = {field.encode_name for field in msgspec.structs.fields(type(EXAMPLES[name])) if field.required}
-    decoded = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
+    message = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
     for field in msgspec.structs.fields(type(EXAMPLES[name])):
-        assert getattr(decoded, field.name) == (
+        assert getattr(message, field.name) == (
             getattr(EXAMPLES[name], field.name) if field.required else default_of(field)
         )
 

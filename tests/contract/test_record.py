@@ -90,16 +90,16 @@ class NatsSite(Site):
 
 @pytest.fixture(params=["memory", "nats"])
 async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
-    created: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
-    yield created
-    await created.close()
+    chosen_site: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
+    yield chosen_site
+    await chosen_site.close()
 
 
 @pytest.fixture
 async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
-    created = NatsSite(tmp_path)
-    yield created
-    await created.close()
+    nats_site = NatsSite(tmp_path)
+    yield nats_site
+    await nats_site.close()
 
 
 class Owner:
@@ -307,21 +307,21 @@ class Clock:
 async def test_a_lease_passes_on_only_after_its_holder_was_silent(site: Site) -> None:
     one_clock, other_clock = Clock(), Clock()
     other_clock.now_s -= 500.0  # clocks of two machines
-    first = LeaderLease(await site.bucket(), "x", clock=one_clock)
-    second = LeaderLease(await site.bucket(), "x", clock=other_clock)
-    assert await first.acquire()
+    first_lease = LeaderLease(await site.bucket(), "x", clock=one_clock)
+    second_lease = LeaderLease(await site.bucket(), "x", clock=other_clock)
+    assert await first_lease.acquire()
     for _ in range(10):
         one_clock.now_s += 10.0
         other_clock.now_s += 10.0
-        assert await first.acquire()
-        assert not await second.acquire()
+        assert await first_lease.acquire()
+        assert not await second_lease.acquire()
     other_clock.now_s += 29.0
-    assert not await second.acquire()
+    assert not await second_lease.acquire()
     other_clock.now_s += 1.5
-    assert await second.acquire()
-    assert not await first.acquire()
-    await second.release()
-    assert await first.acquire(), "a lease that was released is free at once"
+    assert await second_lease.acquire()
+    assert not await first_lease.acquire()
+    await second_lease.release()
+    assert await first_lease.acquire(), "a lease that was released is free at once"
 
 
 async def test_of_processes_that_take_a_free_lease_at_once_one_gets_it(site: Site) -> None:

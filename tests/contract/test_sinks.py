@@ -94,9 +94,9 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 @pytest_asyncio.fixture
 async def sink(database: Database) -> AsyncIterator[Sink]:
-    result = opened(database.url, "SIE_JOBS_SINKS", QUICK)
-    yield result
-    await result.close()
+    opened_sink = opened(database.url, "SIE_JOBS_SINKS", QUICK)
+    yield opened_sink
+    await opened_sink.close()
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def collection() -> str:
 
 async def has(database: Database, collection: str, expected: SinkRows) -> None:
     """Exactly these rows, each once, and each the nearest one of its own vector."""
-    points = await database.found(collection)
-    assert points.keys() == set(expected.ids)
+    stored_rows = await database.found(collection)
+    assert stored_rows.keys() == set(expected.ids)
     for row_id, vector, payload in zip(expected.ids, expected.vectors, expected.payloads, strict=True):
-        stored = np.array(points[row_id][0])
+        stored = np.array(stored_rows[row_id][0])
         assert np.allclose(stored / np.linalg.norm(stored), vector / np.linalg.norm(vector), atol=1e-5)
-        assert points[row_id][1] == payload
+        assert stored_rows[row_id][1] == payload
     for number in (0, len(expected.ids) // 2, len(expected.ids) - 1):
         assert await database.nearest(collection, expected.vectors[number].tolist()) == expected.ids[number]
 
@@ -241,12 +241,14 @@ async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: 
     await sink.prepare(collection, {"dense": DIMS}, {})
     sink_rows = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
     await sink.upsert(sink_rows)
-    character = "\ufffd" if isinstance(database, Postgres) else "\0"
+    replacement = "\ufffd" if isinstance(database, Postgres) else "\0"
     await has(
         database,
         collection,
         SinkRows(
-            sink_rows.ids, sink_rows.vectors, [{"t": f"x{character}{character}y\\{character}z\\u0000"}, {"t": "b"}]
+            sink_rows.ids,
+            sink_rows.vectors,
+            [{"t": f"x{replacement}{replacement}y\\{replacement}z\\u0000"}, {"t": "b"}],
         ),
     )
 
@@ -404,11 +406,11 @@ async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Dat
     assert rows(0, 200).ids[-1] in await database.found(collection)
     second = writer(database.url, collection, 12, 50)
     await finished(second)
-    points = await database.found(collection)
-    assert set(rows(0, 600).ids) <= points.keys()  # those of calls that the first one began after what it said
+    stored_rows = await database.found(collection)
+    assert set(rows(0, 600).ids) <= stored_rows.keys()  # those of calls that the first one began after what it said
     third = writer(database.url, collection, 12, 50)
     await finished(third)
-    assert await database.found(collection) == points
+    assert await database.found(collection) == stored_rows
 
 
 async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> None:

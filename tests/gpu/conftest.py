@@ -31,8 +31,8 @@ def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     """Notes (what, attention in force, precision, cosine); the worst cosine of each is kept."""
     worst: dict[tuple[str, str, str], float] = {}
 
-    def note(case: str, attention: str, precision: str, cosine: float) -> None:
-        worst[case, attention, precision] = min(cosine, worst.get((case, attention, precision), 1.0))
+    def note(label: str, attention: str, precision: str, cosine: float) -> None:
+        worst[label, attention, precision] = min(cosine, worst.get((label, attention, precision), 1.0))
 
     yield note
     # absent where this file was not read before the command line was parsed

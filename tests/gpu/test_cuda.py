@@ -79,9 +79,9 @@ def reference(folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
-    result = CudaEngine(request.param)
-    yield result
-    result.stop()
+    cuda_engine = CudaEngine(request.param)
+    yield cuda_engine
+    cuda_engine.stop()
 
 
 def _skip_unless_known(model_type: str) -> None:
@@ -130,14 +130,14 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
         folder(name), cast(Precision, precision), width=architecture.width, max_tokens=architecture.max_tokens
     )
     assert served.attention.endswith("padded") == (name in PADDED)
-    texts_encoded = texts()
+    sentences = texts()
     for pooling in ARCHITECTURES[name].poolings:
-        similarity = cosines(
-            served.encode(texts_encoded, pooling=pooling), reference(name).encode(texts_encoded, pooling=pooling)
+        similarities = cosines(
+            served.encode(sentences, pooling=pooling), reference(name).encode(sentences, pooling=pooling)
         )
-        record(f"dense {name}", served.attention, precision, float(similarity.min()))
-        assert similarity.min() >= MIN_VECTOR_COSINE[precision]
-        assert similarity.mean() >= MIN_MEAN_COSINE[precision]
+        record(f"dense {name}", served.attention, precision, float(similarities.min()))
+        assert similarities.min() >= MIN_VECTOR_COSINE[precision]
+        assert similarities.mean() >= MIN_MEAN_COSINE[precision]
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -161,9 +161,9 @@ def test_two_threads_and_two_streams_do_not_mix_their_texts(
         shared = served.encode_at_once(batches, lanes=2)
         with ThreadPoolExecutor(2) as threads:
             streamed = list(threads.map(on_a_stream, batches))
-        for expected, module, second in zip(alone, shared, streamed, strict=True):
-            assert cosines(module, expected).min() >= MIN_MEAN_COSINE[precision]
-            assert cosines(second, expected).min() >= MIN_MEAN_COSINE[precision]
+        for expected, shared_vectors, streamed_vectors in zip(alone, shared, streamed, strict=True):
+            assert cosines(shared_vectors, expected).min() >= MIN_MEAN_COSINE[precision]
+            assert cosines(streamed_vectors, expected).min() >= MIN_MEAN_COSINE[precision]
     engine.stop()
 
 

@@ -86,8 +86,8 @@ def both(
 ) -> list[HeadsModel]:
     """The model in float32 on the CPU, and in `precision` on CUDA."""
     return [
-        engine.load(folder, outputs, max_tokens=MAX_TOKENS, precision=precision_name, **entry)
-        for engine, precision_name in zip(heads, ("float32", precision), strict=True)
+        engine.load(folder, outputs, max_tokens=MAX_TOKENS, precision=dtype, **entry)
+        for engine, dtype in zip(heads, ("float32", precision), strict=True)
     ]
 
 
@@ -112,9 +112,9 @@ def test_sparse_vectors(
         full(model.encode(checkpoints.texts(), "sparse"), width)
         for model in both(heads, folder, {"sparse": width}, precision)
     )
-    similarity = cosines(got, expected)
-    record(f"sparse {architecture}", "", precision, float(similarity.min()))
-    assert similarity.min() >= MIN_COSINE[precision]
+    similarities = cosines(got, expected)
+    record(f"sparse {architecture}", "", precision, float(similarities.min()))
+    assert similarities.min() >= MIN_COSINE[precision]
 
 
 def test_queries_without_a_pass_score_documents_on_the_device(
@@ -124,10 +124,10 @@ def test_queries_without_a_pass_score_documents_on_the_device(
     folder = checkpoints.idf(checkpoints.masked(tmp_path / "model", "bert"))
     outputs = {"sparse": len(AutoTokenizer.from_pretrained(folder)), "score": 0}
     models = both(heads, folder, outputs, "float32", head={"query_encoder": "idf"})
-    rows_sparse = [
+    matrices = [
         full(model.encode(checkpoints.texts(16), "sparse", is_query=True), outputs["sparse"]) for model in models
     ]
-    np.testing.assert_allclose(rows_sparse[1], rows_sparse[0], atol=1e-6)
+    np.testing.assert_allclose(matrices[1], matrices[0], atol=1e-6)
     scored = [model.score("river query vector", checkpoints.texts(16), "sparse") for model in models]
     np.testing.assert_allclose(scored[1], scored[0], rtol=1e-3, atol=1e-4)
 
@@ -159,11 +159,11 @@ def test_late_interaction(
     models = both(heads, folder, {"multivector": OUT}, precision)
     texts = checkpoints.texts(24)
     for is_query in (True, False):
-        rows_multi = [
+        token_vectors = [
             [row["multivector"] for row in model.encode(texts, "multivector", is_query=is_query)] for model in models
         ]
-        assert [len(row) for row in rows_multi[0]] == [len(row) for row in rows_multi[1]]
-        cosine = float(np.mean(cosines(np.concatenate(rows_multi[1]), np.concatenate(rows_multi[0]))))
+        assert [len(row) for row in token_vectors[0]] == [len(row) for row in token_vectors[1]]
+        cosine = float(np.mean(cosines(np.concatenate(token_vectors[1]), np.concatenate(token_vectors[0]))))
         record(f"multivector {name}", "", precision, cosine)
         assert cosine >= MIN_COSINE[precision]
     expected, got = (model.score("a river (near) the mountain", texts, "multivector") for model in models)
@@ -199,10 +199,10 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
     packed = pack(Items(lengths, ids), np.arange(4), Positions())
     hidden = torch.randn(len(ids), 16, generator=torch.Generator().manual_seed(0))
     hidden[7:11] = torch.nan  # all of the third
-    numbers = np.array([0, 2, 3])
+    indices = np.array([0, 2, 3])
     with torch.inference_mode():
         expected, got = (
-            heads_on(device, 16)[kind].reduce(States(hidden.to(device), packed, np.zeros(4, bool)), numbers)
+            heads_on(device, 16)[kind].reduce(States(hidden.to(device), packed, np.zeros(4, bool)), indices)
             for device in (torch.device("cpu"), CUDA)
         )
     assert got.usable.tolist() == [True, False, True]
@@ -230,8 +230,8 @@ def compare(
 ) -> None:
     documents = ragged_documents(40)
     models: list[Scoring] = [
-        engine.load(folder, family, precision_name, **entry)
-        for engine, precision_name in zip(scores, ("float32", precision), strict=True)
+        engine.load(folder, family, dtype, **entry)
+        for engine, dtype in zip(scores, ("float32", precision), strict=True)
     ]
     expected, got = (np.array(model.scores("which river is it", documents)) for model in models)
     assert np.abs(got - expected).max() <= MAX_DIFFERENCE[precision]
@@ -248,5 +248,5 @@ def test_entities(scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -
             for side in (left, right)
         ]
         assert spans[0] == spans[1]
-        for entity, entry in zip(left["entities"], right["entities"], strict=True):
-            assert abs(entity["score"] - entry["score"]) <= MAX_DIFFERENCE["float32"]
+        for left_entity, right_entity in zip(left["entities"], right["entities"], strict=True):
+            assert abs(left_entity["score"] - right_entity["score"]) <= MAX_DIFFERENCE["float32"]

@@ -43,10 +43,10 @@ def packed(visible: tuple[int, ...] | None = None) -> PackedBatch:
     return pack(batch, np.arange(len(lengths)), Positions())
 
 
-def attend(kernel: Kernel, created: PackedBatch, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
+def attend(kernel: Kernel, batch: PackedBatch, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
     query, key, value = states
-    bounds = torch.from_numpy(created.bounds).to(query.device)
-    layout = torch.from_numpy(layout_of(kernel, created))
+    bounds = torch.from_numpy(batch.bounds).to(query.device)
+    layout = torch.from_numpy(layout_of(kernel, batch))
     with torch.inference_mode():
         return torch.ops.sie.packed_attention(query, key, value, bounds, layout, query.shape[2] ** -0.5, *pattern)  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ SHARES = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch has 
 def check(
     kernel: Kernel,
     dtype: torch.dtype,
-    packed_batch: PackedBatch,
+    batch: PackedBatch,
     pattern: tuple[int, int],
     heads: int,
     key_heads: int,
@@ -66,10 +66,10 @@ def check(
     if kernel == Kernel.VARLEN and heads != key_heads and not SHARES:
         pytest.skip("the kernel of this torch shares no heads")
     generator = torch.Generator().manual_seed(0)
-    shapes = [(len(packed_batch.ids), count, width) for count in (heads, key_heads, key_heads)]
+    shapes = [(len(batch.ids), count, width) for count in (heads, key_heads, key_heads)]
     states = tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    expected = attend(Kernel.REFERENCE, packed_batch, tuple(state.float() for state in states), pattern)
-    got = attend(kernel, packed_batch, tuple(state.to(CUDA) for state in states), pattern)
+    expected = attend(Kernel.REFERENCE, batch, tuple(state.float() for state in states), pattern)
+    got = attend(kernel, batch, tuple(state.to(CUDA) for state in states), pattern)
     assert got.device.type == CUDA.type
     assert got.dtype == dtype
     assert float((got.cpu().float() - expected).abs().max()) <= TOLERANCE[dtype]

@@ -220,50 +220,50 @@ class Container:
         assert user.keys() <= fields, f"{self.name}: not known here: {user.keys() - fields}"
         assert user.get("seccompProfile", {}).get("type", "RuntimeDefault") == "RuntimeDefault"
         assert not user.get("runAsNonRoot") or user["runAsUser"] != 0
-        privileges: list[str] = []
+        arguments: list[str] = []
         if "runAsUser" in user:
-            privileges += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
+            arguments += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
         if "fsGroup" in user:
-            privileges += ["--group-add", str(user["fsGroup"])]
+            arguments += ["--group-add", str(user["fsGroup"])]
         if user.get("readOnlyRootFilesystem"):
-            privileges += ["--read-only", "--read-only-tmpfs=false"]
+            arguments += ["--read-only", "--read-only-tmpfs=false"]
         if user.get("allowPrivilegeEscalation") is False:
-            privileges += ["--security-opt", "no-new-privileges"]
+            arguments += ["--security-opt", "no-new-privileges"]
         assert user.get("capabilities", {}).keys() <= {"drop"}
         for capability in user.get("capabilities", {}).get("drop", ()):
-            privileges += ["--cap-drop", capability.lower()]
-        return privileges
+            arguments += ["--cap-drop", capability.lower()]
+        return arguments
 
     def _limit_options(self, resources: Object) -> list[str]:
         """A kubelet sets no limit of processes unless it is configured; memory that is limited has no swap."""
         limits, requests = resources.get("limits", {}), resources.get("requests", {})
         assert limits.keys() | requests.keys() <= {"cpu", "memory"}, f"{self.name}: {resources}"
         processes = self.pod.node.processes
-        result = ["--pids-limit", "-1" if processes is None else str(processes)]
+        arguments = ["--pids-limit", "-1" if processes is None else str(processes)]
         if "memory" in limits:
             memory = str(int(quantity(limits["memory"])))
-            result += ["--memory", memory, "--memory-swap", memory]
+            arguments += ["--memory", memory, "--memory-swap", memory]
         if "cpu" in limits:
-            result += ["--cpus", str(quantity(limits["cpu"]))]
+            arguments += ["--cpus", str(quantity(limits["cpu"]))]
         if "cpu" in requests:
-            result += ["--cpu-shares", str(max(2, int(quantity(requests["cpu"]) * 1024)))]
-        return result
+            arguments += ["--cpu-shares", str(max(2, int(quantity(requests["cpu"]) * 1024)))]
+        return arguments
 
     def environ(self) -> dict[str, str]:
-        result: dict[str, str] = {}
+        environment: dict[str, str] = {}
         for variable in self.told.get("env", ()):
             source = variable.get("valueFrom", {})
             if "value" in variable or not source:
-                result[variable["name"]] = _replaced(variable.get("value", ""), result)
+                environment[variable["name"]] = _replaced(variable.get("value", ""), environment)
             elif "fieldRef" in source:
-                result[variable["name"]] = self.pod.field(source["fieldRef"]["fieldPath"])
+                environment[variable["name"]] = self.pod.field(source["fieldRef"]["fieldPath"])
             else:
-                secret = source["secretKeyRef"]
-                value = self.pod.node.secrets.get(secret["name"], {}).get(secret["key"])
-                assert value is not None or secret.get("optional"), f"{self.name}: no such secret: {secret}"
+                secret_ref = source["secretKeyRef"]
+                value = self.pod.node.secrets.get(secret_ref["name"], {}).get(secret_ref["key"])
+                assert value is not None or secret_ref.get("optional"), f"{self.name}: no such secret: {secret_ref}"
                 if value is not None:
-                    result[variable["name"]] = value
-        return result
+                    environment[variable["name"]] = value
+        return environment
 
     def _words(self, words: Sequence[str]) -> list[str]:
         environ = self.environ()
@@ -319,10 +319,10 @@ class Container:
         poll.register(self._pidfd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            due_s = min((entry.due_s for entry in watches), default=time.monotonic() + 3600)
+            due_s = min((probe.due_s for probe in watches), default=time.monotonic() + 3600)
             if poll.poll(max(0.0, due_s - time.monotonic()) * 1000):
                 return False
-            watch = min(watches, key=lambda entry: entry.due_s)
+            watch = min(watches, key=lambda probe: probe.due_s)
             passes = self._probe(watch)
             if self._ending.is_set():
                 return False
@@ -341,9 +341,9 @@ class Container:
             *("httpGet", "exec", "initialDelaySeconds", "periodSeconds", "timeoutSeconds"),
             *("successThreshold", "failureThreshold"),
         }
-        probe = self.told[kind]
-        assert probe.keys() <= fields, f"{self.name} {kind}: not known here: {probe.keys() - fields}"
-        return Watch(kind, probe, now_s + probe.get("initialDelaySeconds", 0))
+        spec = self.told[kind]
+        assert spec.keys() <= fields, f"{self.name} {kind}: not known here: {spec.keys() - fields}"
+        return Watch(kind, spec, now_s + spec.get("initialDelaySeconds", 0))
 
     def _probe(self, watch: Watch) -> bool:
         why = self.tried(watch.kind)
@@ -353,17 +353,17 @@ class Container:
 
     def tried(self, kind: str) -> str:
         """Why a probe fails now; nothing if it passes."""
-        handler = self.told[kind]
-        timeout_s = handler.get("timeoutSeconds", 1)
-        if "exec" in handler:
-            return self.execute(handler["exec"]["command"], timeout_s)
-        request = handler["httpGet"]
-        port = request["port"]
+        spec = self.told[kind]
+        timeout_s = spec.get("timeoutSeconds", 1)
+        if "exec" in spec:
+            return self.execute(spec["exec"]["command"], timeout_s)
+        http_get = spec["httpGet"]
+        port = http_get["port"]
         if isinstance(port, str):
-            (port,) = (entry["containerPort"] for entry in self.told["ports"] if entry["name"] == port)
+            (port,) = (port_spec["containerPort"] for port_spec in self.told["ports"] if port_spec["name"] == port)
         wire = http.client.HTTPConnection(self.pod.address, port, timeout=timeout_s)
         try:
-            wire.request("GET", request["path"], headers={"User-Agent": "kube-probe/1.31", "Connection": "close"})
+            wire.request("GET", http_get["path"], headers={"User-Agent": "kube-probe/1.31", "Connection": "close"})
             status = wire.getresponse().status
         except (OSError, http.client.HTTPException) as error:
             return repr(error)

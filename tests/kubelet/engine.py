@@ -29,12 +29,12 @@ class EngineError(Exception):
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    result = shlex.split(os.environ.get("PODMAN", "podman"))
+    words = shlex.split(os.environ.get("PODMAN", "podman"))
     if not Path("/run/systemd/system").is_dir():
-        result += ["--cgroup-manager", "cgroupfs"]
+        words += ["--cgroup-manager", "cgroupfs"]
     if not Path("/sys/fs/cgroup/cgroup.controllers").exists() and shutil.which("runc"):
-        result += ["--runtime", "runc"]  # crun takes control groups of version 2 alone, or of version 1 alone
-    return tuple(result)
+        words += ["--runtime", "runc"]  # crun takes control groups of version 2 alone, or of version 1 alone
+    return tuple(words)
 
 
 @functools.cache
@@ -65,8 +65,8 @@ def run(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> subprocess.Co
 
 
 def inspect(container: str) -> dict[str, Any]:
-    (state,) = json.loads(podman("container", "inspect", container))
-    return dict(state)
+    (details,) = json.loads(podman("container", "inspect", container))
+    return dict(details)
 
 
 def has_image(name: str) -> bool:

@@ -137,21 +137,21 @@ class Network:
         """The addresses of services lead to these pods from the next connection on."""
         run(["nft", "-f", "-"], services(endpoints))
 
-    def obey(self, policies_found: Sequence[Object], members: Sequence[Member], own: str) -> None:
+    def obey(self, manifests: Sequence[Object], members: Sequence[Member], own: str) -> None:
         """Policies of the namespace `own` for these pods, from the next connection on."""
-        run(["nft", "-f", "-"], policies(policies_found, members, own))
+        run(["nft", "-f", "-"], policies(manifests, members, own))
 
     def refused(self) -> dict[str, int]:
         """Packets that no policy let out of a pod, or into one, by its address."""
         lines = run(["nft", "list", "table", "inet", "policies"]).splitlines()
-        addresses: dict[str, int] = {}
+        counts: dict[str, int] = {}
         chain = ""
         for line in map(str.strip, lines):
             if line.startswith("chain "):
                 chain = line.split()[1]
             elif line.startswith("counter packets") and "reject" in line:
-                addresses[chain] = int(line.split()[2])
-        return addresses
+                counts[chain] = int(line.split()[2])
+        return counts
 
 
 def swept(prefix: str) -> None:
@@ -187,13 +187,16 @@ def services(endpoints: Sequence[Endpoint]) -> str:
     return _table("ip services", chains)
 
 
-def policies(policies_found: Sequence[Object], members: Sequence[Member], own: str) -> str:
+def policies(manifests: Sequence[Object], members: Sequence[Member], own: str) -> str:
     """A chain for each pod and direction that some policy selects, which ends in a refusal."""
-    specs = [policy["spec"] for policy in of_kind("NetworkPolicy", list(policies_found)).values()]
+    specs = [manifest["spec"] for manifest in of_kind("NetworkPolicy", list(manifests)).values()]
     chains: dict[str, list[str]] = {}
     jumps = ["ct state established,related accept"]
     for member in members:
-        for direction, key, side, peer in (("Egress", "to", "saddr", "daddr"), ("Ingress", "from", "daddr", "saddr")):
+        for direction, key, side, peer_side in (
+            ("Egress", "to", "saddr", "daddr"),
+            ("Ingress", "from", "daddr", "saddr"),
+        ):
             selecting = [
                 spec
                 for spec in specs
@@ -208,7 +211,7 @@ def policies(policies_found: Sequence[Object], members: Sequence[Member], own: s
                 line
                 for spec in selecting
                 for rule in spec.get(direction.lower(), ())
-                for line in _lines(rule, key, peer, members, own)
+                for line in _lines(rule, key, peer_side, members, own)
             ]
             chains[name].append("counter reject with icmpx type admin-prohibited")
             jumps.append(f"ip {side} {member.address} jump {name}")
@@ -218,7 +221,7 @@ def policies(policies_found: Sequence[Object], members: Sequence[Member], own: s
 
 def _table(name: str, chains: Mapping[str, Sequence[str]]) -> str:
     """Text that puts it in place of the one before, in one transaction."""
-    text = "".join(f"chain {rules} {{\n{_NEWLINE.join(lines)}\n}}\n" for rules, lines in chains.items())
+    text = "".join(f"chain {chain} {{\n{_NEWLINE.join(lines)}\n}}\n" for chain, lines in chains.items())
     return f"table {name}\ndelete table {name}\ntable {name} {{\n{text}}}\n"
 
 
@@ -229,18 +232,18 @@ def _selector(selector: Object) -> Object:
 
 def _lines(rule: Object, key: str, side: str, members: Sequence[Member], own: str) -> Iterator[str]:
     assert rule.keys() <= {key, "ports"}, f"a rule of more than peers and ports: {rule}"
-    sources = ""
+    condition = ""
     if key in rule:
         addresses = sorted({member.address for member in members for peer in rule[key] if _is(peer, member, own)})
         if not addresses:
             return
-        sources = f"ip {side} {{ {', '.join(addresses)} }} "
+        condition = f"ip {side} {{ {', '.join(addresses)} }} "
     if "ports" not in rule:
-        yield f"{sources}return"
+        yield f"{condition}return"
     for port in rule.get("ports", ()):
         assert port.keys() <= {"port", "protocol"}, f"a port of more than a number: {port}"
         assert isinstance(port["port"], int), f"a port by name: {port}"
-        yield f"{sources}{port.get('protocol', 'TCP').lower()} dport {port['port']} return"
+        yield f"{condition}{port.get('protocol', 'TCP').lower()} dport {port['port']} return"
 
 
 def _is(peer: Object, member: Member, own: str) -> bool:

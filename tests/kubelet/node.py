@@ -66,7 +66,7 @@ class Node:
         self.prefix = f"{_PREFIX}{name}-"
         self.label = f"{_LABEL}={name}"
         self.network = Network(self.prefix)
-        self.found: list[Object] = []
+        self.manifests: list[Object] = []
         self.pods: list[Pod] = []
         self.ended: list[Pod] = []
         self.others: list[Member] = []  # pods that are not the chart's, each a namespace alone
@@ -99,12 +99,12 @@ class Node:
         """
         stale = {name for name in workloads(list(manifests)) if self.of(name)}
         with self._lock:
-            self.found = list(manifests)
-            for name in of_kind("Service", self.found):
+            self.manifests = list(manifests)
+            for name in of_kind("Service", self.manifests):
                 self._clusters.setdefault(name, f"{network.SERVICES}.1.{len(self._clusters) + 1}")
         new = [
             self._new(name, number)
-            for name in workloads(self.found)
+            for name in workloads(self.manifests)
             if name not in stale
             for number in range(self.wanted(name))
         ]
@@ -117,10 +117,10 @@ class Node:
         if name in self.replicas:
             return self.replicas[name]
         for kind, key in (("HorizontalPodAutoscaler", "minReplicas"), ("ScaledObject", "minReplicaCount")):
-            for manifest in of_kind(kind, self.found).values():
-                if manifest["spec"]["scaleTargetRef"]["name"] == name:
-                    return int(manifest["spec"][key])
-        return int(workloads(self.found)[name]["spec"].get("replicas", 1))
+            for scaler in of_kind(kind, self.manifests).values():
+                if scaler["spec"]["scaleTargetRef"]["name"] == name:
+                    return int(scaler["spec"][key])
+        return int(workloads(self.manifests)[name]["spec"].get("replicas", 1))
 
     def start(self, pods: Sequence[Pod], *, wait: bool = True) -> None:
         """All at once, until they are ready."""
@@ -140,8 +140,8 @@ class Node:
 
     def roll(self, name: str) -> None:
         """Replace the pods of another template than the rendered one."""
-        workload = workloads(self.found)[name]
-        old = [entry for entry in self.of(name) if entry.template != workload["spec"]["template"]]
+        workload = workloads(self.manifests)[name]
+        old = [candidate for candidate in self.of(name) if candidate.template != workload["spec"]["template"]]
         if workload["kind"] == "StatefulSet":
             for pod in reversed(old):
                 self.end(pod)
@@ -162,7 +162,7 @@ class Node:
         self.readiness_changed()
 
     def _new(self, name: str, number: int) -> Pod:
-        workload = workloads(self.found)[name]
+        workload = workloads(self.manifests)[name]
         template = workload["spec"]["template"]
         if workload["kind"] == "StatefulSet":
             own = f"{name}-{number}"
@@ -191,20 +191,22 @@ class Node:
 
     def behind(self, service: str) -> list[Pod]:
         """Pods that its selector finds, ready or not."""
-        selector = of_kind("Service", self.found)[service]["spec"]["selector"]
+        selector = of_kind("Service", self.manifests)[service]["spec"]["selector"]
         return [pod for pod in self.pods if selector.items() <= pod.labels.items()]
 
     def url(self, service: str, port: int) -> str:
-        assert port in {entry["port"] for entry in of_kind("Service", self.found)[service]["spec"]["ports"]}
+        assert port in {
+            service_port["port"] for service_port in of_kind("Service", self.manifests)[service]["spec"]["ports"]
+        }
         return f"http://{self._clusters[service]}:{port}"
 
     def address(self, service: str, port: int) -> tuple[str, int]:
         """Return the address of a service: its own, or a pod's where it has none."""
-        spec = of_kind("Service", self.found)[service]["spec"]
+        spec = of_kind("Service", self.manifests)[service]["spec"]
         if spec.get("clusterIP") != "None":
             return self._clusters[service], port
-        target = next(entry["targetPort"] for entry in spec["ports"] if entry["port"] == port)
-        pod = next(entry for entry in self.behind(service) if entry.ready)
+        target = next(service_port["targetPort"] for service_port in spec["ports"] if service_port["port"] == port)
+        pod = next(candidate for candidate in self.behind(service) if candidate.ready)
         return pod.address, _ports(pod, target)[0]
 
     def outsider(self, namespace: str, labels: Mapping[str, str]) -> tuple[str, Member]:
@@ -222,14 +224,14 @@ class Node:
         """Services, policies and names are those of the pods that are there now."""
         with self._lock:
             self.network.lead(list(self._endpoints()))
-            members = [Member(entry.address, self.namespace, entry.labels) for entry in self.pods]
-            self.network.obey(self.found, [*members, *self.others], self.namespace)
+            members = [Member(live_pod.address, self.namespace, live_pod.labels) for live_pod in self.pods]
+            self.network.obey(self.manifests, [*members, *self.others], self.namespace)
             lines = list(self._names())
             for pod in self.pods:
                 pod.write_hosts(lines)
 
     def _endpoints(self) -> Iterator[Endpoint]:
-        for name, service in of_kind("Service", self.found).items():
+        for name, service in of_kind("Service", self.manifests).items():
             if service["spec"].get("clusterIP") == "None":
                 continue
             for port in service["spec"]["ports"]:
@@ -242,7 +244,7 @@ class Node:
                 yield Endpoint(self._clusters[name], port["port"], targets)
 
     def _names(self) -> Iterator[str]:
-        for name, service in of_kind("Service", self.found).items():
+        for name, service in of_kind("Service", self.manifests).items():
             spec = service["spec"]
             if spec.get("clusterIP") != "None":
                 yield f"{self._clusters[name]} {_spellings(name, self.namespace)}"
@@ -250,7 +252,7 @@ class Node:
             for pod in self.behind(name):
                 if pod.ready or spec.get("publishNotReadyAddresses"):
                     yield f"{pod.address} {_spellings(name, self.namespace)}"
-                    if workloads(self.found)[pod.workload]["spec"].get("serviceName") == name:
+                    if workloads(self.manifests)[pod.workload]["spec"].get("serviceName") == name:
                         yield f"{pod.address} {_spellings(f'{pod.name}.{name}', self.namespace)}"
 
     # --- the end ---

@@ -65,19 +65,21 @@ class Pod:
 
     @property
     def labels(self) -> dict[str, str]:
-        result: dict[str, str] = self.template["metadata"]["labels"]
-        return result
+        pod_labels: dict[str, str] = self.template["metadata"]["labels"]
+        return pod_labels
 
     @property
     def ready(self) -> bool:
-        return bool(self.containers) and all(entry.ready for entry in self.containers) and not self.ending
+        return (
+            bool(self.containers) and all(own_container.ready for own_container in self.containers) and not self.ending
+        )
 
     @property
     def grace_s(self) -> float:
         return float(self.spec.get("terminationGracePeriodSeconds", 30))
 
     def container(self, name: str) -> Container:
-        return next(entry for entry in self.containers if entry.told["name"] == name)
+        return next(own_container for own_container in self.containers if own_container.told["name"] == name)
 
     def field(self, path: str) -> str:
         return {
@@ -90,24 +92,24 @@ class Pod:
         """Init containers one after another, then all others at once."""
         for spec in self.spec.get("initContainers", ()):
             Container(self, spec).run_once(INIT_S)
-        result = [Container(self, entry) for entry in self.spec["containers"]]
-        self.containers = result
-        for label in result:
-            label.start()
+        started = [Container(self, container_spec) for container_spec in self.spec["containers"]]
+        self.containers = started
+        for own_container in started:
+            own_container.start()
 
     def end(self) -> None:
         """With grace: it leaves its services, and its containers are told at once."""
         self.ending = True
         self.node.readiness_changed()
         with ThreadPoolExecutor(len(self.containers) or 1) as pool:
-            list(pool.map(lambda entry: entry.end(self.grace_s), self.containers))
+            list(pool.map(lambda own_container: own_container.end(self.grace_s), self.containers))
         self.remove()
 
     def remove(self) -> None:
         """All that is left of it."""
         self.ending = True
-        for entry in self.containers:
-            entry.remove()
+        for own_container in self.containers:
+            own_container.remove()
         for path in self._mounts:
             network.run(["umount", "--lazy", str(path)])
         self._mounts.clear()
@@ -121,7 +123,7 @@ class Pod:
                 path.mkdir(parents=True, exist_ok=True)
                 self._own(path, 0o2775)
                 return path
-            (volume,) = (entry for entry in self.spec["volumes"] if entry["name"] == name)
+            (volume,) = (volume_spec for volume_spec in self.spec["volumes"] if volume_spec["name"] == name)
             (kind,) = volume.keys() - {"name"}
             if kind == "persistentVolumeClaim":
                 assert volume[kind].keys() == {"claimName"}, volume
@@ -133,7 +135,7 @@ class Pod:
                 return path
             path.mkdir(parents=True)
             if kind == "configMap":
-                files = of_kind("ConfigMap", self.node.found).get(volume[kind]["name"], {}).get("data")
+                files = of_kind("ConfigMap", self.node.manifests).get(volume[kind]["name"], {}).get("data")
                 for file, text in (files or self.node.files[volume[kind]["name"]]).items():
                     (path / file).write_text(text)
             elif kind == "emptyDir":
@@ -142,10 +144,10 @@ class Pod:
                 raise AssertionError(f"{self.name}: a volume of an unknown kind: {volume}")
             return path
 
-    def _empty(self, path: Path, spec: Object, disk_bytes: int | None) -> None:
+    def _empty(self, path: Path, settings: Object, disk_bytes: int | None) -> None:
         """`disk_bytes`: it is on a disk of its own that has so many."""
-        assert spec.keys() <= {"medium", "sizeLimit"}, spec
-        size = quantity(spec["sizeLimit"]) if spec.get("medium") == "Memory" else disk_bytes
+        assert settings.keys() <= {"medium", "sizeLimit"}, settings
+        size = quantity(settings["sizeLimit"]) if settings.get("medium") == "Memory" else disk_bytes
         if size is not None:
             network.run(["mount", "-t", "tmpfs", "-o", f"size={int(size)},mode=0777", "none", str(path)])
             self._mounts.append(path)
@@ -167,10 +169,10 @@ class Pod:
 
     def used(self) -> dict[str, tuple[int, float]]:
         """Return the bytes in each volume with a limit, and the limit."""
-        volumes = {}
+        usage = {}
         for volume in self.spec.get("volumes", ()):
             limit = volume.get("emptyDir", {}).get("sizeLimit")
             if limit is not None:
                 files = [path.lstat() for path in self.volume(volume["name"]).rglob("*")]
-                volumes[volume["name"]] = sum(file.st_blocks * 512 for file in files), quantity(limit)
-        return volumes
+                usage[volume["name"]] = sum(stat.st_blocks * 512 for stat in files), quantity(limit)
+        return usage

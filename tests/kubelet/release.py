@@ -67,7 +67,7 @@ def check_images() -> None:
 @asynccontextmanager
 async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> AsyncIterator[Crowd]:
     """Clients that retry as the SDK does. None of them may be lost or get what is another's."""
-    result = Crowd(
+    swarm = Crowd(
         [node.url(GATEWAY, 8080)],
         expected,
         clients=clients,
@@ -77,25 +77,25 @@ async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> Async
         token=TOKENS["auth-tokens"],
     )
     try:
-        yield result
+        yield swarm
     finally:
-        await result.stop()
-    verdicts = Counter(outcome.verdict for outcome in result.outcomes)
-    attempts = Counter((attempt.status, attempt.failure) for outcome in result.outcomes for attempt in outcome.attempts)
-    longest_s = max((outcome.ended_s - outcome.started_s for outcome in result.outcomes), default=0.0)
+        await swarm.stop()
+    verdicts = Counter(outcome.verdict for outcome in swarm.outcomes)
+    attempts = Counter((attempt.status, attempt.failure) for outcome in swarm.outcomes for attempt in outcome.attempts)
+    longest_s = max((outcome.ended_s - outcome.started_s for outcome in swarm.outcomes), default=0.0)
     print(f"{dict(verdicts)}, attempts {dict(attempts)}, the longest {longest_s:.1f} s")
-    assert verdicts.keys() == {"right"}, [outcome.detail for outcome in result.outcomes if outcome.verdict != "right"][
+    assert verdicts.keys() == {"right"}, [outcome.detail for outcome in swarm.outcomes if outcome.verdict != "right"][
         :5
     ]
-    assert result.unasked == 0
+    assert swarm.unasked == 0
 
 
-async def answers(result: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
+async def answers(swarm: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
     """Until so many requests that were sent from now on had their answers."""
     now_s = time.monotonic()
 
     def enough() -> bool:
-        return sum(outcome.started_s > now_s and outcome.verdict == "right" for outcome in result.outcomes) >= count
+        return sum(outcome.started_s > now_s and outcome.verdict == "right" for outcome in swarm.outcomes) >= count
 
     await asyncio.to_thread(until, enough, timeout_s, f"{count} answers")
 

@@ -116,8 +116,8 @@ def _see_red(weights: dict[str, Tensor]) -> None:
     weights[tower + "embeddings.class_embedding"][:2] = 1.0
     weights["class_head.logit_shift.weight"][0, 0] = 2.0
     # the middle of a candidate is the last corner of its patch, its size that of a patch
-    first, two = (torch.logit(torch.tensor(patches / side)) for patches in (1, 2))
-    weights["box_head.dense2.bias"][2:] = two - first
+    one_patch, two = (torch.logit(torch.tensor(patches / side)) for patches in (1, 2))
+    weights["box_head.dense2.bias"][2:] = two - one_patch
 
 
 def _bert_tokenizer(places: dict[str, int]) -> BertTokenizer:
@@ -127,6 +127,6 @@ def _bert_tokenizer(places: dict[str, int]) -> BertTokenizer:
     for piece in (*pieces, *(f"##{piece}" for piece in pieces)):
         if piece not in vocabulary:
             vocabulary[piece] = next(free)
-    ids_used = set(vocabulary.values())
-    vocabulary |= {f"[unused{number}]": number for number in range(max(ids_used)) if number not in ids_used}
+    token_ids = set(vocabulary.values())
+    vocabulary |= {f"[unused{number}]": number for number in range(max(token_ids)) if number not in token_ids}
     return BertTokenizer(vocab=vocabulary, model_max_length=512)

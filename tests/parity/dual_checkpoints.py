@@ -127,7 +127,7 @@ _SQUASHED = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "r
 
 def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
     text, image, tokens = 48, OPEN_CLIP_WIDTH, FIRST_SIGLIP_TOKENS
-    tensors: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "logit_scale": (),
         "logit_bias": (),
         "text.positional_embedding": (tokens, text),
@@ -148,7 +148,7 @@ def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
     norms = {"text.ln_final": text, "visual.trunk.norm": image, "visual.trunk.attn_pool.norm": image}
     for number in range(2):
         block = f"text.transformer.resblocks.{number}"
-        tensors |= {f"{block}.attn.in_proj_weight": (3 * text, text), f"{block}.attn.in_proj_bias": (3 * text,)}
+        shapes |= {f"{block}.attn.in_proj_weight": (3 * text, text), f"{block}.attn.in_proj_bias": (3 * text,)}
         linears |= {f"{block}.attn.out_proj": (text, text), f"{block}.mlp.c_fc": (4 * text, text)}
         linears |= {f"{block}.mlp.c_proj": (text, 4 * text)}
         norms |= {f"{block}.ln_1": text, f"{block}.ln_2": text}
@@ -157,10 +157,10 @@ def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
         linears |= {f"{block}.mlp.fc1": (4 * image, image), f"{block}.mlp.fc2": (image, 4 * image)}
         norms |= {f"{block}.norm1": image, f"{block}.norm2": image}
     for name, shape in linears.items():
-        tensors |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     for name, width in norms.items():
-        tensors |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-    return tensors
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    return shapes
 
 
 def colpali(folder: Path) -> Path:
@@ -211,8 +211,8 @@ def clip_tokenizer() -> CLIPTokenizer:
     )
     learnt.train_from_iterator(corpus(), trainer)
     state = json.loads(learnt.to_str())["model"]
-    letters = [*alphabet, *(f"{letter}</w>" for letter in alphabet)]
-    pieces = [*letters, *(piece for piece in sorted(state["vocab"], key=state["vocab"].get) if piece not in letters)]
+    symbols = [*alphabet, *(f"{letter}</w>" for letter in alphabet)]
+    pieces = [*symbols, *(piece for piece in sorted(state["vocab"], key=state["vocab"].get) if piece not in symbols)]
     vocabulary = {piece: number for number, piece in enumerate([*pieces, "<|startoftext|>", _END])}
     return CLIPTokenizer(
         vocab=vocabulary, merges=[tuple(pair) for pair in state["merges"]], model_max_length=CLIP_TOKENS
@@ -236,8 +236,8 @@ def _sentencepiece_tokenizer(folder: Path) -> SiglipTokenizer:
         minloglevel=2,
         character_coverage=1.0,
     )
-    for table in (lines, folder / "spiece.vocab"):
-        table.unlink()
+    for path in (lines, folder / "spiece.vocab"):
+        path.unlink()
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
     scores = [(pieces.id_to_piece(number), pieces.get_score(number)) for number in range(pieces.get_piece_size())]
     fast = Tokenizer(models.Unigram(scores, 2))

@@ -60,8 +60,8 @@ def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
 
     The trainers of the tokenizers library give another vocabulary in each process, so this one is laid down.
     """
-    words_foreign = ("שלום", "مدينة", "東京", "Zürich", "👍")
-    characters = sorted({*string.printable.strip(), *"".join(words_foreign)})
+    samples = ("שלום", "مدينة", "東京", "Zürich", "👍")
+    characters = sorted({*string.printable.strip(), *"".join(samples)})
     whole = [word for index, word in enumerate(WORDS) if index % 3]
     halves = [(word[: len(word) // 2], word[len(word) // 2 :]) for word in WORDS[::3]]
     if algorithm == "wordpiece":

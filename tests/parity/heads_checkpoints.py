@@ -42,11 +42,11 @@ def texts(count: int = 64, longest: int = 200, seed: int = 0) -> list[str]:
     limit.
     """
     rng = random.Random(seed)
-    result = ["", "Zürich, 東京 and 😀", "it's (a) 3.14...", ".", "one " * (2 * MAX_TOKENS)]
-    while len(result) < count:
+    samples = ["", "Zürich, 東京 and 😀", "it's (a) 3.14...", ".", "one " * (2 * MAX_TOKENS)]
+    while len(samples) < count:
         words = rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.0, 1.0)))))
-        result.append(" ".join(word + (rng.choice(MARKS) if rng.random() < 0.3 else "") for word in words))
-    return result
+        samples.append(" ".join(word + (rng.choice(MARKS) if rng.random() < 0.3 else "") for word in words))
+    return samples
 
 
 def masked(folder: Path, architecture: str) -> Path:

@@ -83,20 +83,22 @@ class HeadsModel:
         reply = self._run(
             "score", [WorkItemInput([Input(text) for text in texts], Input(query), RunOptions(**options))]
         )
-        rows = []
+        scores = []
         for outcome in reply.outcomes:
             assert isinstance(outcome, Ok), outcome
-            rows.append(outcome.score)
-        return np.array(rows)
+            scores.append(outcome.score)
+        return np.array(scores)
 
     def _run(self, operation: Operation, works: list[WorkItemInput]) -> BatchDone:
-        batches = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
+        prepared_works = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
         groups, stop = [], 0
-        for work, batch in zip(works, batches, strict=True):
-            inputs = len(work.inputs) if batch.chunked else -1
-            groups.append(Group(stop, stop + len(batch.rows), work.options, inputs, chunked=batch.chunked))
-            stop += len(batch.rows)
-        ids = [row.ids for entry in batches for row in entry.rows]
+        for work, prepared_work in zip(works, prepared_works, strict=True):
+            inputs = len(work.inputs) if prepared_work.chunked else -1
+            groups.append(
+                Group(stop, stop + len(prepared_work.rows), work.options, inputs, chunked=prepared_work.chunked)
+            )
+            stop += len(prepared_work.rows)
+        ids = [row.ids for work_rows in prepared_works for row in work_rows.rows]
         lengths = np.array([len(row) for row in ids], "<i4")
         message = RunBatch(
             "heads", self.name, operation, lengths.tobytes(), np.concatenate(ids).astype("<i4").tobytes(), tuple(groups)

@@ -65,21 +65,21 @@ class Served:
         self, operation: Operation, sources: Sequence[Given], query: Given | None = None, **options: Any
     ) -> RunBatch:
         """The batch of `run`."""
-        work, created = self._made(operation, sources, query, options)
-        assert created.error is None, created.error
-        assert not created.unfit, created.unfit
-        return self.batch(operation, [BatchPart(created.rows, work, asker=self.asker)], lora=work.options.lora)
+        work, work_rows = self._made(operation, sources, query, options)
+        assert work_rows.error is None, work_rows.error
+        assert not work_rows.unfit, work_rows.unfit
+        return self.batch(operation, [BatchPart(work_rows.rows, work, asker=self.asker)], lora=work.options.lora)
 
-    def extract(self, jobs: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
+    def extract(self, requests: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
         """Return the result or error of each job, which is its image files and its options: all of them are one
         batch.
         """
         layout, parts = self.weights.rows["extract"], []
-        for files, options in jobs:
+        for files, options in requests:
             inputs = [Input(text=None if files else "", images=tuple(files))]
             work = WorkItemInput(inputs, None, options, seen(inputs, layout))
-            (created,) = layouts.make(self.tokenizer, layout, [work])
-            parts.append(BatchPart(created.rows, work))
+            (work_rows,) = layouts.make(self.tokenizer, layout, [work])
+            parts.append(BatchPart(work_rows.rows, work))
         return self.answers(self.batch("extract", parts))
 
     def rows(self, operation: Operation, sources: Sequence[Given], query: Given | None = None) -> WorkRows:
@@ -101,7 +101,7 @@ class Served:
     def _made(
         self, operation: Operation, sources: Sequence[Given], query: Given | None, options: dict[str, Any]
     ) -> tuple[WorkItemInput, WorkRows]:
-        _, options_read = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
+        _, settings = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
         layout, inputs = self.weights.rows[operation], [_input(source) for source in sources]
         images: dict[int, Any] = {**seen(inputs, layout)} if layout.images is not None else {}
         question = None if query is None else _input(query)
@@ -110,9 +110,9 @@ class Served:
                 images[OF_QUERY] = seen([question], layout)[0]
             except InvalidInput as error:
                 images[OF_QUERY] = error
-        work = WorkItemInput(inputs, question, options_read.run, images, _heard(inputs, layout))
-        (created,) = layouts.make(self.tokenizer, layout, [work])
-        return work, created
+        work = WorkItemInput(inputs, question, settings.run, images, _heard(inputs, layout))
+        (work_rows,) = layouts.make(self.tokenizer, layout, [work])
+        return work, work_rows
 
 
 def _value(reply: BatchDone, outcome: object) -> Any:
@@ -129,13 +129,13 @@ def _value(reply: BatchDone, outcome: object) -> Any:
 
 def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, SoundFeatures]:
     """The features of the inputs that have a sound, by their index, as worker processes make them."""
-    files = {index: entry.audio for index, entry in enumerate(inputs) if entry.audio}
-    if not files:
+    recordings = {index: source.audio for index, source in enumerate(inputs) if source.audio}
+    if not recordings:
         return {}
     from sie_sidecar.prepare import sounds  # and the libraries of sounds, which other tests do without
 
     assert layout.sounds is not None
-    prepared = {index: sounds.prepare(file, layout.sounds) for index, file in files.items()}
+    prepared = {index: sounds.prepare(file, layout.sounds) for index, file in recordings.items()}
     return {
         index: SoundFeatures(1, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
         for index, sound in prepared.items()
@@ -202,11 +202,11 @@ def pairs(
 
 def at_once(run: Callable[[], Found], rounds: int) -> list[Found]:
     """Return the results of two threads that call `run` at the same time, each of them `rounds` times."""
-    results: list[Found] = []
-    threads = [threading.Thread(target=lambda: results.extend(run() for _ in range(rounds))) for _ in range(2)]
+    outputs: list[Found] = []
+    threads = [threading.Thread(target=lambda: outputs.extend(run() for _ in range(rounds))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(results) == 2 * rounds, "a thread has failed or has not ended"
-    return results
+    assert len(outputs) == 2 * rounds, "a thread has failed or has not ended"
+    return outputs

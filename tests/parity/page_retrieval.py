@@ -91,8 +91,8 @@ def check_alone(served: Served, sources: Sequence[Given]) -> None:
         assert np.abs(alone - beside).max() <= 5e-6
 
 
-def check_equal(first: Served, second: Served, sources: Sequence[Given]) -> None:
-    for vectors, expected in zip(first.run("encode", sources), second.run("encode", sources), strict=True):
+def check_equal(served: Served, reference: Served, sources: Sequence[Given]) -> None:
+    for vectors, expected in zip(served.run("encode", sources), reference.run("encode", sources), strict=True):
         assert np.abs(vectors - expected).max() <= 5e-6
 
 

@@ -183,7 +183,7 @@ class Inputs:
         counts = [int(grid.prod()) // 4 for grid in features["image_grid_thw"]] if images else []
         first, *rest = prompt.split("<|image_pad|>")
         assert len(rest) == len(counts)
-        text = first + "".join("<|image_pad|>" * count + name for count, name in zip(counts, rest, strict=True))
+        text = first + "".join("<|image_pad|>" * count + segment for count, segment in zip(counts, rest, strict=True))
         ids = self._tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         kinds = (ids == SPECIALS.index("<|image_pad|>")).long()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **features}

@@ -149,29 +149,29 @@ def converted(folder: Path) -> Path:
 
 def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tensor]:
     """By the names that the authors' code has for them."""
-    published = {}
+    state = {}
     for name, tensor in weights.items():
         if name in ("lm_head.weight", "model.language_model.shared.weight"):
-            published["language_model.model.shared.weight"] = tensor[:words].clone()
+            state["language_model.model.shared.weight"] = tensor[:words].clone()
         elif name.endswith("embed_tokens.weight"):
             continue
         elif name.startswith("model.language_model."):
-            published[name.replace("model.language_model.", "language_model.model.")] = tensor
+            state[name.replace("model.language_model.", "language_model.model.")] = tensor
         elif name.endswith("image_projection.weight"):
-            published["image_projection"] = tensor.T.contiguous()
+            state["image_projection"] = tensor.T.contiguous()
         elif name.startswith("model.multi_modal_projector."):
             own = name.removeprefix("model.multi_modal_projector.")
-            published[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
+            state[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
         else:
             own = re.sub(r"(convs\.\d+)\.conv\.", r"\1.proj.", name.removeprefix("model."))
             own = re.sub(r"\.(conv[12])\.", r".\1.fn.dw.", own)
             own = re.sub(r"\.(window|channel)_attn\.", r".\1_attn.fn.", own)
             own = own.replace(".ffn.", ".ffn.fn.net.").replace(".norm2.", ".ffn.norm.")
             own = own.replace("spatial_block.norm1.", "spatial_block.window_attn.norm.")
-            published[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
-    published["language_model.lm_head.weight"] = published["language_model.model.shared.weight"].clone()
-    published["language_model.final_logits_bias"] = torch.zeros(1, words)
-    return published
+            state[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
+    state["language_model.lm_head.weight"] = state["language_model.model.shared.weight"].clone()
+    state["language_model.final_logits_bias"] = torch.zeros(1, words)
+    return state
 
 
 def _florence_tokenizer(extra_tokens: Sequence[str] | None) -> Any:
@@ -275,9 +275,9 @@ def byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     base.train_from_iterator(corpus(), trainer)
-    vocabulary = json.loads(base.to_str())["model"]
-    pieces = {token: number + len(specials) for token, number in vocabulary["vocab"].items()}
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in vocabulary["merges"]]
+    model = json.loads(base.to_str())["model"]
+    pieces = {token: number + len(specials) for token, number in model["vocab"].items()}
+    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
     return {**{token: number for number, token in enumerate(specials)}, **pieces}, merges
 
 

@@ -39,17 +39,17 @@ class Reference:
         """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always
         the same.
         """
-        if (expected_names := self._pooled.get(tuple(texts))) is not None:
-            return expected_names
+        if (cached_vectors := self._pooled.get(tuple(texts))) is not None:
+            return cached_vectors
         behind = [module for module in list(self.stored)[2:] if not isinstance(module, Normalize)]
-        result: dict[Pooling, Vectors] = {}
+        pooled_vectors: dict[Pooling, Vectors] = {}
         # several poolings come side by side out of one pass, unless something stands behind them
         for together in [[pooling] for pooling in poolings] if behind else [poolings]:
             pooling = PoolingModule(self.stored[0].get_embedding_dimension(), tuple(_MODES[mode] for mode in together))
             vectors = self._encode(SentenceTransformer(modules=[self.stored[0], pooling, *behind], device="cpu"), texts)
-            result |= zip(together, np.split(vectors, len(together), axis=1), strict=True)
-        self._pooled[tuple(texts)] = result
-        return result
+            pooled_vectors |= zip(together, np.split(vectors, len(together), axis=1), strict=True)
+        self._pooled[tuple(texts)] = pooled_vectors
+        return pooled_vectors
 
     def _encode(self, model: SentenceTransformer, texts: Sequence[str]) -> Vectors:
         vectors = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)

@@ -83,21 +83,26 @@ class Scoring:
         """Add the largest difference of a score to the table, and how they rank."""
         table.record(kind, path_of(self.attention), self.precision, Scores(float(difference), tau))
 
-    def rows(self, jobs: Sequence[Asked]) -> list[list[TokenRow]]:
+    def rows(self, requests: Sequence[Asked]) -> list[list[TokenRow]]:
         """The rows of each request, tokenised together."""
         layout: Rows = self.resident.weights.rows[self.operation]
-        return [batch.rows for batch in layouts.make(self.tokenizer, layout, [self._work(job) for job in jobs])]
+        return [
+            work_rows.rows for work_rows in layouts.make(self.tokenizer, layout, [self._work(job) for job in requests])
+        ]
 
-    def run(self, jobs: Sequence[Asked]) -> list[list[Outcome]]:
+    def run(self, requests: Sequence[Asked]) -> list[list[Outcome]]:
         """The outcomes of each request; all of them are one batch."""
-        parts = [rowing.BatchPart(row, self._work(job)) for row, job in zip(self.rows(jobs), jobs, strict=True)]
+        parts = [
+            rowing.BatchPart(token_rows, self._work(job))
+            for token_rows, job in zip(self.rows(requests), requests, strict=True)
+        ]
         layout: Rows = self.resident.weights.rows[self.operation]
         message = rowing.to_batch("parity", self.entry.id, self.operation, layout.layout, parts)
         with torch.inference_mode():
             reply = self.engine.execute(message)
         assert isinstance(reply, BatchDone), reply
         outcomes = iter(reply.outcomes)
-        return [[next(outcomes) for _ in job.texts] for job in jobs]
+        return [[next(outcomes) for _ in job.texts] for job in requests]
 
     def scores(self, query: str, texts: Sequence[str], **parameters: Any) -> list[float]:
         """float64 of each text against `query`, one batch. Fails unless every text has one."""
@@ -105,18 +110,18 @@ class Scoring:
 
     def found(self, texts: Sequence[str | Input], **parameters: Any) -> list[dict[str, Any]]:
         """Return the extraction of each text, as one batch. Fails if a text has none."""
-        result = []
+        outputs = []
         for outcome in self.run([Asked(texts, None, parameters)])[0]:
             assert isinstance(outcome, Ok), outcome
             assert outcome.data is not None
-            result.append(outcome.data)
-        return result
+            outputs.append(outcome.data)
+        return outputs
 
-    def _work(self, job: Asked) -> WorkItemInput:
+    def _work(self, scoring: Asked) -> WorkItemInput:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
-        _, options = run_options(resolved, {"params": dict(job.parameters)}, self.operation, strict=True)
-        inputs = [text if isinstance(text, Input) else Input(text) for text in job.texts]
-        return WorkItemInput(inputs, None if job.query is None else Input(job.query), options.run)
+        _, options = run_options(resolved, {"params": dict(scoring.parameters)}, self.operation, strict=True)
+        inputs = [text if isinstance(text, Input) else Input(text) for text in scoring.texts]
+        return WorkItemInput(inputs, None if scoring.query is None else Input(scoring.query), options.run)
 
 
 def score_of(outcome: Outcome) -> float:

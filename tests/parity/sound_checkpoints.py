@@ -194,10 +194,10 @@ def parakeet(folder: Path, **rules: Any) -> Path:
         states = model.get_audio_features(input_features=levels).pooler_output
         scores = model.joint(model.decoder(torch.tensor([[words]])), states)[0]
         model.joint.head.bias.sub_(scores.mean(0))
-        logits_left = scores[:, :words] - scores[:, :words].mean(0)
+        deviations = scores[:, :words] - scores[:, :words].mean(0)
         blank = scores[:, words] - scores[:, words].mean()
         model.joint.head.bias[words + 1] -= 1.5 * scores[:, words + 1].std()  # else most sounds end at the limit
-        model.joint.head.bias[words] += (logits_left.max(1).values - blank).quantile(0.3)
+        model.joint.head.bias[words] += (deviations.max(1).values - blank).quantile(0.3)
     model.save_pretrained(folder)
     durations = list(range(config.vocab_size, config.vocab_size + len(config.durations)))
     generation = {

@@ -59,7 +59,7 @@ ORACLES = {
 class Worst(Protocol):
     """A measurement of which the worst is kept."""
 
-    def worst(self, second: Any) -> Self:
+    def worst(self, peer: Any) -> Self:
         """The worse of each of its numbers."""
         ...
 
@@ -82,12 +82,12 @@ class Agreement:
         norms = np.linalg.norm(expected, axis=-1, keepdims=True)
         return cls(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
-    def worst(self, second: Agreement) -> Agreement:
+    def worst(self, peer: Agreement) -> Agreement:
         """The worse of each."""
         return Agreement(
-            min(self.cosine, second.cosine),
-            max(self.difference, second.difference),
-            max(self.mean_distance, second.mean_distance),
+            min(self.cosine, peer.cosine),
+            max(self.difference, peer.difference),
+            max(self.mean_distance, peer.mean_distance),
         )
 
     def __str__(self) -> str:
@@ -101,10 +101,10 @@ class Scores:
     difference: float
     tau: float | None = None
 
-    def worst(self, second: Scores) -> Scores:
+    def worst(self, peer: Scores) -> Scores:
         """The worse of each."""
-        taus = [tau for tau in (self.tau, second.tau) if tau is not None]
-        return Scores(max(self.difference, second.difference), min(taus, default=None))
+        taus = [tau for tau in (self.tau, peer.tau) if tau is not None]
+        return Scores(max(self.difference, peer.difference), min(taus, default=None))
 
     def __str__(self) -> str:
         return f"Δ {self.difference:.0e}" + ("" if self.tau is None else f", tau {self.tau:.3f}")
@@ -124,12 +124,12 @@ class Texts:
     def of(cls, ids: Sequence[list[int]], first: Sequence[NDArray[Any]], expected: Sequence[Any]) -> Self:
         """`first`: scores [vocabulary] of each. `expected`: of each its `ids` and `first`."""
         pairs = list(zip(ids, expected, strict=True))
-        scores = Agreement.of(np.stack(list(first)), np.stack([pair.first for pair in expected]))
-        return cls(sum(own != pair_expected.ids for own, pair_expected in pairs), len(pairs), scores)
+        scores = Agreement.of(np.stack(list(first)), np.stack([reference.first for reference in expected]))
+        return cls(sum(own != reference.ids for own, reference in pairs), len(pairs), scores)
 
-    def worst(self, second: Texts) -> Texts:
+    def worst(self, peer: Texts) -> Texts:
         """Return the worst of both."""
-        return Texts(self.other + second.other, self.texts + second.texts, self.first.worst(second.first))
+        return Texts(self.other + peer.other, self.texts + peer.texts, self.first.worst(peer.first))
 
     def __str__(self) -> str:
         return f"{self.texts - self.other} of {self.texts} texts, {self.first}"
@@ -146,13 +146,13 @@ class ParityTable:
 
     cells: dict[tuple[str, str, str], Worst] = field(default_factory=dict)
 
-    def record(self, kind: str, path: str, precision: str, worst: Worst) -> None:
+    def record(self, kind: str, path: str, precision: str, measure: Worst) -> None:
         """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's
         own in that precision.
         """
-        self._add((kind, path, precision), worst)
+        self._add((kind, path, precision), measure)
         if _JOURNAL:
-            line = msgspec.json.encode([kind, path, precision, type(worst).__name__, worst], enc_hook=float)
+            line = msgspec.json.encode([kind, path, precision, type(measure).__name__, measure], enc_hook=float)
             with Path(_JOURNAL).open("ab") as file:
                 file.write(line + b"\n")
 
@@ -165,8 +165,8 @@ class ParityTable:
             table._add(tuple(key), msgspec.convert(values, classes[name]))
         return table
 
-    def _add(self, key: tuple[str, str, str], worst: Worst) -> None:
-        self.cells[key] = self.cells[key].worst(worst) if key in self.cells else worst
+    def _add(self, key: tuple[str, str, str], measure: Worst) -> None:
+        self.cells[key] = self.cells[key].worst(measure) if key in self.cells else measure
 
     def markdown(self, unproven: Mapping[str, str]) -> str:
         """The page: a row for each kind, a dash where nothing was measured, and the catalogue entries that have a
@@ -180,8 +180,8 @@ class ParityTable:
         for kind in sorted(
             dict.fromkeys(kind for kind, *_ in self.cells), key=lambda kind: groups.index(kind.split()[0])
         ):
-            result = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
-            rows.append(f"| {kind} | " + " | ".join(result) + f" | {ORACLES[kind.split()[0]]} |")
+            values = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
+            rows.append(f"| {kind} | " + " | ".join(values) + f" | {ORACLES[kind.split()[0]]} |")
         reasons = [f"| {model} | {reason} |" for model, reason in sorted(unproven.items())]
         return "\n".join([_introduction(), *rows, "", _UNPROVEN, *reasons, ""])
 

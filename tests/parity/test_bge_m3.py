@@ -41,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[HeadsEngine]:
-    result = HeadsEngine()
-    yield result
-    result.stop()
+    heads_engine = HeadsEngine()
+    yield heads_engine
+    heads_engine.stop()
 
 
 def load(engine: HeadsEngine, folder: Path, precision: str = "float32", width: int = M3_WIDTH) -> HeadsModel:
@@ -128,10 +128,10 @@ def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, mo
         for place, outputs in enumerate([*((name,) for name in ALL), ALL])
     ]
     passes = count_passes(monkeypatch)
-    result = model.encode_items(items)
+    encodings = model.encode_items(items)
     assert passes == [len(TEXTS)]
     complete = model.encode(TEXTS, *ALL)
-    for place, rows in enumerate(result):
+    for place, rows in enumerate(encodings):
         for row, expected in zip(rows, complete[place::4], strict=True):
             assert {name.partition(".")[0] for name in row} == set(items[place][1].outputs)
             for name, array in row.items():

@@ -86,9 +86,9 @@ class Late:
         return np.stack(pooled)
 
 
-def _cosines(first: NDArray[Any], two: NDArray[Any]) -> NDArray[Any]:
-    product = (first * two).sum(-1)
-    return product / (np.linalg.norm(first, axis=-1) * np.linalg.norm(two, axis=-1))
+def _cosines(left: NDArray[Any], two: NDArray[Any]) -> NDArray[Any]:
+    product = (left * two).sum(-1)
+    return product / (np.linalg.norm(left, axis=-1) * np.linalg.norm(two, axis=-1))
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +152,13 @@ def test_documents_have_the_windows_that_their_tokens_need(model: Load, windows:
     room = MAX_TOKENS - 2
     most = room + (windows - 1) * (room - room // 8)
     words = " ".join(["river"] * most)
-    batches = layouts.make(
+    work_rows = layouts.make(
         served.tokenizer,
         served.encoder.rows["encode"],
         [WorkItemInput([_chunks(words, [(0, len(words))])], None, RunOptions())],
     )[0]
-    assert len(batches.rows) == windows
-    assert max(len(row.ids) for row in batches.rows) == MAX_TOKENS
+    assert len(work_rows.rows) == windows
+    assert max(len(row.ids) for row in work_rows.rows) == MAX_TOKENS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,7 +176,7 @@ def test_chunks_without_context_equal_their_texts_alone(model: Load, name: str) 
     spans = _tiled(text, 60)
     (got,) = served.encode_inputs([_chunks(text, spans, context=False)], "dense", prefix="passage: ")
     alone = served.encode([text[first:end] for first, end in spans], "dense", prefix="passage: ")
-    assert _cosines(got["dense"], np.stack([vector["dense"] for vector in alone])).min() >= MIN_COSINE
+    assert _cosines(got["dense"], np.stack([row["dense"] for row in alone])).min() >= MIN_COSINE
 
 
 @pytest.mark.parametrize("runner", ["torch", "openvino"])
@@ -196,14 +196,14 @@ def test_a_prompt_stands_in_each_window(model: Load, folder: Callable[[str], Pat
     served, text = model("bert", "torch"), _text(300)
     prompted = "passage: " + text
     (got,) = served.encode_inputs([_chunks(text, [(0, len(text))])], "dense", prefix="passage: ", normalize=False)
-    batches = layouts.make(
+    work_rows = layouts.make(
         served.tokenizer,
         served.encoder.rows["encode"],
         [WorkItemInput([_chunks(text, [(0, len(text))])], None, RunOptions(prefix="passage: "))],
     )[0]
-    assert len(batches.rows) > 1
+    assert len(work_rows.rows) > 1
     prompt = text_rows(served.tokenizer, ["passage: "])[0].ids[:-1]
-    assert all(row.ids[: len(prompt)].tolist() == prompt.tolist() for row in batches.rows)
+    assert all(row.ids[: len(prompt)].tolist() == prompt.tolist() for row in work_rows.rows)
     short = _text(60)
     (got,) = served.encode_inputs([_chunks(short, [(0, len(short))])], "dense", prefix="passage: ", normalize=False)
     expected = Late(folder("bert"), MAX_TOKENS).chunks("passage: " + short, [(0, len(short) + 9)])
@@ -281,13 +281,13 @@ def test_a_pooling_that_is_no_mean_is_refused(engine: HeadsEngine, tmp_path: Pat
     place = add_modules(build(tmp_path / "c", ARCHITECTURES["bert"]), [pooling("cls")], max_tokens=600)
     served = engine.load(place, {"dense": WIDTH}, max_tokens=MAX_TOKENS)
     late, alone = _chunks("two words", [(0, 9)]), _chunks("two words", [(0, 9)], context=False)
-    batches = layouts.make(
+    work_rows = layouts.make(
         served.tokenizer, served.encoder.rows["encode"], [WorkItemInput([late, alone], None, RunOptions())]
     )[0]
-    assert isinstance(batches.unfit[0], InvalidInput)
-    assert batches.unfit[0].reason == "unsupported_pooling"
-    assert "cls" in batches.unfit[0].message
-    assert 1 not in batches.unfit
+    assert isinstance(work_rows.unfit[0], InvalidInput)
+    assert work_rows.unfit[0].reason == "unsupported_pooling"
+    assert "cls" in work_rows.unfit[0].message
+    assert 1 not in work_rows.unfit
 
 
 def test_a_rule_gives_chunks_that_tile_the_text(model: Load) -> None:

@@ -173,8 +173,8 @@ def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
 def test_rows_and_their_costs_follow_the_sizes_of_the_pages(load: Callable[..., Served], oracle: Oracle) -> None:
     """Ids are the processor's. A block costs its token, and as much again for the tower."""
     inputs = [Input(images=(png(page),)) for page in PAGES]
-    batch = load().rows("encode", inputs)
-    for row, page in zip(batch.rows, PAGES, strict=True):
+    work_rows = load().rows("encode", inputs)
+    for row, page in zip(work_rows.rows, PAGES, strict=True):
         expected = oracle.inputs(PAGE, [page])["input_ids"][0].tolist()
         assert row.ids.tolist() == expected
         assert row.cost == len(expected) + 1 + expected.count(SPECIALS.index("<|image_pad|>"))
@@ -182,8 +182,10 @@ def test_rows_and_their_costs_follow_the_sizes_of_the_pages(load: Callable[..., 
 
 def test_a_text_with_the_token_of_images_and_a_second_image_are_refused_alone(load: Callable[..., Served]) -> None:
     file = png(PAGES[0])
-    batch = load().rows("encode", [Input("a <|image_pad|> of a river"), Input("a river"), Input(images=(file, file))])
-    assert {index: error.reason for index, error in batch.unfit.items()} == {
+    work_rows = load().rows(
+        "encode", [Input("a <|image_pad|> of a river"), Input("a river"), Input(images=(file, file))]
+    )
+    assert {index: error.reason for index, error in work_rows.unfit.items()} == {
         0: "reserved_token",
         2: "unsupported_modality",
     }

@@ -156,7 +156,7 @@ def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
         [Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")]
     )
     np.testing.assert_allclose(together, alone, rtol=0, atol=2e-6)
-    np.testing.assert_allclose([score_of(score) for score in outcomes[1]][::-1], alone, rtol=0, atol=2e-6)
+    np.testing.assert_allclose([score_of(outcome) for outcome in outcomes[1]][::-1], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +384,6 @@ def test_a_trained_model_ranks_in_bfloat16_as_in_float32(trained: Path, engine: 
     pairs = sts_pairs("test")
     for start in range(0, 200, 50):
         chosen = pairs[start : start + 50]
-        got = [score_of(pair) for (pair,) in scoring.run([Asked([right], left) for left, right, _ in chosen])]
+        got = [score_of(outcome) for (outcome,) in scoring.run([Asked([right], left) for left, right, _ in chosen])]
         exact = oracle(trained, [(left, right) for left, right, _ in chosen], activation_fn=IDENTITY)
         assert tau(got, exact) >= TAU

@@ -121,8 +121,8 @@ class Card:
         """
         prefix, task, suffix = (self._plain(MXBAI_PIECES[index]) for index in (0, 5, 6))
         separator = self._plain("\n")
-        prompt = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
-        left = self._plain(prompt, limit * 3 // 4)
+        question = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
+        left = self._plain(question, limit * 3 // 4)
         fixed = len(prefix) + len(task) + len(suffix) + 2 * len(separator)
         right = self._plain(f"document: {document}", limit - len(left) - fixed)
         return [*prefix, *left, *separator, *right, *separator, *task, *suffix]
@@ -136,8 +136,8 @@ class Card:
         else:
             last = torch.cat([self.model(torch.tensor([row])).logits[:, -1] for row in rows])
         if self.kind == "mxbai":
-            first, zero = (self.tokenizer.convert_tokens_to_ids(token) for token in "10")
-            return (last[:, first].float() - last[:, zero].float()).numpy()
+            one_id, zero = (self.tokenizer.convert_tokens_to_ids(token) for token in "10")
+            return (last[:, one_id].float() - last[:, zero].float()).numpy()
         yes, no = (self.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
         both = torch.stack([last[:, no], last[:, yes]], dim=1).float()
         return torch.nn.functional.log_softmax(both, dim=1)[:, 1].exp().numpy()
@@ -228,7 +228,7 @@ def test_a_pair_scores_the_same_in_any_company(name: str, kind: Kind, load: Load
         [Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")]
     )
     np.testing.assert_allclose(scoring.scores("river bank", documents), alone, rtol=0, atol=5e-6)
-    np.testing.assert_allclose([score_of(score) for score in mixed[1]][::-1], alone, rtol=0, atol=5e-6)
+    np.testing.assert_allclose([score_of(outcome) for outcome in mixed[1]][::-1], alone, rtol=0, atol=5e-6)
 
 
 def test_an_instruction_stands_where_the_template_has_it(load: Load, folders: Folders) -> None:
@@ -256,12 +256,12 @@ def test_an_instruction_is_tokenised_with_the_query(engine: ScoringEngine, folde
 
 def test_requests_with_different_instructions_share_a_batch(load: Load) -> None:
     scoring = load("qwen3", "qwen3")
-    jobs = [
+    requests = [
         Asked(ragged_documents(4), "river", {"instruction": text} if text else {})
         for text in ("", "find ships", "find {query}")
     ]
-    together = [[score_of(outcome) for outcome in outcomes] for outcomes in scoring.run(jobs)]
-    for job, scores in zip(jobs, together, strict=True):
+    together = [[score_of(outcome) for outcome in outcomes] for outcomes in scoring.run(requests)]
+    for job, scores in zip(requests, together, strict=True):
         np.testing.assert_allclose(scores, scoring.scores("river", job.texts, **job.parameters), rtol=0, atol=2e-6)
 
 
@@ -280,12 +280,10 @@ def test_another_template_would_show(
 ) -> None:
     """A missing suffix or block keeps plausible scores, so the bound must be far below what it changes."""
     entry = ENTRIES[kind]
-    pieces = [
-        wrong if index == piece else element for index, element in enumerate(entry["pair"]) if index != piece or wrong
-    ]
-    second_model = engine.load(folders(name), "decoder-reranker", **{**entry, "pair": pieces})
+    pieces = [wrong if index == piece else text for index, text in enumerate(entry["pair"]) if index != piece or wrong]
+    variant = engine.load(folders(name), "decoder-reranker", **{**entry, "pair": pieces})
     documents = ragged_documents(20, longest=60)
-    difference = np.abs(np.array(second_model.scores("river", documents)) - load(name, kind).scores("river", documents))
+    difference = np.abs(np.array(variant.scores("river", documents)) - load(name, kind).scores("river", documents))
     assert difference.mean() > 100 * MAX_DIFFERENCE
 
 
@@ -352,5 +350,5 @@ def test_probabilities_are_of_the_two_answers(load: Load, folders: Folders) -> N
     card.kind = "mxbai"
     yes, no = (card.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
     logits = [card.model(torch.tensor([row])).logits[0, -1].detach() for row in rows]
-    for share, logit in zip(probability, logits, strict=True):
-        assert math.log(share / (1 - share)) == pytest.approx(float(logit[yes] - logit[no]), abs=1e-4)
+    for share, logit_row in zip(probability, logits, strict=True):
+        assert math.log(share / (1 - share)) == pytest.approx(float(logit_row[yes] - logit_row[no]), abs=1e-4)

@@ -94,10 +94,10 @@ def check(
     assert len(texts) == 64
     expected = references(name, "float32").pooled(texts, poolings)
     own = references(name, precision).pooled(texts, poolings)
-    result = [(poolings[0], served.encode(texts))]
-    result += [(pooling, served.encode(texts[:20], pooling=pooling)) for pooling in poolings[1:]]
+    outputs = [(poolings[0], served.encode(texts))]
+    outputs += [(pooling, served.encode(texts[:20], pooling=pooling)) for pooling in poolings[1:]]
     parts = [served.encode(texts[start:stop]) for start, stop in ((0, 1), (1, 3), (3, 8), (8, 28))]
-    for pooling, vectors in [*result, (poolings[0], np.concatenate(parts))]:
+    for pooling, vectors in [*outputs, (poolings[0], np.concatenate(parts))]:
         first = slice(len(vectors))
         stock, ours = (Agreement.of(side, expected[pooling][first]) for side in (own[pooling][first], vectors))
         table.record(f"dense {name}", "stock", precision, stock)
@@ -117,7 +117,7 @@ def test_vectors_equal_the_reference(
     check(name, precision, serve(name, precision), references, table)
 
 
-@pytest.mark.parametrize(("name", "precision"), long_but([text for text in ALL if text[0] not in NO_GRAPH], GRAPHS))
+@pytest.mark.parametrize(("name", "precision"), long_but([case for case in ALL if case[0] not in NO_GRAPH], GRAPHS))
 def test_the_vectors_of_a_graph_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
@@ -134,7 +134,7 @@ def test_what_has_no_right_graph_says_so(name: str, serve: Serve) -> None:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    long_but([text for text in ALL if text[0] in PACKED], [(name, "float32") for name in BACKBONES if name in PACKED]),
+    long_but([case for case in ALL if case[0] in PACKED], [(name, "float32") for name in BACKBONES if name in PACKED]),
 )
 def test_padded_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
@@ -171,8 +171,8 @@ def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serv
     together = served.encode(texts)
     alone = np.concatenate([served.encode([text]) for text in texts[:12]])
     backwards = served.encode(texts[::-1])[::-1]
-    for batch in (alone, backwards):
-        agreement = Agreement.of(batch, together[: len(batch)])
+    for vectors in (alone, backwards):
+        agreement = Agreement.of(vectors, together[: len(vectors)])
         assert agreement.cosine >= (1 - 1e-9 if precision == "float32" else MIN_COSINE[precision])
         assert agreement.difference <= (2e-6 if precision == "float32" else MAX_DIFFERENCE[precision])
 
@@ -314,12 +314,12 @@ def test_a_setting_that_is_ignored_would_show(
     """
     architecture = ARCHITECTURES[name]
     texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]
-    vectors_of_second = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(
+    variant = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(
         texts, architecture.poolings
     )
     same = references(name, "float32").pooled(texts, architecture.poolings)
     assert (
-        max(Agreement.of(vectors_of_second[pooling], same[pooling]).difference for pooling in architecture.poolings)
+        max(Agreement.of(variant[pooling], same[pooling]).difference for pooling in architecture.poolings)
         > 10 * MAX_DIFFERENCE["float32"]
     )
 

@@ -67,23 +67,23 @@ class Asked(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})
 
 
-def find(served: Served, *jobs: Asked) -> list[Any]:
+def find(served: Served, *requests: Asked) -> list[Any]:
     """The objects of each input, or its error: all of them one batch."""
     options = [
         RunOptions((), labels=tuple(job.labels), threshold=job.threshold, parameters=dict(job.parameters))
-        for job in jobs
+        for job in requests
     ]
-    results = served.extract([(job.files, option) for job, option in zip(jobs, options, strict=True)])
-    return [result if isinstance(result, ErrorInfo) else result["objects"] for result in results]
+    outputs = served.extract([(job.files, option) for job, option in zip(requests, options, strict=True)])
+    return [output if isinstance(output, ErrorInfo) else output["objects"] for output in outputs]
 
 
 def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> NDArray[np.float32]:
     """Return the scores of the labels, [candidates, labels]."""
     kind: Any = detector._kind
-    prepared_image = prepared(png(shown), kind.recipe)
-    pixels = np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3)
+    picture = prepared(png(shown), kind.recipe)
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
     with torch.inference_mode():
-        sight = kind.detect([Shown(pixels, *prepared_image.upright)], kind.prompt(labels))
+        sight = kind.detect([Shown(pixels, *picture.upright)], kind.prompt(labels))
     return sight.scores[0].cpu().numpy()  # type: ignore[no-any-return]
 
 
@@ -110,7 +110,7 @@ class GroundingDino:
         with torch.inference_mode():
             inputs = self.processor(images=[shown], text=[list(labels)], return_tensors="pt")
             outputs = self.model(**inputs)
-        (objects,) = self.processor.post_process_grounded_object_detection(
+        (detections,) = self.processor.post_process_grounded_object_detection(
             outputs, inputs.input_ids, threshold=-1.0, target_sizes=[(shown.height, shown.width)]
         )
         probabilities = outputs.logits[0].sigmoid().numpy()
@@ -121,8 +121,8 @@ class GroundingDino:
             elif token not in ("[CLS]", "[SEP]"):
                 words[-1].append(place)
         scores = np.stack([probabilities[:, places].max(1) for places in words[: len(labels)]], 1)
-        assert (scores.max(1) <= objects["scores"].numpy() + 1e-6).all()
-        return Candidates(objects["boxes"].numpy(), scores)
+        assert (scores.max(1) <= detections["scores"].numpy() + 1e-6).all()
+        return Candidates(detections["boxes"].numpy(), scores)
 
 
 class Owlv2:
@@ -140,8 +140,10 @@ class Owlv2:
             )
             outputs = self.model(**inputs)
         size = torch.tensor([[shown.height, shown.width]])
-        (objects,) = self.processor.post_process_grounded_object_detection(outputs, threshold=-1.0, target_sizes=size)
-        return Candidates(objects["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
+        (detections,) = self.processor.post_process_grounded_object_detection(
+            outputs, threshold=-1.0, target_sizes=size
+        )
+        return Candidates(detections["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,7 @@ def _entry(kind: str, folder: Path, **changes: Any) -> ModelEntry:
 
 
 def _differences(
-    objects: Objects, candidates: Candidates, labels: Sequence[str], size: tuple[int, int], least: float = 0.0
+    detections: Objects, candidates: Candidates, labels: Sequence[str], size: tuple[int, int], least: float = 0.0
 ) -> tuple[float, float]:
     """The largest difference of a score, and of a corner in pixels. Each object is matched with a candidate of its
     score and label.
@@ -176,19 +178,19 @@ def _differences(
     corners = candidates.corners.clip(0, [width, height, width, height])
     left = [index for index in range(len(best)) if candidates.scores[index, best[index]] >= least]
     score_gap = corner_gap = 0.0
-    assert [first["score"] for first in objects] == sorted((first["score"] for first in objects), reverse=True)
-    for object_row in objects:
-        x, y, w, h = object_row["bbox"]
-        assert all(isinstance(edge, int) for edge in object_row["bbox"])
+    assert [box["score"] for box in detections] == sorted((box["score"] for box in detections), reverse=True)
+    for detection in detections:
+        x, y, w, h = detection["bbox"]
+        assert all(isinstance(edge, int) for edge in detection["bbox"])
         assert 0 <= x < x + w <= width
         assert 0 <= y < y + h <= height
         gaps = {
             index: (
-                abs(candidates.scores[index, best[index]] - object_row["score"]),
+                abs(candidates.scores[index, best[index]] - detection["score"]),
                 abs(corners[index] - [x, y, x + w, y + h]).max(),
             )
             for index in left
-            if labels[best[index]] == object_row["label"]
+            if labels[best[index]] == detection["label"]
         }
         nearest = min(gaps, key=lambda index: max(gaps[index][0] / CLOSE, gaps[index][1]))
         left.remove(nearest)
@@ -206,14 +208,14 @@ def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable
     """
     pair = load(kind)
     lists = (LABELS, LABELS[::-1], ("queue",))
-    jobs = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
-    for shown, job, objects in zip(PICTURES, jobs, find(pair.served, *jobs), strict=True):
+    requests = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
+    for shown, job, detections in zip(PICTURES, requests, find(pair.served, *requests), strict=True):
         expected = pair.oracle(shown, job.labels)
-        score, corner = _differences(objects, expected, job.labels, shown.size)
+        score, corner = _differences(detections, expected, job.labels, shown.size)
         assert score <= CLOSE
         assert corner <= ROUNDED
-        assert len(objects) >= 5
-        assert {object_row["label"] for object_row in objects} <= set(job.labels)
+        assert len(detections) >= 5
+        assert {detection["label"] for detection in detections} <= set(job.labels)
         every = float(abs(_scores(pair.served.weights, shown, job.labels) - expected.scores).max())
         assert every <= CLOSE
         assert np.ptp(expected.scores, 0).min() > 0.01
@@ -224,16 +226,16 @@ def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable
 def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> None:
     """Neither on images of other sizes, nor on images of the same size, nor on other labels."""
     served = load(kind).served
-    jobs = [
+    requests = [
         Asked([png(shown)], labels) for shown in PICTURES for labels in (LABELS, ("queue", "a river on the mountain"))
     ]
-    for job, together in zip(jobs, find(served, *jobs), strict=True):
+    for job, together in zip(requests, find(served, *requests), strict=True):
         (alone,) = find(served, job)
-        assert [(object_row["label"], object_row["bbox"]) for object_row in alone] == [
-            (object_row["label"], object_row["bbox"]) for object_row in together
+        assert [(detection["label"], detection["bbox"]) for detection in alone] == [
+            (detection["label"], detection["bbox"]) for detection in together
         ]
-        assert [object_row["score"] for object_row in alone] == pytest.approx(
-            [object_row["score"] for object_row in together], abs=2e-6
+        assert [detection["score"] for detection in alone] == pytest.approx(
+            [detection["score"] for detection in together], abs=2e-6
         )
 
 
@@ -295,10 +297,10 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
         upright.paste((255, 0, 0), (left, top, left + edge, top + edge))
     for orientation, turn in STORED.items():
         file = turned(orientation, upright if turn is None else upright.transpose(turn))
-        (objects,) = find(red, Asked([file], ["a red corner"], 0.5))
-        assert [object_row["bbox"] for object_row in objects] == boxes, orientation
-        assert min(object_row["score"] for object_row in objects) > 0.99
-        drawn = draw(file, {"objects": [{**object_row, "label": "x"} for object_row in objects]})
+        (detections,) = find(red, Asked([file], ["a red corner"], 0.5))
+        assert [detection["bbox"] for detection in detections] == boxes, orientation
+        assert min(detection["score"] for detection in detections) > 0.99
+        drawn = draw(file, {"objects": [{**detection, "label": "x"} for detection in detections]})
         assert drawn.size == upright.size
         different = (np.asarray(drawn) != np.asarray(upright)).any(2)
         for left, top, width, height in boxes:
@@ -314,10 +316,10 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_two_threads_find_the_same(kind: str, load: Load[Any]) -> None:
     served = load(kind).served
-    jobs = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
-    expected = find(served, *jobs)
-    results = at_once(lambda: find(served, *jobs), 3)
-    assert all(objects == expected for objects in results)
+    requests = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
+    expected = find(served, *requests)
+    runs = at_once(lambda: find(served, *requests), 3)
+    assert all(run == expected for run in runs)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -330,7 +332,7 @@ def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) ->
     upright.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
     turned, plain = find(pair.served, Asked([written.getvalue()]), Asked([png(upright)]))
     assert turned == plain
-    assert max(object_row["bbox"][0] + object_row["bbox"][2] for object_row in plain) > 200
+    assert max(detection["bbox"][0] + detection["bbox"][2] for detection in plain) > 200
     if kind == "grounding-dino":  # OWLv2 is given fewer pixels: below
         score, corner = _differences(plain, pair.oracle(upright, LABELS), LABELS, upright.size)
         assert score <= CLOSE
@@ -347,34 +349,34 @@ def test_thresholds_keep_the_best(kind: str, name: str, load: Load[Any]) -> None
     file = png(PICTURES[1])
     (every,) = find(served, Asked([file]))
     least = every[len(every) // 2]["score"]
-    thresholds_zero = dict.fromkeys(served.weights._kind.thresholds, 0.0)
-    expected = [object_row for object_row in every if object_row["score"] >= least]
+    thresholds = dict.fromkeys(served.weights._kind.thresholds, 0.0)
+    expected = [detection for detection in every if detection["score"] >= least]
     assert 0 < len(expected) < len(every)
     for job in (
-        Asked([file], threshold=None, parameters={**thresholds_zero, name: least}),
+        Asked([file], threshold=None, parameters={**thresholds, name: least}),
         Asked([file], threshold=least),
-        Asked([file], threshold=least, parameters={**thresholds_zero, name: 1.0}),
+        Asked([file], threshold=least, parameters={**thresholds, name: 1.0}),
     ):
         assert find(served, job) == [expected]
     default = max(served.weights._kind.thresholds.values())
     assert find(served, Asked([file], threshold=None)) == [
-        [object_row for object_row in every if object_row["score"] >= default]
+        [detection for detection in every if detection["score"] >= default]
     ]
 
 
 def test_an_option_of_another_detector_is_refused(load: Load[Any]) -> None:
     file = png(PICTURES[0])
     for kind, name in (("grounding-dino", "score_threshold"), ("owlv2", "box_threshold"), ("owlv2", "text_threshold")):
-        objects_default, error = find(load(kind).served, Asked([file]), Asked([file], parameters={name: 0.1}))
-        assert isinstance(objects_default, list)
+        detections, error = find(load(kind).served, Asked([file]), Asked([file], parameters={name: 0.1}))
+        assert isinstance(detections, list)
         assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "unknown_option", name)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_an_input_without_one_image_fails_alone(kind: str, load: Load[Any]) -> None:
     file = png(PICTURES[0])
-    none, error, two = find(load(kind).served, Asked([]), Asked([file]), Asked([file, file]))
-    assert isinstance(error, list)
+    none, single, two = find(load(kind).served, Asked([]), Asked([file]), Asked([file, file]))
+    assert isinstance(single, list)
     assert (none.code, none.reason, none.param) == ("INVALID_INPUT", "unsupported_modality", "images")
     assert (two.code, two.reason, two.param, two.extras) == ("INVALID_INPUT", "invalid_media", "images", {"limit": 1})
 
@@ -383,9 +385,9 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) ->
     """The model sees them without; the library refuses them or joins them."""
     pair = load("grounding-dino")
     odd, plain = ("St. River?", "MOUNTAIN...Engine", " vector "), ("st river", "mountain engine", "vector")
-    objects, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
-    assert [{**object_row, "label": plain[odd.index(object_row["label"])]} for object_row in objects] == expected
-    assert {object_row["label"] for object_row in objects} <= set(odd)
+    detections, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
+    assert [{**detection, "label": plain[odd.index(detection["label"])]} for detection in detections] == expected
+    assert {detection["label"] for detection in detections} <= set(odd)
 
 
 @pytest.mark.parametrize(
@@ -403,29 +405,29 @@ def test_labels_that_grounding_dino_cannot_read_are_refused(
 ) -> None:
     """Other inputs of the batch are answered. A special token in a label is its letters."""
     file = png(PICTURES[0])
-    good, objects = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
+    good, error = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
     assert isinstance(good, list)
     if not message:
-        assert {object_row["label"] for object_row in objects} == set(labels)
+        assert {detection["label"] for detection in error} == set(labels)
         return
-    assert isinstance(objects, ErrorInfo)
-    assert (objects.code, objects.reason, objects.param) == ("INVALID_INPUT", "labels", "labels")
-    assert message in objects.message
+    assert isinstance(error, ErrorInfo)
+    assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "labels", "labels")
+    assert message in error.message
 
 
 def test_a_strip_has_too_few_places_for_grounding_dino(load: Load[Any]) -> None:
-    strip, objects = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
+    strip, detections = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
     assert (strip.code, strip.reason) == ("INVALID_INPUT", "invalid_media")
     assert strip.message.startswith("aspect: the image is 300 x 2 pixels")
-    assert isinstance(objects, list)
+    assert isinstance(detections, list)
 
 
 def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
     """The oracle cuts it in the same way; without that it fails."""
     pair = load("owlv2")
     labels = ("river " * 40, "vector")
-    (objects,) = find(pair.served, Asked([png(PICTURES[1])], labels))
-    score, corner = _differences(objects, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
+    (detections,) = find(pair.served, Asked([png(PICTURES[1])], labels))
+    score, corner = _differences(detections, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
     assert score <= CLOSE
     assert corner <= ROUNDED
 
@@ -434,8 +436,8 @@ def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
     """Lists of different lengths in one batch: the library fills the shorter one with a query of its own."""
     files = [png(shown) for shown in PICTURES[:2]]
     several, single = find(load("owlv2").served, Asked(files[:1]), Asked(files[1:], ("queue",)))
-    assert {object_row["label"] for object_row in several} <= set(LABELS)
-    assert {object_row["label"] for object_row in single} == {"queue"}
+    assert {detection["label"] for detection in several} <= set(LABELS)
+    assert {detection["label"] for detection in single} == {"queue"}
     assert len(single) > 5
 
 
@@ -443,16 +445,16 @@ def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyP
     """The least recently used goes first. The vector of a label does not depend on when it was made."""
     served = load("owlv2").served
     kind: Any = served.weights._kind
-    preprocessed: list[Sequence[str]] = []
-    vectors = LabelVectors(lambda labels: preprocessed.append(tuple(labels)) or kind._vectors(labels))
+    calls: list[Sequence[str]] = []
+    vectors = LabelVectors(lambda labels: calls.append(tuple(labels)) or kind._vectors(labels))
     monkeypatch.setattr(kind, "_label_vectors", vectors)
     monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
     file = png(PICTURES[0])
-    results = [
+    outputs = [
         find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
     ]
-    assert preprocessed == [("a", "b"), ("c",), ("a",)]
-    assert results[0] == results[3]
+    assert calls == [("a", "b"), ("c",), ("a",)]
+    assert outputs[0] == outputs[3]
 
 
 # the pixels of OWLv2
@@ -469,9 +471,9 @@ def _pixel_gap(pair: Pair[Any], shown: Image.Image, of: Callable[[NDArray[np.flo
     layout, kind = pair.served.weights.rows["extract"], pair.served.weights._kind
     assert isinstance(kind, owlv2.Owlv2)
     assert layout.images is not None
-    prepared_image = prepared(png(shown), layout.images)
-    pixels = np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3)
-    square = (kind._square(Shown(pixels, *prepared_image.upright)) - kind._mean) / kind._std
+    picture = prepared(png(shown), layout.images)
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
+    square = (kind._square(Shown(pixels, *picture.upright)) - kind._mean) / kind._std
     expected = pair.oracle.processor.image_processor(images=[shown], return_tensors="np")["pixel_values"][0]
     return float(of(abs(square.numpy() - expected)))
 

@@ -103,13 +103,13 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 def _mixed() -> list[Given]:
     """Texts and images in turns, one of no characters, one far over the limit, one with several images."""
-    texts_said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
-    batches: list[Given] = [[picture] for picture in PICTURES]
-    batches.append(PICTURES[1:4])
+    sentences = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
+    pictures: list[Given] = [[picture] for picture in PICTURES]
+    pictures.append(PICTURES[1:4])
     mixed: list[Given] = []
-    for index in range(max(len(texts_said), len(batches))):
-        mixed += texts_said[index : index + 1]
-        mixed += batches[index : index + 1]
+    for index in range(max(len(sentences), len(pictures))):
+        mixed += sentences[index : index + 1]
+        mixed += pictures[index : index + 1]
     return mixed
 
 
@@ -150,16 +150,16 @@ def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
     pair = load("clip")
     sources = _mixed()
     expected = np.stack(pair.served.run("encode", sources))
-    results = at_once(lambda: np.stack(pair.served.run("encode", sources)), 5)
-    assert all(np.array_equal(vectors_of_run, expected) for vectors_of_run in results)
+    runs = at_once(lambda: np.stack(pair.served.run("encode", sources)), 5)
+    assert all(np.array_equal(run, expected) for run in runs)
 
 
 def test_a_text_that_is_cut_keeps_its_end_token(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = WorkItemInput([Input("word " * 200)], None, RunOptions(("dense",)))
-    (batch,) = layouts.make(served.tokenizer, layout, [work])
-    (row,) = batch.rows
+    (work_rows,) = layouts.make(served.tokenizer, layout, [work])
+    (row,) = work_rows.rows
     assert len(row.ids) == CLIP_TOKENS
     assert row.ids[-1] == served.tokenizer.last[-1]
     assert row.truncated
@@ -186,9 +186,9 @@ def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = WorkItemInput([Input("a cat")], None, RunOptions(("dense",)))
-    (batch,) = layouts.make(served.tokenizer, layout, [work])
+    (work_rows,) = layouts.make(served.tokenizer, layout, [work])
     with torch.inference_mode():
-        reply = served.engine.execute(served.batch("encode", [BatchPart(batch.rows, work)], pooling="mean"))
+        reply = served.engine.execute(served.batch("encode", [BatchPart(work_rows.rows, work)], pooling="mean"))
     assert not isinstance(reply, BatchDone)
     assert reply.error.reason == "unknown_option"
 

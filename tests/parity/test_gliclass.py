@@ -57,8 +57,8 @@ def oracle(
 
 
 def scores(result: Any) -> dict[str, float]:
-    output = [entry["score"] for entry in result["classifications"]]
-    assert output == sorted(output, reverse=True)
+    values = [entry["score"] for entry in result["classifications"]]
+    assert values == sorted(values, reverse=True)
     return {entry["label"]: entry["score"] for entry in result["classifications"]}
 
 
@@ -75,11 +75,15 @@ def test_scores_equal_those_of_the_package(
     ours = model.extract(texts, [ExtractOptions(LABELS, None, {"multi_label": multi_label})] * len(texts))
     theirs = oracle(folder, texts, LABELS, multi_label=multi_label)
     row = f"gliclass {'prompt' if model._model.config.prompt_first else 'text'} first"
-    for result, expected in zip(ours, theirs, strict=True):
-        assert scores(result) == pytest.approx(expected, abs=1e-5)
-        difference = max(abs(score - expected[label]) for label, score in scores(result).items())
+    for reply, expected in zip(ours, theirs, strict=True):
+        assert scores(reply) == pytest.approx(expected, abs=1e-5)
+        difference = max(abs(score - expected[label]) for label, score in scores(reply).items())
         table.record(row, path_of(model.attention), model.precision, Scores(difference))
-    assert max(output[LABELS[0]] for output in theirs) - min(output[LABELS[0]] for output in theirs) > 0.1
+    assert (
+        max(label_scores[LABELS[0]] for label_scores in theirs)
+        - min(label_scores[LABELS[0]] for label_scores in theirs)
+        > 0.1
+    )
     if not multi_label:
         assert all(sum(scores(output).values()) == pytest.approx(1.0, abs=1e-5) for output in ours)
 
@@ -187,10 +191,10 @@ def test_an_item_is_independent_of_its_batch(model: GliclassModel) -> None:
 def test_labels_keep_the_order_and_the_case_of_the_client(model: GliclassModel, folder: Path) -> None:
     text = ragged_texts(1, seed=3, longest=60)[0]
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
-    results = [scores(result) for result in model.extract([text] * 3, [ExtractOptions(order) for order in orders])]
-    for order, result in zip(orders, results, strict=True):
+    label_scores = [scores(result) for result in model.extract([text] * 3, [ExtractOptions(order) for order in orders])]
+    for order, result in zip(orders, label_scores, strict=True):
         assert result == pytest.approx(oracle(folder, [text], order)[0], abs=1e-5)
-    assert results[0] != pytest.approx(results[1], abs=1e-3)
+    assert label_scores[0] != pytest.approx(label_scores[1], abs=1e-3)
 
 
 def test_a_label_that_is_named_twice_is_scored_twice(model: GliclassModel) -> None:
@@ -240,16 +244,16 @@ def test_a_text_of_white_space_has_no_classes(model: GliclassModel) -> None:
 def test_other_scripts_are_scored(model: GliclassModel, folder: Path) -> None:
     texts = ["👍🏽 search \u200f שלום", "مدينة \u202e queue", "東京\u200d", "\x00\x07"]
     ours = model.extract(texts, [ExtractOptions(LABELS)] * len(texts))
-    for result, expected in zip(ours, oracle(folder, texts, LABELS), strict=True):
-        assert scores(result) == pytest.approx(expected, abs=1e-5)
+    for reply, expected in zip(ours, oracle(folder, texts, LABELS), strict=True):
+        assert scores(reply) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_cannot_be_scored_fails_alone(model: GliclassModel) -> None:
     many = tuple(f"label {number}" for number in range(60))
     texts = ["queue", "queue", "queue", "a <<LABEL>>worker", "queue", "queue"]
-    options_list = [ExtractOptions(labels) for labels in (LABELS, (), ("<<SEP>>",), LABELS, many, LABELS)]
-    good, none, reserved, injected, long, error = model.extract(texts, options_list)
-    assert scores(good) == pytest.approx(scores(error), abs=1e-6)
+    options = [ExtractOptions(labels) for labels in (LABELS, (), ("<<SEP>>",), LABELS, many, LABELS)]
+    good, none, reserved, injected, long, twin = model.extract(texts, options)
+    assert scores(good) == pytest.approx(scores(twin), abs=1e-6)
     for result, text in (
         (none, "at least one"),
         (reserved, "reserves"),
@@ -299,11 +303,11 @@ def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
         [scores(result) for result in model.extract(texts, [ExtractOptions(order)] * 12)]
         for order in (LABELS, LABELS[::-1])
     ]
-    results_of_thread: list[list[Any]] = [[], []]
+    outputs: list[list[Any]] = [[], []]
 
     def work(number: int, order: tuple[str, ...]) -> None:
         for _ in range(6):
-            results_of_thread[number].append(model.extract(texts, [ExtractOptions(order)] * 12))
+            outputs[number].append(model.extract(texts, [ExtractOptions(order)] * 12))
 
     threads = [
         threading.Thread(target=work, args=(number, order)) for number, order in enumerate((LABELS, LABELS[::-1]))
@@ -312,7 +316,7 @@ def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for runs, alone in zip(results_of_thread, expected, strict=True):
+    for runs, alone in zip(outputs, expected, strict=True):
         assert len(runs) == 6
         for run in runs:
             for result, own in zip(run, alone, strict=True):

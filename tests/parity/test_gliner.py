@@ -64,8 +64,8 @@ def options(
     return ExtractOptions(labels, THRESHOLD[kind] if threshold is None else threshold, parameters)
 
 
-def extract(model: GlinerModel, texts: list[str], options_wanted: ExtractOptions) -> list[Entities]:
-    results = model.extract(texts, [options_wanted] * len(texts))
+def extract(model: GlinerModel, texts: list[str], settings: ExtractOptions) -> list[Entities]:
+    results = model.extract(texts, [settings] * len(texts))
     return [result["entities"] for result in results if isinstance(result, dict)]
 
 
@@ -101,10 +101,7 @@ def test_entities_equal_those_of_the_package(
         assert_equal(entities, expected)
         assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
         difference = max(
-            (
-                abs(entity["score"] - entity_expected["score"])
-                for entity, entity_expected in zip(entities, expected, strict=True)
-            ),
+            (abs(entity["score"] - reference["score"]) for entity, reference in zip(entities, expected, strict=True)),
             default=0.0,
         )
         table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
@@ -116,16 +113,16 @@ def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerM
     fail, as before.
     """
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
-    options_list = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
-    preparation = models[kind].prepare(texts, options_list)
+    settings = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
+    preparation = models[kind].prepare(texts, settings)
     assert preparation.seconds > 0
-    assert models[kind].extract(texts, options_list, preparation)[:4] == models[kind].extract(texts, options_list)[:4]
+    assert models[kind].extract(texts, settings, preparation)[:4] == models[kind].extract(texts, settings)[:4]
     assert preparation.padding > 0
-    again = models[kind].prepare(texts[:1], options_list[:1])
+    again = models[kind].prepare(texts[:1], settings[:1])
     made_s = again.seconds
-    models[kind].extract(texts[:1], options_list[:1], again)
+    models[kind].extract(texts[:1], settings[:1], again)
     assert again.seconds == made_s, "the lane tokenises nothing"
-    models[kind].extract(texts[3:4], options_list[3:4], again)
+    models[kind].extract(texts[3:4], settings[3:4], again)
     assert again.seconds > made_s
 
 
@@ -170,10 +167,10 @@ def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kin
     """
     texts = [*ragged_texts(61, seed=5, longest=120), "", "queue", " ".join(WORDS * 4)]
     lists = (LABELS, LABELS[::-1], ("vector",))
-    options_list = [options(kind, lists[index % 3], (0.05, 0.4)[index % 2]) for index in range(64)]
-    together = models[kind].extract(texts, options_list)
+    settings = [options(kind, lists[index % 3], (0.05, 0.4)[index % 2]) for index in range(64)]
+    together = models[kind].extract(texts, settings)
     for item in (*range(16), 61, 62, 63):
-        [alone] = models[kind].extract([texts[item]], [options_list[item]])
+        [alone] = models[kind].extract([texts[item]], [settings[item]])
         assert_equal(together[item]["entities"], alone["entities"])  # type: ignore[index]
 
 
@@ -187,8 +184,8 @@ def test_labels_keep_the_order_and_the_case_of_the_client(
     results = [
         result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])
     ]  # type: ignore[index]
-    for order, entry in zip(orders, results, strict=True):
-        assert_equal(entry, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
+    for order, entities in zip(orders, results, strict=True):
+        assert_equal(entities, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
     if kind == "bi":
         assert_equal(results[0], results[1])
     else:
@@ -351,9 +348,9 @@ def test_neighbours_of_one_label_are_merged_on_request(models: dict[str, GlinerM
     apart = extract(models["token"], texts, options("token", threshold=0.2))
     joined = extract(models["token"], texts, options("token", threshold=0.2, merge_adjacent_entities=True))
     assert sum(map(len, joined)) < sum(map(len, apart))
-    for text, result in zip(texts, joined, strict=True):
-        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in result)
-        for entity, following in itertools.pairwise(result):
+    for text, detections in zip(texts, joined, strict=True):
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in detections)
+        for entity, following in itertools.pairwise(detections):
             assert entity["label"] != following["label"] or following["start"] - entity["end"] > 1
 
 
@@ -376,10 +373,10 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
         assert extract(model, texts, options("bi")) == first
         extract(model, texts, options("bi", ("vector", *LABELS)))
         assert calls == [3, 1]
-        results_again = extract(model, texts, options("bi", precompute_labels=False))
+        uncached_entities = extract(model, texts, options("bi", precompute_labels=False))
         assert calls == [3, 1, 3]
-        for entity, computed in zip(first, results_again, strict=True):
-            assert_equal(entity, computed)
+        for cached_entities, computed in zip(first, uncached_entities, strict=True):
+            assert_equal(cached_entities, computed)
         monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
         extract(model, texts, options("bi", ("bridge",)))
         extract(model, texts, options("bi", ("bridge", "Engine")))
@@ -389,17 +386,17 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
 
 def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:
     many = tuple(f"label number {number}" for number in range(600))
-    options_list = [
+    settings = [
         options("span"),
         options("span", ()),
         options("span", ("<<ENT>>",)),
         options("span", many),
         options("span", LABELS),
     ]
-    good, empty, reserved, long, error = models["span"].extract(["search index queue"] * 5, options_list)
+    good, empty, reserved, long, twin = models["span"].extract(["search index queue"] * 5, settings)
     assert isinstance(good, dict)
-    assert isinstance(error, dict)
-    assert_equal(error["entities"], good["entities"])
+    assert isinstance(twin, dict)
+    assert_equal(twin["entities"], good["entities"])
     for result, text in ((empty, "at least one"), (reserved, "<<ENT>>"), (long, "of 3072 tokens")):
         assert text in failed(result, InvalidInput).message
 
@@ -463,25 +460,21 @@ def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None
     texts = ragged_texts(12, seed=11)
     for kind in ("span", "bi"):
         jobs = [(kind, options(kind, LABELS)), (kind, options(kind, LABELS[::-1]))]
-        expected = [extract(models[kind], texts, options_of_job) for kind, options_of_job in jobs]
-        results_of_thread: dict[int, list[list[Entities]]] = {0: [], 1: []}
+        expected = [extract(models[kind], texts, settings) for kind, settings in jobs]
+        runs: dict[int, list[list[Entities]]] = {0: [], 1: []}
 
-        def work(
-            number: int, kind: str, options_of_job: ExtractOptions, results: dict[int, list[list[Entities]]]
-        ) -> None:
+        def work(number: int, kind: str, settings: ExtractOptions, outputs: dict[int, list[list[Entities]]]) -> None:
             for _ in range(4):
-                results[number].append(extract(models[kind], texts, options_of_job))
+                outputs[number].append(extract(models[kind], texts, settings))
 
-        threads = [
-            threading.Thread(target=work, args=(number, *job, results_of_thread)) for number, job in enumerate(jobs)
-        ]
+        threads = [threading.Thread(target=work, args=(number, *job, runs)) for number, job in enumerate(jobs)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         for number in range(2):
-            assert len(results_of_thread[number]) == 4
-            for run in results_of_thread[number]:
+            assert len(runs[number]) == 4
+            for run in runs[number]:
                 for ours, alone in zip(run, expected[number], strict=True):
                     assert_equal(ours, alone)
 

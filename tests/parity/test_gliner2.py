@@ -66,8 +66,8 @@ def options(labels: tuple[str, ...] = LABELS, threshold: float | None = THRESHOL
     return ExtractOptions(labels, threshold)
 
 
-def extract(model: Gliner2Model, texts: list[str], options_wanted: ExtractOptions) -> list[Entities]:
-    results = model.extract(texts, [options_wanted] * len(texts))
+def extract(model: Gliner2Model, texts: list[str], settings: ExtractOptions) -> list[Entities]:
+    results = model.extract(texts, [settings] * len(texts))
     return [result["entities"] for result in results if isinstance(result, dict)]
 
 
@@ -105,8 +105,8 @@ def assert_equal(ours: Entities, theirs: Entities) -> None:
     assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
 
 
-def overlap(entity: dict[str, Any], second: dict[str, Any]) -> bool:
-    return entity["label"] == second["label"] and entity["start"] < second["end"] and second["start"] < entity["end"]
+def overlap(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left["label"] == right["label"] and left["start"] < right["end"] and right["start"] < left["end"]
 
 
 def failed(result: Any, kind: type[SIEError]) -> SIEError:
@@ -134,16 +134,17 @@ def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: P
     ]
     ours, theirs = extract(model, texts, options()), oracle(package, texts)
     assert sum(map(len, theirs)) > 30
-    assert {entity["label"] for result in theirs for entity in result} == set(LABELS)
+    assert {entity["label"] for listing in theirs for entity in listing} == set(LABELS)
     for text, entities, expected in zip(texts, ours, theirs, strict=True):
         inside, beyond = (
             [entity for entity in expected if (entity["end"] > len(text)) is behind] for behind in (False, True)
         )
-        entities = [entity for entity in entities if not any(overlap(entity, second) for second in beyond)]
+        entities = [entity for entity in entities if not any(overlap(entity, stray) for stray in beyond)]
         assert_equal(entities, inside)
         assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in entities)
         difference = max(
-            (abs(entity["score"] - second["score"]) for entity, second in zip(entities, inside, strict=True)), default=0
+            (abs(entity["score"] - reference["score"]) for entity, reference in zip(entities, inside, strict=True)),
+            default=0,
         )
         table.record(f"gliner2 {kind}", path_of(model.attention), model.precision, Scores(difference))
 
@@ -210,7 +211,7 @@ def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> 
     text = "Zürich: the_harbour\u200d [P] [SEP_TEXT] (search) \u202e https://search.index/[E] don't 👩‍💻 queue"
     preparation = model.prepare([text], [options()])
     [(_, [batch])] = [
-        (key, [element for _, element in prepared.passes]) for key, prepared in preparation._prepared.items()
+        (key, [encoded_batch for _, encoded_batch in group.passes]) for key, group in preparation._prepared.items()
     ]
     expected = package.processor.collate_fn_inference([(text, {"entities": dict.fromkeys(LABELS, "")})])
     assert batch.input_ids.tolist() == expected.input_ids.tolist()
@@ -219,10 +220,10 @@ def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> 
 
 def test_what_was_prepared_off_the_lane_gives_the_same(model: Gliner2Model) -> None:
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
-    options_list = [options(), options(), options(), options(("queue",)), options(())]
-    preparation = model.prepare(texts, options_list)
+    settings = [options(), options(), options(), options(("queue",)), options(())]
+    preparation = model.prepare(texts, settings)
     assert preparation.seconds > 0
-    assert model.extract(texts, options_list, preparation)[:4] == model.extract(texts, options_list)[:4]
+    assert model.extract(texts, settings, preparation)[:4] == model.extract(texts, settings)[:4]
     assert preparation.padding > 0
 
 
@@ -230,10 +231,10 @@ def test_an_item_is_independent_of_its_batch(model: Gliner2Model) -> None:
     """Ragged texts, three label lists and two thresholds in one batch: each as if it were alone."""
     texts = [*ragged_texts(21, seed=5, longest=60), "", "queue", " ".join(WORDS)]
     lists = (LABELS, LABELS[::-1], ("vector",))
-    options_list = [options(lists[index % 3], (0.3, 0.6)[index % 2]) for index in range(24)]
-    together = model.extract(texts, options_list)
+    settings = [options(lists[index % 3], (0.3, 0.6)[index % 2]) for index in range(24)]
+    together = model.extract(texts, settings)
     assert sum(len(result["entities"]) for result in together if isinstance(result, dict)) > 30
-    for result, text, own in zip(together, texts, options_list, strict=True):
+    for result, text, own in zip(together, texts, settings, strict=True):
         [alone] = model.extract([text], [own])
         assert_equal(result["entities"], alone["entities"])  # type: ignore[index]
 
@@ -242,8 +243,8 @@ def test_labels_keep_the_order_and_the_case_of_the_client(model: Gliner2Model, p
     text = f"{ragged_texts(1, seed=6, longest=60)[0]}."
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
     results = [result["entities"] for result in model.extract([text] * 3, [options(order) for order in orders])]  # type: ignore[index]
-    for order, entry in zip(orders, results, strict=True):
-        assert_equal(entry, oracle(package, [text], order)[0])
+    for order, entities in zip(orders, results, strict=True):
+        assert_equal(entities, oracle(package, [text], order)[0])
     plain = [
         {(entity["start"], entity["end"], entity["label"].lower(), round(entity["score"], 4)) for entity in some}
         for some in results
@@ -278,7 +279,7 @@ def test_characters_without_tokens_do_not_shift_offsets(tmp_path: Path) -> None:
     model = load(gliner2_folder(tmp_path / "model", wordpiece=True))
     parts = ["search", "\u200f", "שלום", "queue", "\u200d", "index", "\u202e", "engine", "Zürich", "\u200d"]
     text, plain = " ".join(parts), " ".join(part for part in parts if part.strip("\u200f\u200d\u202e"))
-    [entities], [expected] = (extract(model, [body], options(threshold=0.3)) for body in (text, plain))
+    [entities], [expected] = (extract(model, [source], options(threshold=0.3)) for source in (text, plain))
     marks = dict.fromkeys(map(ord, "\u200f\u200d\u202e"))
     assert len(expected) > 3
     assert [(entity["text"].translate(marks).split(), entity["label"]) for entity in entities] == [
@@ -319,13 +320,13 @@ def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Pat
     late = compared = 0
     for text, entities in zip(texts, extract(model, texts, options(threshold=0.4)), strict=True):
         words = model._words(text)
-        [prepared] = model.prepare([text], [options()])._prepared.values()
-        reads = sorted((at for batch, _ in prepared.passes for at in batch), key=lambda at: at.start)
+        [group] = model.prepare([text], [options()])._prepared.values()
+        reads = sorted((at for batch, _ in group.passes for at in batch), key=lambda at: at.start)
         assert len(reads) > 2
-        assert all(len(row) <= 96 for _, batch in prepared.passes for row in batch.input_ids)
+        assert all(len(row) <= 96 for _, batch in group.passes for row in batch.input_ids)
         for label in LABELS:
             own = [entity for entity in entities if entity["label"] == label]
-            assert all(first["end"] <= second["start"] for first, second in itertools.pairwise(own))
+            assert all(entity["end"] <= following["start"] for entity, following in itertools.pairwise(own))
         late += sum(entity["start"] > 0.8 * len(text) for entity in entities)
         ends = [(following.start + at.stop) // 2 for at, following in itertools.pairwise(reads)]
         for at, begin, end in zip(reads, [0, *ends], [*ends, len(words.starts)], strict=True):
@@ -345,7 +346,7 @@ def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Pat
                 if (key := (entity["start"], entity["end"], entity["label"])) in scores
             ]
             assert len(same) >= 0.8 * max(len(ours), len(expected))
-            assert [first for first, _ in same] == pytest.approx([second for _, second in same], abs=1e-5)
+            assert [score for score, _ in same] == pytest.approx([reference for _, reference in same], abs=1e-5)
             compared += len(same)
     assert min(late, compared) > 20
 
@@ -389,8 +390,8 @@ def test_what_cannot_be_read_fails_alone(folder: Path) -> None:
     many = tuple(f"label {number}" for number in range(60))
     texts = ["queue", "queue", "queue", "see https://search<s>index now", "queue", "queue", "queue"]
     lists = (LABELS, (), ("a [E] b",), LABELS, many, ("[SEP_TEXT]",), LABELS)
-    good, none, reserved, injected, long, ends, error = model.extract(texts, [options(entry) for entry in lists])
-    assert_equal(good["entities"], error["entities"])  # type: ignore[index]
+    good, none, reserved, injected, long, ends, twin = model.extract(texts, [options(labels) for labels in lists])
+    assert_equal(good["entities"], twin["entities"])  # type: ignore[index]
     for result, text in (
         (none, "at least one"),
         (reserved, "reserves"),
@@ -436,21 +437,21 @@ def test_a_batch_that_fails_is_tried_again_text_by_text(model: Gliner2Model) -> 
 def test_two_threads_give_what_one_gives(model: Gliner2Model) -> None:
     texts = ragged_texts(8, seed=11, longest=40)
     jobs = [options(LABELS), options(LABELS[::-1])]
-    expected = [extract(model, texts, job) for job in jobs]
-    results_of_thread: dict[int, list[list[Entities]]] = {0: [], 1: []}
+    expected = [extract(model, texts, settings) for settings in jobs]
+    runs: dict[int, list[list[Entities]]] = {0: [], 1: []}
 
-    def work(number: int, options_of_job: ExtractOptions) -> None:
+    def work(number: int, settings: ExtractOptions) -> None:
         for _ in range(4):
-            results_of_thread[number].append(extract(model, texts, options_of_job))
+            runs[number].append(extract(model, texts, settings))
 
-    threads = [threading.Thread(target=work, args=(number, job)) for number, job in enumerate(jobs)]
+    threads = [threading.Thread(target=work, args=(number, settings)) for number, settings in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for number in range(2):
-        assert len(results_of_thread[number]) == 4
-        for run in results_of_thread[number]:
+        assert len(runs[number]) == 4
+        for run in runs[number]:
             for ours, alone in zip(run, expected[number], strict=True):
                 assert_equal(ours, alone)
 
@@ -501,11 +502,11 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
         ("encoder_config/config.json", encoder | {"model_type": "none"}, "no encoder none"),
         ("encoder_config/config.json", {}, "has no encoder_config/config.json"),
     ):
-        text_kept = (copied / file).read_text()
+        original = (copied / file).read_text()
         (copied / file).write_text(json.dumps(changed))
         with pytest.raises(ModelLoadFailed, match=message):
             load(copied)
-        (copied / file).write_text(text_kept)
+        (copied / file).write_text(original)
 
 
 def test_a_folder_of_the_first_versions_loads_and_runs_no_code(

@@ -100,7 +100,7 @@ def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
     assert max(row["start"] for row in entities) > len(text) // 2
     for label in LABELS:
         own = [(row["start"], row["end"]) for row in entities if row["label"] == label]
-        assert all(first[1] <= second[0] for first, second in itertools.pairwise(own))
+        assert all(span[1] <= following[0] for span, following in itertools.pairwise(own))
 
 
 def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:

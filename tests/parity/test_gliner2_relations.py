@@ -110,8 +110,8 @@ def test_a_long_text_has_the_relations_of_its_windows(folder: Path) -> None:
     words = WORDS * 6
     text = " ".join(words)
     [result] = model.extract([text], [options(least=0.4)])
-    [prepared] = model.prepare([text], [options(least=0.4)])._prepared.values()
-    windows = [" ".join(words[at.start : at.stop]) for read, _ in prepared.passes for at in read]
+    [group] = model.prepare([text], [options(least=0.4)])._prepared.values()
+    windows = [" ".join(words[at.start : at.stop]) for read, _ in group.passes for at in read]
     assert len(windows) > 2
     parts = model.extract(windows, [options(least=0.4)] * len(windows))
     expected = {row[:3] for part in parts for row in rows(part)}

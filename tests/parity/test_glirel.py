@@ -69,15 +69,17 @@ def sample(seed: int, count: int, entities: int) -> tuple[str, tuple[Mention, ..
 def oracle(package: Any, text: str, entities: list[list[Any]], labels: tuple[str, ...], **options: Any) -> list[Json]:
     """Relations with the words of their ends in the place of the texts, best first."""
     words = text.split()
-    result = package.predict_relations(words, list(labels), ner=entities, **{"threshold": 0.0, "top_k": -1, **options})
+    predictions = package.predict_relations(
+        words, list(labels), ner=entities, **{"threshold": 0.0, "top_k": -1, **options}
+    )
     relations = [
         {
-            "head": " ".join(words[slice(*relation["head_pos"])]),
-            "tail": " ".join(words[slice(*relation["tail_pos"])]),
-            "relation": relation["label"],
-            "score": relation["score"],
+            "head": " ".join(words[slice(*prediction["head_pos"])]),
+            "tail": " ".join(words[slice(*prediction["tail_pos"])]),
+            "relation": prediction["label"],
+            "score": prediction["score"],
         }
-        for relation in result
+        for prediction in predictions
     ]
     return sorted(relations, key=lambda relation: -relation["score"])
 
@@ -87,17 +89,17 @@ def options(mentions: tuple[Mention, ...], labels: tuple[str, ...] = LABELS, **p
 
 
 def relations(result: Any) -> list[Json]:
-    output: list[Json] = result["relations"]
-    return output
+    triples: list[Json] = result["relations"]
+    return triples
 
 
 def assert_equal(ours: list[Json], theirs: list[Json]) -> None:
     """Scores that are equal but for rounding may change places."""
     assert sorted(map(named, ours)) == sorted(map(named, theirs))
-    assert [first["score"] for first in ours] == sorted((first["score"] for first in ours), reverse=True)
-    by_name = [sorted(some, key=lambda first: (named(first), first["score"])) for some in (ours, theirs)]
-    for relation, second in zip(*by_name, strict=True):
-        assert relation["score"] == pytest.approx(second["score"], abs=1e-5)
+    assert [triple["score"] for triple in ours] == sorted((triple["score"] for triple in ours), reverse=True)
+    by_name = [sorted(some, key=lambda triple: (named(triple), triple["score"])) for some in (ours, theirs)]
+    for relation, reference in zip(*by_name, strict=True):
+        assert relation["score"] == pytest.approx(reference["score"], abs=1e-5)
 
 
 def named(relation: Json) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ def test_relations_equal_those_of_the_package(model: GlirelModel, package: Any, 
         )
         assert len(expected) == entities * (entities - 1) * len(LABELS)
         pairs = zip(sorted(relations(result), key=named), sorted(expected, key=named), strict=True)
-        difference = max(abs(first["score"] - second["score"]) for first, second in pairs)
+        difference = max(abs(relation["score"] - reference["score"]) for relation, reference in pairs)
         table.record("glirel", path_of(model.attention), model.precision, Scores(difference))
         spread += [relation["score"] for relation in expected]
     assert max(spread) - min(spread) > 0.2
@@ -155,8 +157,8 @@ def test_labels_keep_the_order_and_the_case_of_the_client(model: GlirelModel, pa
 def test_an_item_is_independent_of_its_batch(model: GlirelModel) -> None:
     samples = [sample(seed, 8 + 4 * seed, 2 + seed % 3) for seed in range(6)]
     texts = [text for text, *_ in samples]
-    options_list = [options(mentions, LABELS[: 1 + seed % 3]) for seed, (_, mentions, _) in enumerate(samples)]
-    for together, text, own in zip(model.extract(texts, options_list), texts, options_list, strict=True):
+    settings = [options(mentions, LABELS[: 1 + seed % 3]) for seed, (_, mentions, _) in enumerate(samples)]
+    for together, text, own in zip(model.extract(texts, settings), texts, settings, strict=True):
         [alone] = model.extract([text], [own])
         assert_equal(relations(together), relations(alone))
 
@@ -166,12 +168,12 @@ def test_entities_are_found_by_the_words_they_touch(model: GlirelModel) -> None:
     text = "😀 Ada-Lovelace met Zürich's 東京 queue."
     whole = (Mention("person", 2, 14), Mention("place", 19, 25), Mention("work", 31, 36))
     inner = (Mention("person", 4, 9), Mention("place", 20, 22), Mention("work", 35, 36))
-    whole_result, inner_result = model.extract([text] * 2, [options(whole), options(inner)])
-    assert [relation["score"] for relation in relations(whole_result)] == pytest.approx(
-        [relation["score"] for relation in relations(inner_result)]
+    whole_reply, inner_reply = model.extract([text] * 2, [options(whole), options(inner)])
+    assert [relation["score"] for relation in relations(whole_reply)] == pytest.approx(
+        [relation["score"] for relation in relations(inner_reply)]
     )
-    assert {relation["head"] for relation in relations(whole_result)} == {"Ada-Lovelace", "Zürich", "queue"}
-    assert {relation["head"] for relation in relations(inner_result)} == {"a-Lov", "ür", "e"}
+    assert {relation["head"] for relation in relations(whole_reply)} == {"Ada-Lovelace", "Zürich", "queue"}
+    assert {relation["head"] for relation in relations(inner_reply)} == {"a-Lov", "ür", "e"}
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -190,18 +192,18 @@ def test_what_cannot_be_read_fails_alone(model: GlirelModel, monkeypatch: pytest
     blank = (Mention("place", 10, 12), Mention("place", 0, 2))
     many = tuple(f"label {number}" for number in range(60))
     texts = [text, text, text, text, text, long, long, "ab        \t\n   cd"]
-    options_list = [options(mentions, labels) for labels in (LABELS, (), ("a [REL] b",), ("[SEP]",))]
-    options_list += [options(mentions, many), options(behind), options(mentions), options(blank)]
+    settings = [options(mentions, labels) for labels in (LABELS, (), ("a [REL] b",), ("[SEP]",))]
+    settings += [options(mentions, many), options(behind), options(mentions), options(blank)]
     monkeypatch.setattr(model, "max_tokens", 128)
-    results = model.extract(texts, options_list)
+    results = model.extract(texts, settings)
     assert len(relations(results[0])) == 2 * len(LABELS)
     assert len(relations(results[6])) == 2 * len(LABELS), "the rest of a long text is not read, and need not be"
-    for result, message in zip(
+    for result, fragment in zip(
         (*results[1:6], results[7]),
         ("at least one", "reserves", "reserves", "of 128 tokens", "ends after", "no word"),
         strict=True,
     ):
-        assert message in failed(result, InvalidInput).message
+        assert fragment in failed(result, InvalidInput).message
     assert failed(results[5], InvalidInput).reason == "input_too_long"
 
 
@@ -219,15 +221,15 @@ def test_marks_in_a_text_are_words_like_others(model: GlirelModel) -> None:
 
 def test_scores_that_are_not_finite_fail_their_item_alone(model: GlirelModel) -> None:
     samples = [sample(seed, 9 + seed, 2) for seed in range(3)]
-    options_list = [options(mentions) for _, mentions, _ in samples]
+    settings = [options(mentions) for _, mentions, _ in samples]
     texts = [text for text, *_ in samples]
-    expected = model.extract(texts, options_list)
+    expected = model.extract(texts, settings)
 
     def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * float("nan") if args[0].shape[1] == 10 else output
 
     handle = model._model.rnn.register_forward_hook(poison)
-    first, second, third = model.extract(texts, options_list)
+    first, second, third = model.extract(texts, settings)
     handle.remove()
     assert failed(second, InferenceFailed).reason == "non_finite"
     assert [first, third] == [expected[0], expected[2]]
@@ -236,12 +238,12 @@ def test_scores_that_are_not_finite_fail_their_item_alone(model: GlirelModel) ->
 def test_two_threads_give_what_one_gives(model: GlirelModel) -> None:
     jobs = [sample(seed, 20, 4) for seed in range(2)]
     expected = [model.extract([text], [options(mentions)])[0] for text, mentions, _ in jobs]
-    results_of_thread: dict[int, list[Any]] = {0: [], 1: []}
+    outputs: dict[int, list[Any]] = {0: [], 1: []}
 
     def work(number: int) -> None:
         text, mentions, _ = jobs[number]
         for _ in range(6):
-            results_of_thread[number].append(model.extract([text], [options(mentions)])[0])
+            outputs[number].append(model.extract([text], [options(mentions)])[0])
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -249,8 +251,8 @@ def test_two_threads_give_what_one_gives(model: GlirelModel) -> None:
     for thread in threads:
         thread.join()
     for number in range(2):
-        assert len(results_of_thread[number]) == 6
-        for result in results_of_thread[number]:
+        assert len(outputs[number]) == 6
+        for result in outputs[number]:
             assert_equal(relations(result), relations(expected[number]))
 
 

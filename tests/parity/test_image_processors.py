@@ -57,10 +57,10 @@ def ours(data: bytes, recipe: Recipe, normalisation: Normalisation, first: type 
     """[3, height, width], in float32 throughout, as a device computes it; or rescaled in float64 `first`, as the
     library does.
     """
-    prepared = prepare(data, recipe)
-    levels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.size, 3).astype(first)
+    raster = prepare(data, recipe)
+    levels = np.frombuffer(raster.pixels, np.uint8).reshape(*raster.size, 3).astype(first)
     rescaled = (levels * first(normalisation.rescale)).astype(np.float32)
-    mean, std = (np.array(values, np.float32) for values in (normalisation.mean, normalisation.std))
+    mean, std = (np.array(numbers, np.float32) for numbers in (normalisation.mean, normalisation.std))
     return ((rescaled - mean) / std).transpose(2, 0, 1)
 
 

@@ -55,9 +55,11 @@ class Loaded:
     def run(self, operation: Operation, *works: WorkItemInput) -> list[Any]:
         """Return the arrays, score or error of each input, all of them one batch."""
         layout = self.encoder.rows[operation]
-        batches = layouts.make(self.tokenizer, layout, works)
-        assert all(batch.error is None and not batch.unfit for batch in batches), batches
-        parts = [BatchPart(batch.rows, work) for batch, work in zip(batches, works, strict=True)]
+        prepared_works = layouts.make(self.tokenizer, layout, works)
+        assert all(prepared_work.error is None and not prepared_work.unfit for prepared_work in prepared_works), (
+            prepared_works
+        )
+        parts = [BatchPart(prepared_work.rows, work) for prepared_work, work in zip(prepared_works, works, strict=True)]
         with torch.inference_mode():
             reply = self.engine.execute(rowing.to_batch("b", self.entry.id, operation, layout.layout, parts))
         assert isinstance(reply, BatchDone), reply
@@ -81,7 +83,7 @@ class Loaded:
     def rows(self, texts: Sequence[str], **options: Any) -> list[Array]:
         """Token vectors of texts."""
         return [
-            result["multivector"] for result in self.encode([Input(text) for text in texts], "multivector", **options)
+            output["multivector"] for output in self.encode([Input(text) for text in texts], "multivector", **options)
         ]
 
     def score(self, query: Input, inputs: Sequence[Input], *outputs: str) -> Array:
@@ -117,7 +119,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
 
     @functools.cache
     def loaded(name: str) -> Loaded:
-        folder = {"late": late, "stanford": stanford, "m3": m3}.get(name, of_architecture)(root / name)
+        settings = {"late": late, "stanford": stanford, "m3": m3}.get(name, of_architecture)(root / name)
         entry = parse_entry(
             {
                 "id": f"test/{name.replace(' ', '-')}",
@@ -125,7 +127,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
                 "family": "text-encoder",
                 "max_tokens": MAX_TOKENS,
                 "load": {"precision": "float32"},
-                **folder,
+                **settings,
             }
         )
         resident = engine.residency.ensure(entry.id, entry)
@@ -157,8 +159,8 @@ def test_the_ids_of_texts_give_the_bits_of_their_vectors(
     expected = model.encode([Input(text) for text in texts], "dense", truncate=truncate)
     for special in (True, False):
         ids = [tuple(library(text, add_special_tokens=special)["input_ids"]) for text in texts]
-        vectors = model.encode([Input(tokens=ids_of_text) for ids_of_text in ids], "dense", truncate=truncate)
-        assert [vector["dense"].tobytes() for vector in vectors] == [vector["dense"].tobytes() for vector in expected]
+        outputs = model.encode([Input(tokens=tokens) for tokens in ids], "dense", truncate=truncate)
+        assert [output["dense"].tobytes() for output in outputs] == [output["dense"].tobytes() for output in expected]
 
 
 def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Loaded]) -> None:
@@ -224,7 +226,7 @@ def test_given_rows_are_the_same_beside_other_work(load: Callable[[str], Loaded]
     rows = model.rows(texts)
     works = [
         WorkItemInput([Input(text) for text in texts], given(rows[0]), RunOptions(("multivector",))),
-        WorkItemInput([given(row) for row in rows], Input("search"), RunOptions(("multivector",))),
+        WorkItemInput([given(matrix) for matrix in rows], Input("search"), RunOptions(("multivector",))),
         WorkItemInput([Input(texts[1]), given(rows[2])], Input("paper"), RunOptions(("multivector",))),
     ]
     together = model.run("score", *works)
@@ -249,20 +251,21 @@ def test_a_given_matrix_has_the_encoding_of_its_text(
     rows = model.rows(texts, is_query=is_query)
     by_text = model.encode([Input(text) for text in texts], "dense", **options)
     mixed = [
-        given(entry) if index % 2 else Input(text) for index, (text, entry) in enumerate(zip(texts, rows, strict=True))
+        given(token_rows) if index % 2 else Input(text)
+        for index, (text, token_rows) in enumerate(zip(texts, rows, strict=True))
     ]
-    for inputs in ([given(row) for row in rows], mixed):
-        for vector, expected, matrix in zip(model.encode(inputs, "dense", **options), by_text, rows, strict=True):
-            np.testing.assert_allclose(vector["dense"], expected["dense"], atol=CLOSE)
+    for inputs in ([given(token_rows) for token_rows in rows], mixed):
+        for output, expected, matrix in zip(model.encode(inputs, "dense", **options), by_text, rows, strict=True):
+            np.testing.assert_allclose(output["dense"], expected["dense"], atol=CLOSE)
             np.testing.assert_allclose(
-                vector["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE
+                output["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE
             )
     long = [5 * np.random.default_rng(3).normal(size=(count, OUT)).astype(np.float32) for count in (9, 0)]
-    for vector, matrix in zip(
-        model.encode([given(token_id) for token_id in long], "dense", **options), long, strict=True
+    for output, matrix in zip(
+        model.encode([given(long_matrix) for long_matrix in long], "dense", **options), long, strict=True
     ):
         np.testing.assert_allclose(
-            vector["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4
+            output["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4
         )
 
 
@@ -282,11 +285,11 @@ def test_a_given_matrix_comes_back_beside_its_encoding_and_is_cut_as_a_text(load
 def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Callable[[str], Loaded]) -> None:
     bad = np.full((2, OUT), np.nan, np.float32)
     good = np.ones((2, OUT), np.float32)
-    scores = load("late").run(
+    outcomes = load("late").run(
         "score", WorkItemInput([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",)))
     )
-    assert [isinstance(score, float) for score in scores] == [True, False, True]
-    assert (scores[1].code, scores[1].param) == ("INVALID_INPUT", "multivector")
+    assert [isinstance(outcome, float) for outcome in outcomes] == [True, False, True]
+    assert (outcomes[1].code, outcomes[1].param) == ("INVALID_INPUT", "multivector")
 
 
 # token states
@@ -311,8 +314,8 @@ def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str]
     resolved = Catalogue({model.entry.id: model.entry}).resolve(model.entry.id)
     options = unpooled(model.entry, run_options(resolved, {})[1].run)
     pooled = WorkItemInput([Input(text) for text in texts[:3]], None, RunOptions())
-    outputs = model.run("encode", pooled, WorkItemInput([Input(text) for text in texts], None, options))[3:]
-    for states, stock_states in zip(outputs, expected, strict=True):
+    hidden_states = model.run("encode", pooled, WorkItemInput([Input(text) for text in texts], None, options))[3:]
+    for states, stock_states in zip(hidden_states, expected, strict=True):
         assert list(states) == [TOKEN_STATES]
         assert (states[TOKEN_STATES].dtype, states[TOKEN_STATES].shape) == (np.float32, stock_states.shape)
         np.testing.assert_allclose(

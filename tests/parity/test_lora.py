@@ -87,9 +87,9 @@ class Served:
         options = RunOptions(outputs=() if operation == "score" else ("dense",), normalize=False)
         query = Input(TEXTS[0]) if operation == "score" else None
         work, layout = WorkItemInput([Input(text) for text in texts], query, options), self.weights.rows[operation]
-        (batch,) = layouts.make(tokenizer, layout, [work])
+        (work_rows,) = layouts.make(tokenizer, layout, [work])
         return rows.to_batch(
-            "lora", self.entry.id, operation, layout.layout, [rows.BatchPart(batch.rows, work)], lora=lora
+            "lora", self.entry.id, operation, layout.layout, [rows.BatchPart(work_rows.rows, work)], lora=lora
         )
 
     def answers(self, lora: str = "", texts: Sequence[str] = TEXTS) -> np.ndarray:
@@ -183,15 +183,15 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
 
     model: PreTrainedModel = PeftModel.from_pretrained(auto.from_pretrained(folder), str(lora)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    vectors = []
+    values = []
     for text in TEXTS:
         arguments = ([text],) if auto is AutoModel else ([TEXTS[0]], [text])
         cut = True if auto is AutoModel else "only_second"
         ids = tokenizer(*arguments, truncation=cut, max_length=MAX_TOKENS, return_tensors="pt")
         with torch.inference_mode():
             output = model(**ids)
-        vectors.append(output[0][0].mean(0).numpy() if auto is AutoModel else float(torch.sigmoid(output.logits[0, 0])))
-    return np.array(vectors)
+        values.append(output[0][0].mean(0).numpy() if auto is AutoModel else float(torch.sigmoid(output.logits[0, 0])))
+    return np.array(values)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     lora = trained(folder, root / f"{folder.name}-{part}", targets)
     name = served.load(lora)
     assert served.answers().tobytes() == before.tobytes()
-    got, expected_vectors = served.answers(name), expected(folder, lora)
-    table.record(f"lora of {kind}", path_of(served.weights.attention), "float32", Agreement.of(got, expected_vectors))
-    assert np.abs(got - expected_vectors).max() <= MAX_DIFFERENCE * max(1.0, np.abs(expected_vectors).max())
-    assert cosines(before, expected_vectors).max() < 0.999, "the LoRA must matter"
+    got, reference = served.answers(name), expected(folder, lora)
+    table.record(f"lora of {kind}", path_of(served.weights.attention), "float32", Agreement.of(got, reference))
+    assert np.abs(got - reference).max() <= MAX_DIFFERENCE * max(1.0, np.abs(reference).max())
+    assert cosines(before, reference).max() < 0.999, "the LoRA must matter"
     assert served.answers().tobytes() == before.tobytes()
     assert np.abs(served.answers(name, TEXTS[:1]) - got[:1]).max() <= MAX_DIFFERENCE, "independent of its batch mates"
 
@@ -243,8 +243,8 @@ def test_scaling_rank_and_layers_are_those_of_its_configuration(
     lora = trained(
         folder, root / f"scaled-{'-'.join(config)}-{random.Random(str(config)).random()}", LAYERS["bert"][0], **config
     )
-    got, expected_vectors = served.answers(served.load(lora)), expected(folder, lora)
-    assert np.abs(got - expected_vectors).max() <= MAX_DIFFERENCE * max(1.0, np.abs(expected_vectors).max())
+    got, reference = served.answers(served.load(lora)), expected(folder, lora)
+    assert np.abs(got - reference).max() <= MAX_DIFFERENCE * max(1.0, np.abs(reference).max())
 
 
 @pytest.mark.parametrize("kind", long_but(["bert", "modernbert", "qwen3 causal"], ["modernbert"]))
@@ -272,11 +272,11 @@ def test_a_lora_of_a_cross_encoder(
     before = served.answers()
     lora = trained(folder, root / f"{folder.name}-cross", every_layer(kind), auto=auto)
     assert "base_model.model." in next(iter(load_file(lora / "adapter_model.safetensors")))
-    got, expected_vectors = served.answers(served.load(lora)), expected(folder, lora, auto)
+    got, reference = served.answers(served.load(lora)), expected(folder, lora, auto)
     row = f"lora of {kind}, cross-encoder"
-    table.record(row, path_of(served.weights.attention), "float32", Scores(float(np.abs(got - expected_vectors).max())))
-    assert np.abs(got - expected_vectors).max() <= MAX_DIFFERENCE
-    assert np.abs(before - expected_vectors).max() > 1e-3
+    table.record(row, path_of(served.weights.attention), "float32", Scores(float(np.abs(got - reference).max())))
+    assert np.abs(got - reference).max() <= MAX_DIFFERENCE
+    assert np.abs(before - reference).max() > 1e-3
     assert served.answers().tobytes() == before.tobytes()
 
 
@@ -319,8 +319,8 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: AdapterEngine, ba
     for message, answers in zip(messages, replies, strict=True):
         assert Served.read(answers[-1]).tobytes() == golden[message.lora]
     assert set(served.weights.loras.names()) == {str(lora) for lora in loras}
-    for name, vectors in golden.items():
-        assert served.answers(name).tobytes() == vectors
+    for name, encoded in golden.items():
+        assert served.answers(name).tobytes() == encoded
 
 
 def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
@@ -332,11 +332,11 @@ def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
     twice = edited(
         lora, root / "digest-scaled", lambda config, tensors: config.update(lora_alpha=2 * config["lora_alpha"])
     )
-    edited_lora = edited(
+    changed_lora = edited(
         lora, root / "digest-other", lambda config, tensors: tensors[_first(tensors, "lora_B")].mul_(2)
     )
     same = shutil.copytree(lora, root / "digest-same")
-    digests = [engine.ensure_lora(served.entry.id, str(folder)) for folder in (lora, lora, same, twice, edited_lora)]
+    digests = [engine.ensure_lora(served.entry.id, str(folder)) for folder in (lora, lora, same, twice, changed_lora)]
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests)) == 3
     assert all(len(digest) == 64 for digest in digests)
@@ -445,7 +445,7 @@ def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine
     change, text = REFUSED[fault]
     folder = base("bert")
     served = serve(engine, folder)
-    before, names = served.answers(), served.weights.loras.names()
+    before, lora_names = served.answers(), served.weights.loras.names()
     good = root / "plain"
     if not good.exists():
         trained(folder, good, ["query"])
@@ -453,7 +453,7 @@ def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine
     with pytest.raises(LoraLoadFailed, match=text) as raised:
         served.load(lora)
     assert raised.value.extras == {"lora_id": str(lora)}
-    assert served.weights.loras.names() == names
+    assert served.weights.loras.names() == lora_names
     assert served.answers().tobytes() == before.tobytes()
     assert served.refusal(str(lora)).code == "LORA_LOADING"
 

@@ -91,9 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def engine() -> Iterator[HeadsEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    result = HeadsEngine()
-    yield result
-    result.stop()
+    heads_engine = HeadsEngine()
+    yield heads_engine
+    heads_engine.stop()
     torch.set_num_threads(threads)
 
 
@@ -225,25 +225,25 @@ def test_scores_are_the_oracle_s_maxsim(name: str, folder: Folder, engine: Heads
 def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
     """The entry acts as if the files had its values."""
     place = folder("stanford")
-    config = {
+    settings = {
         "query_marker": "[unused0]",
         "document_marker": "[unused1]",
         "query_length": 32,
         "document_length": 0,
         "attend_expansion": True,
     }
-    model, texts = load(engine, place, **config, skip_punctuation=False), checkpoints.texts(16)
+    model, texts = load(engine, place, **settings, skip_punctuation=False), checkpoints.texts(16)
     shutil.copytree(place, tmp_path / "other")
     metadata = {"query_maxlen": 32, "attend_to_mask_tokens": True, "mask_punctuation": False}
     (tmp_path / "other" / "artifact.metadata").write_text(json.dumps(metadata))
     stock = reference(tmp_path / "other")
     for is_query in (True, False):
-        multivectors = rows(model.encode(texts, "multivector", is_query=is_query))
-        assert difference(multivectors, oracle(stock, texts, is_query=is_query)) <= MAX_DIFFERENCE
+        sequences = rows(model.encode(texts, "multivector", is_query=is_query))
+        assert difference(sequences, oracle(stock, texts, is_query=is_query)) <= MAX_DIFFERENCE
     bare = load(engine, place, query_expansion=False, query_marker="", skip_punctuation=False)
-    for is_query, multivectors in ((True, ["river"]), (False, ["river, river"])):
-        tokens = len(text_rows(bare.tokenizer, multivectors)[0].ids)
-        assert [len(row) for row in rows(bare.encode(multivectors, "multivector", is_query=is_query))] == [
+    for is_query, sequences in ((True, ["river"]), (False, ["river, river"])):
+        tokens = len(text_rows(bare.tokenizer, sequences)[0].ids)
+        assert [len(row) for row in rows(bare.encode(sequences, "multivector", is_query=is_query))] == [
             tokens + (not is_query)
         ]
 
@@ -308,11 +308,11 @@ def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Fo
     shutil.copytree(folder("pylate defaults"), tmp_path / "other")
     config = tmp_path / "other" / "config_sentence_transformers.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    default_rows, changed_rows = (
+    base, variant = (
         oracle(reference(place), ["river (winter)"], is_query=True)[0]
         for place in (folder("pylate defaults"), tmp_path / "other")
     )
-    assert default_rows.shape != changed_rows.shape or np.abs(default_rows - changed_rows).max() > 100 * MAX_DIFFERENCE
+    assert base.shape != variant.shape or np.abs(base - variant).max() > 100 * MAX_DIFFERENCE
 
 
 def test_only_the_sequence_that_is_not_finite_is_not_usable() -> None:
@@ -322,6 +322,6 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable() -> None:
     hidden[9] = torch.inf
     head = MultivectorHead(torch.nn.Linear(8, 4), torch.device("cpu"), skipped=frozenset({0, 19}), drop_first=True)
     with torch.inference_mode():
-        reduced = head.reduce(States(hidden, packed, np.array([False, False, False, True])), np.array([0, 2, 3]))
-    assert reduced.usable.tolist() == [True, False, True]
-    assert [len(row) for row in reduced.rows] == [2, 3, 8]  # 0 is the first row anyway, and 19 stands in a query
+        output = head.reduce(States(hidden, packed, np.array([False, False, False, True])), np.array([0, 2, 3]))
+    assert output.usable.tolist() == [True, False, True]
+    assert [len(row) for row in output.rows] == [2, 3, 8]  # 0 is the first row anyway, and 19 stands in a query

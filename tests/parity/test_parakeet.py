@@ -247,7 +247,7 @@ def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracl
     """Each window, cut at a quiet moment, is what the library writes of these levels."""
     reader = served.weights
     (prompt,) = windows(reader, [LONG])
-    (second_prompt,) = windows(reader, [LONG])
+    (second_window,) = windows(reader, [LONG])
     bounds, texts = [], []
     window: ParakeetWindow | None = prompt
     while window is not None:
@@ -270,8 +270,8 @@ def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracl
     assert [start for start, _ in bounds[1:]] == [stop for _, stop in bounds[:-1]]
     assert all(stop - start <= POSITIONS * FACTOR for start, stop in bounds)
     assert all(stop - start >= POSITIONS * FACTOR * 3 // 4 for start, stop in bounds[:-1])
-    served.engine.readings.read(reader, [second_prompt])
-    result = reader.result(second_prompt, None)
+    served.engine.readings.read(reader, [second_window])
+    result = reader.result(second_window, None)
     assert result["data"]["text"] == " ".join(filter(None, texts))
     starts = [word["seconds"][0] for word in result["data"]["words"]]
     assert starts == sorted(starts)

@@ -63,14 +63,14 @@ def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path, table: Pa
     _list(folder, layers)
     engine = HeadsEngine()
     width = layers[-1].config["out_features"]
-    model, texts_encoded = engine.load(folder, {"dense": width}, max_tokens=MAX_TOKENS), texts(32)
+    model, sentences = engine.load(folder, {"dense": width}, max_tokens=MAX_TOKENS), texts(32)
     stock = SentenceTransformer(
         str(folder), device="cpu", local_files_only=True, model_kwargs={"attn_implementation": "eager"}
     )
     bare = SentenceTransformer(modules=list(stock)[:-1], device="cpu")  # before Normalize
     for normalize, oracle in ((True, stock), (False, bare)):
-        expected = oracle.encode(texts_encoded, batch_size=1, show_progress_bar=False)
-        vectors = np.stack([row["dense"] for row in model.encode(texts_encoded, "dense", normalize=normalize)])
+        expected = oracle.encode(sentences, batch_size=1, show_progress_bar=False)
+        vectors = np.stack([row["dense"] for row in model.encode(sentences, "dense", normalize=normalize)])
         assert vectors.shape == (32, width)
         agreement = Agreement.of(vectors, expected)
         table.record(f"projected {name}", model.path, model.encoder.precision, agreement)

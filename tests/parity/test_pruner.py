@@ -64,7 +64,7 @@ def load(engine: ScoringEngine, folder: Path) -> Load:
 
 
 def pruned(scoring: Scoring, texts: list[str], query: str = QUERY, **parameters: Any) -> list[list[Entity]]:
-    return [outcomes["entities"] for outcomes in scoring.found(texts, instruction=query, **parameters)]
+    return [output["entities"] for output in scoring.found(texts, instruction=query, **parameters)]
 
 
 def labelled(entities: list[Entity], label: str) -> list[Entity]:
@@ -76,7 +76,7 @@ def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     state = torch.load(folder / "best.pt", weights_only=True)
-    spans = []
+    answers = []
     for text in texts:
         inputs = tokenizer([QUERY], [text], return_tensors="pt", return_offsets_mapping=True)
         [places] = inputs.pop("offset_mapping").tolist()
@@ -85,11 +85,11 @@ def expected(folder: Path, texts: list[str]) -> list[tuple[float, list[tuple[int
             inner = nn.functional.gelu(output.hidden_states[-1][0] @ state["0.weight"].T + state["0.bias"])
             keep = torch.sigmoid(inner @ state["3.weight"].T + state["3.bias"])[:, 0].tolist()
         sides = inputs.sequence_ids(0)
-        own = [(*place, keeps) for place, keeps, side in zip(places, keep, sides, strict=True) if side == 1]
+        own = [(*place, share) for place, share, side in zip(places, keep, sides, strict=True) if side == 1]
         reached = [max(end, start) for (_, end, _), (start, _, _) in itertools.pairwise(own)] + [len(text)]
-        own = [(start, end, label) for (start, _, label), end in zip(own, reached, strict=bool(own))]
-        spans.append((float(torch.sigmoid(output.logits[0, 0])), own))
-    return spans
+        own = [(start, end, share) for (start, _, share), end in zip(own, reached, strict=bool(own))]
+        answers.append((float(torch.sigmoid(output.logits[0, 0])), own))
+    return answers
 
 
 def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load, folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load,
         assert entities[0] is summary
         assert (summary["start"], summary["end"]) == (None, None)
         assert summary["score"] == pytest.approx(score, abs=1e-5)
-        assert summary["text"] == " ".join(span["text"] for span in labelled(entities, "kept"))
+        assert summary["text"] == " ".join(entity["text"] for entity in labelled(entities, "kept"))
         assert [entity["label"] for entity in entities[1:]] == [
             label for label in counts for _ in labelled(entities, label)
         ]
@@ -128,19 +128,22 @@ def test_spans_are_the_runs_of_tokens_on_each_side_of_the_thresholds(load: Load,
 
 def test_every_character_is_kept_or_pruned_and_none_is_both(load: Load) -> None:
     for text, entities in zip(TEXTS, pruned(load(), TEXTS), strict=True):
-        places, dropped, best = (
-            [place for span in labelled(entities, label) for place in range(span["start"], span["end"])]
+        kept_places, pruned_places, best = (
+            [place for entity in labelled(entities, label) for place in range(entity["start"], entity["end"])]
             for label in ("kept", "pruned", "highlight")
         )
-        assert {place for place, character in enumerate(text) if not character.isspace()} <= {*places, *dropped}
-        assert {*best} <= {*places}
-        assert len({*places} & {*dropped}) <= 2  # a character of several tokens may be cut between them
+        assert {place for place, character in enumerate(text) if not character.isspace()} <= {
+            *kept_places,
+            *pruned_places,
+        }
+        assert {*best} <= {*kept_places}
+        assert len({*kept_places} & {*pruned_places}) <= 2  # a character of several tokens may be cut between them
 
 
 def test_lower_thresholds_keep_and_highlight_more(load: Load) -> None:
     def kept(label: str, **parameters: float) -> int:
-        results = pruned(load(), TEXTS, **parameters)
-        return sum(len(span["text"]) for entities in results for span in labelled(entities, label))
+        passages = pruned(load(), TEXTS, **parameters)
+        return sum(len(entity["text"]) for entities in passages for entity in labelled(entities, label))
 
     by_prune = [kept("kept", prune_threshold=threshold) for threshold in (0.0, 0.4, 0.6, 0.8, 1.0)]
     assert by_prune == sorted(by_prune, reverse=True)
@@ -163,12 +166,12 @@ def test_the_score_of_a_pair_is_that_of_the_summary(load: Load, folder: Path, ta
 
 def test_a_passage_is_pruned_the_same_in_any_company(load: Load) -> None:
     scoring = load()
-    jobs = [
+    requests = [
         Asked(TEXTS[:4], None, {"instruction": QUERY}),
         Asked(TEXTS[4:9], None, {"instruction": "harbour", "prune_threshold": 0.4}),
         Asked(TEXTS[9:], None, {"instruction": "harbour"}),
     ]
-    for job, outcomes in zip(jobs, scoring.run(jobs), strict=True):
+    for job, outcomes in zip(requests, scoring.run(requests), strict=True):
         for text, outcome in zip(job.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
@@ -198,7 +201,7 @@ def test_16_bit_weights_keep_nearly_the_same(load: Load) -> None:
     same = total = 0
     for ours, theirs in zip(near, exact, strict=True):
         places = [
-            {place for span in labelled(some, "kept") for place in range(span["start"], span["end"])}
+            {place for entity in labelled(some, "kept") for place in range(entity["start"], entity["end"])}
             for some in (ours, theirs)
         ]
         same += len(places[0] & places[1])

@@ -108,20 +108,20 @@ class Oracle:
     def vector(self, text: str, images: Sequence[Image.Image], task: str = TASK) -> NDArray[np.float32]:
         """[width], of the length one."""
         content = SHOWN * len(images) + text or "NULL"
-        model_inputs = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
+        tensors = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
         with torch.inference_mode():
-            state = self._model.model(**model_inputs).last_hidden_state[0, -1]
+            state = self._model.model(**tensors).last_hidden_state[0, -1]
             return torch.nn.functional.normalize(state, dim=0).numpy()  # type: ignore[no-any-return]
 
     def score(self, query: Side, document: Side, task: str = RANKING) -> float:
         """P(yes) of the two answers."""
         sides = [SHOWN * len(images) + text or "NULL" for text, images in (query, document)]
         prompt = PAIR[0] + f"<Instruct>: {task}<Query>:{sides[0]}\n<Document>:{sides[1]}" + PAIR[2]
-        model_inputs = self.inputs(prompt, [*query[1], *document[1]])
+        tensors = self.inputs(prompt, [*query[1], *document[1]])
         answers = [self.inputs(answer)["input_ids"][0] for answer in (NO, YES)]
-        assert [len(answer) for answer in answers] == [1, 1]
+        assert [len(ids) for ids in answers] == [1, 1]
         with torch.inference_mode():
-            logits = self._model(**model_inputs).logits[0, -1]
+            logits = self._model(**tensors).logits[0, -1]
             return float(torch.sigmoid(logits[answers[1][0]] - logits[answers[0][0]]))
 
 
@@ -165,8 +165,8 @@ def test_vectors_equal_the_oracle(
 @pytest.mark.long
 def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
     served = load()
-    for text_input, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
-        (alone,) = served.run("encode", [text_input])
+    for source, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
+        (alone,) = served.run("encode", [source])
         assert np.abs(alone - beside).max() <= 2e-6
 
 
@@ -184,8 +184,8 @@ def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path,
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.stack(served.run("encode", inputs_of(GIVEN)))
-    results = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
-    assert all(np.array_equal(vectors, expected) for vectors in results)
+    runs = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
+    assert all(np.array_equal(vectors, expected) for vectors in runs)
 
 
 INSTRUCTIONS = [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
@@ -261,7 +261,7 @@ def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[
     end = served.tokenizer.contents([TURN], 100, "END")[0].ids.tolist()
     assert len(row.ids) == served.weights.max_tokens
     assert row.ids[-len(end) :].tolist() == end
-    assert [entry.upright for entry in row.images] == [(64, 64), (50, 200)]
+    assert [picture.upright for picture in row.images] == [(64, 64), (50, 200)]
     assert row.truncated
 
 

@@ -130,8 +130,8 @@ def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Librar
     converted = florence_oracle(reader_checkpoints.converted(folder), dtype)
 
     def written(shown: Image.Image, options: ExtractOptions) -> Expected:
-        converted_text = converted(shown, options)
-        return Expected(converted_text.ids, converted_text.first[:-1])
+        text = converted(shown, options)
+        return Expected(text.ids, text.first[:-1])
 
     return written
 
@@ -265,10 +265,10 @@ class Reader:
         return [self.kind.prompt(self.shown(page), options) for page in PAGES for options in kind.asked]
 
     def shown(self, page: Image.Image) -> Shown:
-        prepared_image = prepared(png(page), self.kind.recipe)
+        prepared_page = prepared(png(page), self.kind.recipe)
         return Shown(
-            np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3),
-            *prepared_image.upright,
+            np.frombuffer(prepared_page.pixels, np.uint8).reshape(prepared_page.height, prepared_page.width, 3),
+            *prepared_page.upright,
         )
 
     def read(self, prompts: Sequence[Any]) -> list[GeneratedText]:
@@ -324,14 +324,14 @@ def test_ids_equal_generate(
     """All pages with all questions at once, against the library one by one. No toy writes the same for all of them."""
     served = load(name)
     prompts = served.prompts(KINDS[name])
-    texts_read = served.read(prompts)
-    texts = Texts.of([text.ids for text in texts_read], _firsts(served.kind, prompts), expected(name))
+    answers = served.read(prompts)
+    texts = Texts.of([answer.ids for answer in answers], _firsts(served.kind, prompts), expected(name))
     table.record(f"document-reader {name}", "padded", "float32", texts)
     assert texts.other == 0
     assert texts.first.difference <= 1e-5
-    assert len({tuple(text.ids) for text in texts_read}) > len(PAGES)
-    assert len({len(text.ids) for text in texts_read}) > 1
-    assert max(len(set(text.ids)) for text in texts_read) > 5
+    assert len({tuple(answer.ids) for answer in answers}) > len(PAGES)
+    assert len({len(answer.ids) for answer in answers}) > 1
+    assert max(len(set(answer.ids)) for answer in answers) > 5
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut", "glm"]))
@@ -360,8 +360,8 @@ def test_two_callers_at_once_get_the_same(
 ) -> None:
     served = load(name)
     prompts = served.prompts(KINDS[name])
-    results = at_once(lambda: served.read(prompts), 1)
-    assert [[number.ids for number in part] for part in results] == [[text.ids for text in expected(name)]] * 2
+    runs = at_once(lambda: served.read(prompts), 1)
+    assert [[text.ids for text in part] for part in runs] == [[reference.ids for reference in expected(name)]] * 2
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
@@ -400,11 +400,11 @@ def test_half_the_bits_are_as_near_as_the_librarys(
             for page in PAGES
             for options in KINDS[name].asked
         ]
-    texts_compared = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
+    ours = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
     librarys = Texts.of([text.ids for text in stock], [text.first for text in stock], expected(name))
-    table.record(f"document-reader {name}", "padded", SIXTEEN, texts_compared)
+    table.record(f"document-reader {name}", "padded", SIXTEEN, ours)
     table.record(f"document-reader {name}", "stock", SIXTEEN, librarys)
-    assert texts_compared.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
+    assert ours.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
@@ -427,8 +427,8 @@ def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
 def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Reader]) -> None:
     page, request = png(PAGES[0]), KINDS[name].asked[0]
     options = RunOptions((), parameters=dict(request.parameters), instruction=request.instruction)
-    none, error, two = load(name).served.extract([(files, options) for files in ([], [page], [page, page])])
-    assert error["data"]["completion_tokens"] <= MOST
+    none, result, two = load(name).served.extract([(files, options) for files in ([], [page], [page, page])])
+    assert result["data"]["completion_tokens"] <= MOST
     assert (none.reason, none.param) == ("unsupported_modality", "images")
     assert (two.reason, two.param, two.extras) == ("invalid_media", "images", {"limit": 1})
 
@@ -445,7 +445,7 @@ def written(served: Reader, task: str, text: str, finish: Any = "stop") -> dict[
     return result
 
 
-def told(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def leaves_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     assert all((entity["score"], entity["start"], entity["bbox"]) == (1.0, None, None) for entity in result["entities"])
     return [(entity["label"], entity["text"]) for entity in result["entities"]]
 
@@ -457,7 +457,7 @@ def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Reader]) -> No
     tree = {"menu": [{"nm": "river", "price": "3"}, {"nm": "queue", "price": "4"}]}
     assert result["data"] == {"document": tree}
     leaves = [("menu.nm", "river"), ("menu.price", "3"), ("menu.nm", "queue"), ("menu.price", "4")]
-    assert told(result) == leaves
+    assert leaves_of(result) == leaves
 
 
 def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Reader]) -> None:
@@ -467,13 +467,13 @@ def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Rea
 
 def test_an_answer_is_told_without_its_question(load: Callable[[str], Reader]) -> None:
     result = written(load("donut"), "<s_docvqa>", "river</s_answer>")
-    assert told(result) == [("answer", "river")]
+    assert leaves_of(result) == [("answer", "river")]
     assert result["data"]["document"] == {"question": "where", "answer": "river"}
 
 
 def test_a_class_is_an_entity(load: Callable[[str], Reader]) -> None:
     result = written(load("donut"), "<s_rvlcdip>", "<s_class><invoice/></s_class>")
-    assert told(result) == [("document_class", "invoice")]
+    assert leaves_of(result) == [("document_class", "invoice")]
 
 
 @pytest.mark.parametrize(
@@ -520,9 +520,9 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tm
 # Florence-2
 
 
-def florence(served: Reader, task: str, text: str, text_asked: str = "a phrase") -> dict[str, Any]:
+def florence(served: Reader, task: str, text: str, argument: str = "a phrase") -> dict[str, Any]:
     """Return the result for a text that Florence-2 wrote about a page of 300 x 120 pixels."""
-    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, text_asked))
+    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, argument))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
     result: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, "stop"))
     return result
@@ -532,16 +532,16 @@ def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Reader]
     """A bin is its middle, rounded down; a label keeps its letters; one label may have several places."""
     text = "réd car<loc_100><loc_200><loc_500><loc_999>river<loc_1><loc_2><loc_3><loc_40><loc_5><loc_6><loc_70><loc_80>"
     result = florence(load("florence2"), "<OD>", text)
-    assert [(entry["label"], entry["bbox"]) for entry in result["objects"]] == [
+    assert [(box["label"], box["bbox"]) for box in result["objects"]] == [
         ("réd car", [30, 24, 120, 95]),
         ("river", [0, 0, 1, 4]),
         ("river", [1, 0, 20, 9]),
     ]
-    assert {entry["score"] for entry in result["objects"]} == {1.0}
+    assert {box["score"] for box in result["objects"]} == {1.0}
 
 
 def test_lines_have_the_rectangle_around_their_quadrangle(load: Callable[[str], Reader]) -> None:
-    text = "Zürich 東京" + "".join(f"<loc_{number}>" for number in (10, 20, 900, 30, 890, 600, 12, 590))
+    text = "Zürich 東京" + "".join(f"<loc_{place}>" for place in (10, 20, 900, 30, 890, 600, 12, 590))
     (line,) = florence(load("florence2"), "<OCR_WITH_REGION>", text)["entities"]
     assert (line["text"], line["label"], line["bbox"]) == ("Zürich 東京", "text", [3, 2, 267, 70])
 
@@ -562,9 +562,9 @@ def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
         argument = "<loc_1><loc_20><loc_300><loc_999>" if task.startswith("<REGION_TO") else "a réd river"
         if task in processor.task_prompts_without_inputs:
             argument = ""
-        result = served.kind.prompt(served.shown(PAGES[1]), asks(task, argument)).encoder_ids
+        encoder_ids = served.kind.prompt(served.shown(PAGES[1]), asks(task, argument)).encoder_ids
         ids = processor(text=[task + argument], images=[PAGES[1]], return_tensors="pt").input_ids[0]
-        assert result == ids[ids != processor.image_token_id].tolist(), task
+        assert encoder_ids == ids[ids != processor.image_token_id].tolist(), task
 
 
 def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> None:
@@ -587,14 +587,14 @@ def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> 
 def test_outlines_are_the_librarys(task: str, argument: str, text: str, load: Callable[[str], Reader]) -> None:
     served = load("florence2")
     first, second = (
-        "".join(f"<loc_{element}>" for element in bins) for bins in ((9, 9, 50, 9, 50, 80), (0, 7, 999, 7, 4, 999))
+        "".join(f"<loc_{place}>" for place in bins) for bins in ((9, 9, 50, 9, 50, 80), (0, 7, 999, 7, 4, 999))
     )
     written = text.format(one=first, other=second)
     result = florence(served, task, written, argument)
     expected = florence_processor(served.folder).post_process_generation(text=written, task=task, image_size=(300, 120))
     assert result["data"]["polygons"] == expected[task]["polygons"]
     labels = expected[task].get("polygons_labels") or expected[task]["labels"]
-    assert [element["label"] for element in result["objects"]] == [label or "region" for label in labels]
+    assert [shape["label"] for shape in result["objects"]] == [label or "region" for label in labels]
     for entry, outline in zip(result["objects"], result["data"]["polygons"], strict=True):
         across, down = ([number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1))
         assert entry["bbox"] == [min(across), min(down), max(across) - min(across), max(down) - min(down)]
@@ -678,8 +678,8 @@ def test_what_florence_cannot_be_asked_is_refused(
 @pytest.mark.parametrize(("name", "task"), [("glm", "table"), ("paddle", "seal")])
 def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Callable[[str], Reader]) -> None:
     served = load(name)
-    for task_sent, label in (("", "markdown"), (task, task)):
-        prompt = served.kind.prompt(served.shown(PAGES[0]), asks(task_sent))
+    for task_name, label in (("", "markdown"), (task, task)):
+        prompt = served.kind.prompt(served.shown(PAGES[0]), asks(task_name))
         ids = [*served.kind.tokenizer.encode("# A river", add_special_tokens=False).ids, *prompt.rules.ends]
         (entity,) = served.kind.result(prompt, GeneratedText(ids, "stop"))["entities"]
         assert (entity["text"], entity["label"]) == ("# A river", label)

@@ -122,11 +122,11 @@ def assert_property(text: str, result: dict[str, Any], path: str, value: Any, th
     """The value and its evidence are those of the package. Return the largest difference of a score."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     rows = evidence(result, path)
-    beyond = [first for first in theirs if first.get("end", 0) > len(text)]
+    beyond = [entity for entity in theirs if entity.get("end", 0) > len(text)]
     if beyond:  # the package's own full stop takes part in its result
         return 0.0
-    assert sorted(values) == sorted(first["text"] for first in theirs)
-    scores = {first["text"] + str(first.get("start")): first["confidence"] for first in theirs}
+    assert sorted(values) == sorted(entity["text"] for entity in theirs)
+    scores = {entity["text"] + str(entity.get("start")): entity["confidence"] for entity in theirs}
     own = {
         (row["text"] if "text" in row else row["label"].rpartition(".")[2]) + str(row.get("start")): row["score"]
         for row in rows
@@ -322,9 +322,9 @@ def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: 
             assert isinstance(alone, dict)
             assert result.get("data") == alone.get("data")
             for name in ("entities", "classifications"):
-                rows, rest = result.get(name, []), alone.get(name, [])
-                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in rest]
-                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in rest], abs=1e-5)
+                rows, lone_rows = result.get(name, []), alone.get(name, [])
+                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in lone_rows]
+                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in lone_rows], abs=1e-5)
 
 
 def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:

@@ -83,8 +83,8 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 def _mixed() -> list[Given]:
     """Texts and sounds in turns, one of no characters, one far over the limit."""
-    texts_said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "a dog barks"]
-    return [side for pair in zip(texts_said, [*SOUNDS, *SOUNDS[:2]], strict=True) for side in pair]
+    captions = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "a dog barks"]
+    return [side for pair in zip(captions, [*SOUNDS, *SOUNDS[:2]], strict=True) for side in pair]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
     served = load("clap").served
     sources = _mixed()
     expected = np.stack(served.run("encode", sources))
-    results = at_once(lambda: np.stack(served.run("encode", sources)), 3)
-    assert all(np.array_equal(vectors_of_run, expected) for vectors_of_run in results)
+    runs = at_once(lambda: np.stack(served.run("encode", sources)), 3)
+    assert all(np.array_equal(vectors, expected) for vectors in runs)
 
 
 def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None:

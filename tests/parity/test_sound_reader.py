@@ -101,13 +101,13 @@ class Oracle:
 
     def features(self, sound: Samples) -> torch.Tensor:
         whole = {"truncation": False, "padding": "longest"} if len(sound) > SECONDS * RATE else {}
-        result = self._extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole).input_features
-        return result.to(self.model.dtype)
+        tensor = self._extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole).input_features
+        return tensor.to(self.model.dtype)
 
     def segments(self, sound: Samples, options: ExtractOptions) -> list[Spoken]:
-        parameters = {name: value for name, value in options.parameters.items() if name in ("language", "task")}
+        arguments = {name: value for name, value in options.parameters.items() if name in ("language", "task")}
         if options.instruction:
-            parameters["prompt_ids"] = self.tokenizer.get_prompt_ids(options.instruction, return_tensors="pt")
+            arguments["prompt_ids"] = self.tokenizer.get_prompt_ids(options.instruction, return_tensors="pt")
         generated = self.model.generate(
             self.features(sound),
             return_timestamps=True,
@@ -115,11 +115,13 @@ class Oracle:
             max_new_tokens=options.parameters["max_new_tokens"],
             num_beams=1,
             do_sample=False,
-            **parameters,
+            **arguments,
         )["segments"][0]
         return [
-            Spoken(round(float(entry["start"]), 2), round(float(entry["end"]), 2), tuple(entry["tokens"].tolist()))
-            for entry in generated
+            Spoken(
+                round(float(segment["start"]), 2), round(float(segment["end"]), 2), tuple(segment["tokens"].tolist())
+            )
+            for segment in generated
         ]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -211,7 +213,7 @@ def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken
     def written(name: str) -> list[list[Spoken]]:
         oracle = load(name).oracle
         with torch.inference_mode():
-            return [oracle.segments(*options) for options in KINDS[name].given()]
+            return [oracle.segments(*source) for source in KINDS[name].given()]
 
     return written
 
@@ -228,13 +230,13 @@ def test_segments_equal_generate(
     """
     writing, kind = load(name), KINDS[name]
     prompts = writing.prompts(kind)
-    texts_written = writing.read(prompts)
+    segments = writing.read(prompts)
     first = firsts(writing.served.weights, prompts)
     with torch.inference_mode():
         references = writing.references(kind, prompts, expected(name))
-    texts = Texts.of([ids_of(row) for row in texts_written], first, references)
+    texts = Texts.of([ids_of(row) for row in segments], first, references)
     table.record("sound-reader whisper", "padded", "float32", texts)
-    assert texts_written == expected(name)
+    assert segments == expected(name)
     assert texts.first.difference <= 1e-5
     assert len({segment.ids for row in expected(name) for segment in row}) > KINDS[name].sounds
     assert max(len(row) for row in expected(name)) > 1
@@ -263,8 +265,8 @@ def test_two_callers_at_once_get_the_same(
     load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
 ) -> None:
     writing, kind = load("published"), KINDS["published"]
-    results = at_once(lambda: writing.read(writing.prompts(kind)), 1)
-    assert results == [expected("published")] * 2
+    runs = at_once(lambda: writing.read(writing.prompts(kind)), 1)
+    assert runs == [expected("published")] * 2
 
 
 @pytest.mark.long
@@ -284,14 +286,14 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     with torch.inference_mode():
         references = writing.references(kind, prompts, expected("published"))
         pairs = list(zip(kind.given(), prompts, strict=True))
-        written = [stock.segments(*options) for options, _ in pairs]
+        written = [stock.segments(*call) for call, _ in pairs]
         scores = [stock.scores(sound, prompt.sound.ids) for (sound, _), prompt in pairs]
     writing.served.engine.readings.read(half, prompts)
-    texts_compared = Texts.of([ids_of(row) for row in told(prompts)], first, references)
+    ours = Texts.of([ids_of(row) for row in told(prompts)], first, references)
     librarys = Texts.of([ids_of(row) for row in written], scores, references)
-    table.record("sound-reader whisper", "padded", SIXTEEN, texts_compared)
+    table.record("sound-reader whisper", "padded", SIXTEEN, ours)
     table.record("sound-reader whisper", "stock", SIXTEEN, librarys)
-    assert texts_compared.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
+    assert ours.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def test_a_batch_gives_entities_with_their_seconds(
@@ -309,8 +311,8 @@ def test_a_batch_gives_entities_with_their_seconds(
         assert [(entity["text"], entity["seconds"]) for entity in answer["entities"]] == [
             (text, [segment.start_s, segment.end_s]) for text, segment in zip(texts, segments, strict=True) if text
         ]
-        assert {token["label"] for token in answer["entities"]} == {"transcript"}
-        assert answer["data"]["text"] == writing.oracle.text([token for spoken in segments for token in spoken.ids])
+        assert {entity["label"] for entity in answer["entities"]} == {"transcript"}
+        assert answer["data"]["text"] == writing.oracle.text([number for spoken in segments for number in spoken.ids])
         assert answer["data"]["language"] in ("en", "de", "fr")
         assert answer["data"]["completion_tokens"] >= sum(len(segment.ids) for segment in segments)
         assert answer["data"]["finish_reason"] in ("stop", "length")
@@ -346,8 +348,8 @@ def test_what_cannot_be_asked_is_refused(
     [
         ("generation_config.json", {"no_timestamps_token_id": None}, "no no_timestamps_token_id"),
         *(
-            pytest.param(*change, marks=pytest.mark.long)
-            for change in (
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
                 ("generation_config.json", {"condition_on_prev_tokens": True}, "sets condition_on_prev_tokens"),
                 ("preprocessor_config.json", {"dither": 0.1}, "dither is 0.1, supported is 0"),
                 ("preprocessor_config.json", {"chunk_length": 30}, "3000 frames of 20 bins, the model reads 200 of 20"),

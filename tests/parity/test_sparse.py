@@ -60,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def engine() -> Iterator[HeadsEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    result = HeadsEngine()
-    yield result
-    result.stop()
+    heads = HeadsEngine()
+    yield heads
+    heads.stop()
     torch.set_num_threads(threads)
 
 
@@ -82,15 +82,15 @@ def load(
 
 def full(rows: Sequence[dict[str, Array]], size: int) -> Vectors:
     """[texts, vocabulary] from (ids, weights), which are checked to be ascending, distinct and positive."""
-    dense_rows = np.zeros((len(rows), size), np.float32)
-    for vector, row in zip(dense_rows, rows, strict=True):
+    dense = np.zeros((len(rows), size), np.float32)
+    for vector, row in zip(dense, rows, strict=True):
         ids, weights = row["sparse.indices"], row["sparse.values"]
         assert ids.dtype == np.int32
         assert weights.dtype == np.float32
         assert (np.diff(ids) > 0).all()
         assert (weights > 0).all()
         vector[ids] = weights
-    return dense_rows
+    return dense
 
 
 def oracle(folder: Path, texts: Sequence[str], *, task: str = "document", precision: str = "float32") -> Vectors:
@@ -178,8 +178,8 @@ def test_a_vector_does_not_depend_on_its_mates(folder: Folder, engine: HeadsEngi
     together = full(model.encode(texts, "sparse"), size)
     alone = np.concatenate([full(model.encode([text], "sparse"), size) for text in texts])
     backwards = full(model.encode(texts[::-1], "sparse"), size)[::-1]
-    for batch in (alone, backwards):
-        assert np.abs(batch - together).max() <= 2e-6 * np.linalg.norm(together, axis=1).min()
+    for vectors in (alone, backwards):
+        assert np.abs(vectors - together).max() <= 2e-6 * np.linalg.norm(together, axis=1).min()
 
 
 @pytest.mark.parametrize("routes", ["folders", "beside"])
@@ -212,12 +212,12 @@ def test_queries_are_looked_up_in_idf_json(folder: Folder, engine: HeadsEngine, 
     rows = load(engine, place, query_encoder="idf").encode(texts, "sparse", is_query=True)
     for text, row in zip(texts, rows, strict=True):
         ids = set(tokenizer(text, add_special_tokens=False, truncation=True)["input_ids"])
-        weights_by_id = {
+        weight_of_id = {
             number: weights[token] for number in ids if (token := tokenizer.convert_ids_to_tokens(number)) in weights
         }
-        assert row["sparse.indices"].tolist() == sorted(weights_by_id)
+        assert row["sparse.indices"].tolist() == sorted(weight_of_id)
         np.testing.assert_allclose(
-            row["sparse.values"], [weights_by_id[number] for number in sorted(weights_by_id)], rtol=1e-6
+            row["sparse.values"], [weight_of_id[number] for number in sorted(weight_of_id)], rtol=1e-6
         )
     model = load(engine, place)
     assert_equal(model, full(model.encode(texts, "sparse", is_query=True), len(tokenizer)), oracle(place, texts))
@@ -252,11 +252,11 @@ class Largest(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else (output,):
             if isinstance(tensor, Tensor):
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return result
+        return output
 
 
 # in bfloat16 by the loops that stand in for the instructions one pass takes minutes, and no model is served so
@@ -337,9 +337,9 @@ def test_the_parts_of_a_sequence_join_to_its_row(sums: bool, max_entries: int) -
         sums=sums,
     )
     hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
-    single, two = (Items(np.array(lengths), np.zeros(12, np.int32)) for lengths in ([12], [5, 7]))
+    sequence, two = (Items(np.array(lengths), np.zeros(12, np.int32)) for lengths in ([12], [5, 7]))
     with torch.inference_mode():
-        whole = head.reduce(States(hidden, pack(single, np.arange(1), Positions()), np.zeros(1, bool)), np.arange(1))
+        whole = head.reduce(States(hidden, pack(sequence, np.arange(1), Positions()), np.zeros(1, bool)), np.arange(1))
         packed = pack(two, np.arange(2), Positions())
         parts = head.parts(States(hidden, packed, np.zeros(2, bool)), np.arange(2))
         joined = [head.join([own], [np.array([5, 7])[: len(own)]], "")[0] for own in (parts.rows, parts.rows[:1])]
@@ -348,7 +348,7 @@ def test_the_parts_of_a_sequence_join_to_its_row(sums: bool, max_entries: int) -
         )
         expected = [whole.rows[0], head.reduce(first, np.arange(1)).rows[0]]
     assert packed.order.tolist() == [0, 1]
-    for (ids, weights), (ids_expected, values) in zip(joined, expected, strict=True):
-        assert ids.tolist() == ids_expected.tolist()
+    for (ids, weights), (expected_ids, values) in zip(joined, expected, strict=True):
+        assert ids.tolist() == expected_ids.tolist()
         assert len(ids) == max_entries or not max_entries
         torch.testing.assert_close(weights, values)

@@ -50,14 +50,14 @@ def oracle(folder: Path) -> Callable[..., list[list[dict[str, Any]]]]:
     )
 
 
-def shares(result: dict[str, Any]) -> dict[str, float]:
-    return {classification["label"]: classification["score"] for classification in result["classifications"]}
+def shares(answer: dict[str, Any]) -> dict[str, float]:
+    return {entry["label"]: entry["score"] for entry in answer["classifications"]}
 
 
-def check(results: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
+def check(answers: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
     """Every class, with its score. Returns the largest difference."""
     worst = 0.0
-    for ours, theirs in zip(results, expected, strict=True):
+    for ours, theirs in zip(answers, expected, strict=True):
         exact = {entry["label"]: entry["score"] for entry in theirs}
         assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE, rel=MAX_DIFFERENCE)
         scores = list(shares(ours).values())
@@ -88,12 +88,12 @@ def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngin
     # transformers takes an empty one for none
     rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]
     pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
-    results = scoring.found([*pairs, *lefts])
+    answers = scoring.found([*pairs, *lefts])
     check(
-        results[: len(pairs)],
+        answers[: len(pairs)],
         reference([{"text": left, "text_pair": right} for left, right in zip(lefts, rights, strict=True)]),
     )
-    check(results[len(pairs) :], reference(lefts))
+    check(answers[len(pairs) :], reference(lefts))
 
 
 @pytest.mark.parametrize(
@@ -123,22 +123,22 @@ def test_the_activation_is_the_one_that_the_model_names(
 
 def test_a_text_has_the_same_scores_in_any_company(bert: Scoring) -> None:
     texts = ragged_documents(12, longest=100)
-    for text, result in zip(texts, bert.found(texts), strict=True):
+    for text, answer in zip(texts, bert.found(texts), strict=True):
         (alone,) = bert.found([text])
-        assert shares(result) == pytest.approx(shares(alone), abs=2e-6)
+        assert shares(answer) == pytest.approx(shares(alone), abs=2e-6)
 
 
 def test_a_request_chooses_classes_and_how_many_without_its_mates(bert: Scoring) -> None:
     texts = ragged_documents(5)
     everything = bert.found(texts)
-    least = float(np.median([share for result in everything for share in shares(result).values()]))
-    jobs = [
+    least = float(np.median([share for answer in everything for share in shares(answer).values()]))
+    requests = [
         Asked(texts, None, {"labels": ["joy", "calm"]}),
         Asked(texts, None, {"threshold": least}),
         Asked(texts[:1], None, {}),
         Asked(texts[:2], None, {"labels": ["joy", "sorrow"]}),
     ]
-    chosen, above, plain, unknown = bert.run(jobs)
+    chosen, above, plain, unknown = bert.run(requests)
     for all_classes, few, best in zip(everything, chosen, above, strict=True):
         assert isinstance(few, Ok)
         assert isinstance(best, Ok)

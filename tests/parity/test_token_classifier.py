@@ -98,8 +98,8 @@ def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
     ]
 
 
-def assert_equal(results: list[Entities], expected: list[Entities]) -> None:
-    for ours, theirs in zip(results, expected, strict=True):
+def assert_equal(answers: list[Entities], expected: list[Entities]) -> None:
+    for ours, theirs in zip(answers, expected, strict=True):
         assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
         assert [entity["score"] for entity in ours] == pytest.approx(
             [entity["score"] for entity in theirs], abs=MAX_DIFFERENCE
@@ -107,7 +107,7 @@ def assert_equal(results: list[Entities], expected: list[Entities]) -> None:
 
 
 def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Entities]:
-    return [entities_of_text["entities"] for entities_of_text in scoring.found(texts, **parameters)]
+    return [answer["entities"] for answer in scoring.found(texts, **parameters)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_entities_equal_the_pipeline(
     texts = [*ODD, *ragged_documents(24, longest=120)]
     expected = expected_entities(folder, texts)
     assert sum(map(len, expected)) > 50
-    assert {entity["label"] for result in expected for entity in result} == {
+    assert {entity["label"] for group in expected for entity in group} == {
         label.rpartition("-")[2] for label in LABELS[labels][1:]
     }
     got = entities(scoring, texts)
@@ -151,22 +151,22 @@ def test_a_text_past_the_limit_is_cut_as_the_pipeline_cuts_it(engine: ScoringEng
 def test_entities_are_the_same_in_any_company(engine: ScoringEngine, folders: Folders) -> None:
     scoring = engine.load(folders("xlm-roberta"), FAMILY)
     texts = [*ODD, *ragged_documents(8)]
-    jobs = [Asked(texts[:3]), Asked(texts[3:9], None, {"threshold": 0.5}), Asked(texts[9:])]
-    for job, outcomes in zip(jobs, scoring.run(jobs), strict=True):
-        for text, outcome in zip(job.texts, outcomes, strict=True):
+    requests = [Asked(texts[:3]), Asked(texts[3:9], None, {"threshold": 0.5}), Asked(texts[9:])]
+    for call, outcomes in zip(requests, scoring.run(requests), strict=True):
+        for text, outcome in zip(call.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
-            assert_equal([outcome.data["entities"]], entities(scoring, [text], **job.parameters))
+            assert_equal([outcome.data["entities"]], entities(scoring, [text], **call.parameters))
 
 
 def test_a_threshold_drops_what_is_below_it(engine: ScoringEngine, folders: Folders) -> None:
     scoring = engine.load(folders("bert"), FAMILY)
     texts = ragged_documents(10)
     everything = entities(scoring, texts)
-    least = sorted(result["score"] for entities_of_text in everything for result in entities_of_text)[20]
-    results = entities(scoring, texts, threshold=least)
-    assert_equal(results, [[entity for entity in all_of if entity["score"] >= least] for all_of in everything])
-    assert sum(map(len, results)) < sum(map(len, everything))
+    least = sorted(entity["score"] for group in everything for entity in group)[20]
+    answers = entities(scoring, texts, threshold=least)
+    assert_equal(answers, [[entity for entity in all_of if entity["score"] >= least] for all_of in everything])
+    assert sum(map(len, answers)) < sum(map(len, everything))
 
 
 def test_shuffled_names_stay_with_their_numbers(engine: ScoringEngine, folders: Folders) -> None:
@@ -183,9 +183,9 @@ def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: F
     texts = ragged_documents(12)
     as_bio = copied(folders("bert", five), tmp_path / "bio")
     edit_json(as_bio / "config.json", id2label=dict(enumerate(plain)), label2id={})
-    results = entities(engine.load(folders("bert", five), FAMILY), texts)
-    assert_equal(results, expected_entities(as_bio, texts))
-    assert {entity["label"] for all_of in results for entity in all_of} == {"PER"}
+    answers = entities(engine.load(folders("bert", five), FAMILY), texts)
+    assert_equal(answers, expected_entities(as_bio, texts))
+    assert {entity["label"] for all_of in answers for entity in all_of} == {"PER"}
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "electra"])

@@ -46,8 +46,8 @@ def extracting(**options: Any) -> Ask:
     """With the word as the question, unless the options name another place for it."""
 
     def ask(served: Served, word: str) -> Any:
-        fields = {name: option(word) if callable(option) else option for name, option in options.items()}
-        return served.run("extract", [PAGE], **fields)
+        parameters = {name: value(word) if callable(value) else value for name, value in options.items()}
+        return served.run("extract", [PAGE], **parameters)
 
     return ask
 
@@ -160,11 +160,11 @@ def load(engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @cache
     def loaded(name: str) -> Served:
         kind = KINDS[name]
-        document = {
+        fields = {
             "id": f"towers/{name.replace(' ', '-').replace(',', '')}",
             "weights": {"path": str(folder(kind.build))},
         }
-        entry = parse_entry({**document, **kind.entry, "load": {"precision": "float32", **kind.entry.get("load", {})}})
+        entry = parse_entry({**fields, **kind.entry, "load": {"precision": "float32", **kind.entry.get("load", {})}})
         weights = engine.residency.ensure(entry.id, entry).weights
         return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
 
@@ -190,13 +190,13 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Served], list[int]]
     return counted
 
 
-def equal(vector: Any, expected: Any) -> bool:
+def equal(output: Any, expected: Any) -> bool:
     """Bit for bit."""
     if isinstance(expected, np.ndarray):
-        return bool(vector.tobytes() == expected.tobytes())
+        return bool(output.tobytes() == expected.tobytes())
     if isinstance(expected, Sequence) and not isinstance(expected, str):
-        return len(vector) == len(expected) and all(map(equal, vector, expected))
-    return bool(vector == expected)
+        return len(output) == len(expected) and all(map(equal, output, expected))
+    return bool(output == expected)
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["qwen3-vl reranker"]))
@@ -210,11 +210,11 @@ def test_ten_questions_to_one_page_run_its_tower_once(
     passes.clear()
     served.engine.outputs.clear()
     served.engine.outputs._paused_until_s = 0.0
-    client_model = replace(served, asker="somebody")
-    vectors = [ask(client_model, word) for word in WORDS]
+    asker_model = replace(served, asker="somebody")
+    answers = [ask(asker_model, word) for word in WORDS]
     assert len(passes) == 1
-    assert equal(vectors, nobodys)
-    assert any(not equal(vectors[0], vector) for vector in vectors[1:]), "the questions are told apart"
+    assert equal(answers, nobodys)
+    assert any(not equal(answers[0], answer) for answer in answers[1:]), "the questions are told apart"
     ask(replace(served, asker="somebody else"), WORDS[0])
     assert len(passes) == 2, "X16"
 
@@ -238,10 +238,10 @@ def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[
     recipe = next(iter(served.weights.rows.values())).images
     pages = [
         Shown(
-            np.frombuffer(prepared_image.pixels, np.uint8).reshape(prepared_image.height, prepared_image.width, 3),
-            *prepared_image.upright,
+            np.frombuffer(prepared_page.pixels, np.uint8).reshape(prepared_page.height, prepared_page.width, 3),
+            *prepared_page.upright,
         )
-        for prepared_image in (prepared(png(picture), recipe) for picture in (PAGE, OTHER, PAGE))
+        for prepared_page in (prepared(png(page), recipe) for page in (PAGE, OTHER, PAGE))
     ]
     tower, _ = KINDS[name].tower(served.weights)
     with torch.inference_mode():
@@ -251,7 +251,7 @@ def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[
         assert torch.equal(together, torch.cat(alone))
     else:
         assert all(
-            torch.equal(vector, torch.cat(own)) for vector, own in zip(together, zip(*alone, strict=True), strict=True)
+            torch.equal(tensor, torch.cat(own)) for tensor, own in zip(together, zip(*alone, strict=True), strict=True)
         )
 
 

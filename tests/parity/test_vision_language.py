@@ -120,8 +120,8 @@ def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Se
     served = load()
     layout = served.weights.rows["encode"]
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
-    _, options_read = run_options(resolved, {}, "encode")
-    work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, options_read.run)
+    _, options = run_options(resolved, {}, "encode")
+    work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, options.run)
     (batch,) = layouts.make(served.tokenizer, layout, [work])
     assert {index: error.reason for index, error in batch.unfit.items()} == {0: "reserved_token"}
 
@@ -132,9 +132,9 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     layout = served.weights.rows["encode"]
     assert layout.images is not None
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
-    _, options_read = run_options(resolved, {}, "encode")
+    _, options = run_options(resolved, {}, "encode")
     inputs = [Input(images=(png(PAGES[0]),))]
-    work = WorkItemInput(inputs, None, options_read.run, seen(inputs, layout))
+    work = WorkItemInput(inputs, None, options.run, seen(inputs, layout))
     (batch,) = layouts.make(served.tokenizer, layout, [work])
     expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
     assert batch.rows[0].ids.tolist() == expected

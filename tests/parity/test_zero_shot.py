@@ -57,8 +57,8 @@ def oracle(folder: Path) -> Any:
     return pipeline("zero-shot-classification", model=str(folder), device="cpu")
 
 
-def shares(result: dict[str, Any]) -> dict[str, float]:
-    return {classification["label"]: classification["score"] for classification in result["classifications"]}
+def shares(answer: dict[str, Any]) -> dict[str, float]:
+    return {entry["label"]: entry["score"] for entry in answer["classifications"]}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_every_label_has_the_share_of_the_pipeline(
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     texts = [text for text in ragged_documents(10, longest=80) if text]  # the pipeline refuses an empty one
     for labels, multi_label in ((LABELS, False), (LABELS, True), (LABELS[:1], False), (LABELS[:1], True)):
-        results = scoring.found(texts, labels=labels, multi_label=multi_label)
+        answers = scoring.found(texts, labels=labels, multi_label=multi_label)
         expected = reference(texts, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
-        for ours, theirs in zip(results, expected, strict=True):
+        for ours, theirs in zip(answers, expected, strict=True):
             exact = dict(zip(theirs["labels"], theirs["scores"], strict=True))
             assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE)
             difference = max(abs(share - exact[label]) for label, share in shares(ours).items())
@@ -91,9 +91,9 @@ def test_one_label_is_not_the_sigmoid_of_its_logit(engine: ScoringEngine, folder
     inputs = AutoTokenizer.from_pretrained(folder)("river bank", TEMPLATE.format("music"), return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0]
-    (result,) = engine.load(folder, FAMILY).found(["river bank"], labels=["music"])
-    assert shares(result)["music"] == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=MAX_DIFFERENCE)
-    assert abs(shares(result)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
+    (answer,) = engine.load(folder, FAMILY).found(["river bank"], labels=["music"])
+    assert shares(answer)["music"] == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=MAX_DIFFERENCE)
+    assert abs(shares(answer)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_labels_are_found_by_name_wherever_they_stand(
     save_file(tensors, reference / "model.safetensors", {"format": "pt"})
     texts = ["search engine", "a river in winter"]
     for multi_label in (False, True):
-        results = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
+        answers = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
         expected = oracle(reference)(
             texts, candidate_labels=LABELS, hypothesis_template=TEMPLATE, multi_label=multi_label
         )
-        for ours, theirs in zip(results, expected, strict=True):
+        for ours, theirs in zip(answers, expected, strict=True):
             assert shares(ours) == pytest.approx(
                 dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE
             )
@@ -148,11 +148,11 @@ def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
 def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> None:
     labels = ["a {label} of braces", "{}", "東京", "music", "music "]
     template = "About {}, in winter?"
-    (result,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
+    (answer,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
     expected = oracle(folders("bert", NAMES["reversed"]))(
         "search engine", candidate_labels=labels, hypothesis_template=template
     )
-    assert shares(result) == pytest.approx(
+    assert shares(answer) == pytest.approx(
         dict(zip(expected["labels"], expected["scores"], strict=True)), abs=MAX_DIFFERENCE
     )
     with pytest.raises(InvalidInput, match="hypothesis_template"):
@@ -160,26 +160,26 @@ def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> 
 
 
 def test_requests_with_their_own_labels_share_a_batch(bert: Scoring) -> None:
-    jobs = [
+    requests = [
         Asked(["search engine", "", "a river"], None, {"labels": LABELS}),
         Asked(["music"], None, {"labels": ["physics"], "multi_label": True}),
         Asked(ragged_documents(6), None, {"labels": LABELS[::-1], "hypothesis_template": "{}"}),
     ]
-    for job, outcomes in zip(jobs, bert.run(jobs), strict=True):
-        for text, outcome in zip(job.texts, outcomes, strict=True):
+    for call, outcomes in zip(requests, bert.run(requests), strict=True):
+        for text, outcome in zip(call.texts, outcomes, strict=True):
             assert isinstance(outcome, Ok)
             assert outcome.data is not None
-            (alone,) = bert.found([text], **job.parameters)
+            (alone,) = bert.found([text], **call.parameters)
             assert shares(outcome.data) == pytest.approx(shares(alone), abs=2e-6)
-            assert set(shares(alone)) == set(job.parameters["labels"])
+            assert set(shares(alone)) == set(call.parameters["labels"])
 
 
 def test_a_threshold_drops_what_is_below_it(bert: Scoring) -> None:
     (everything,) = bert.found(["search engine"], labels=LABELS)
     least = sorted(shares(everything).values())[1]
-    (result,) = bert.found(["search engine"], labels=LABELS, threshold=least)
-    assert shares(result) == {label: score for label, score in shares(everything).items() if score >= least}
-    assert len(shares(result)) == 3
+    (answer,) = bert.found(["search engine"], labels=LABELS, threshold=least)
+    assert shares(answer) == {label: score for label, score in shares(everything).items() if score >= least}
+    assert len(shares(answer)) == 3
 
 
 def test_the_text_is_cut_and_the_hypothesis_is_not(bert: Scoring, folders: Folders) -> None:
@@ -192,16 +192,16 @@ def test_the_text_is_cut_and_the_hypothesis_is_not(bert: Scoring, folders: Folde
         assert row.types is not None
         assert row.types.tolist() == expected["token_type_ids"]
         assert row.truncated == (text == long)
-    result = bert.found([long], labels=LABELS)[0]
+    answer = bert.found([long], labels=LABELS)[0]
     expected = oracle(folders("bert", NAMES["reversed"]))(long, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
-    np.testing.assert_allclose(list(shares(result).values()), expected["scores"], rtol=0, atol=MAX_DIFFERENCE)
+    np.testing.assert_allclose(list(shares(answer).values()), expected["scores"], rtol=0, atol=MAX_DIFFERENCE)
 
 
 def test_a_text_has_the_same_shares_in_any_company(bert: Scoring) -> None:
     texts = ragged_documents(12, longest=100)
     together = bert.found(texts, labels=LABELS)
-    for text, result in zip(texts, together, strict=True):
-        assert shares(result) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)
+    for text, answer in zip(texts, together, strict=True):
+        assert shares(answer) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)
 
 
 SCHEMA = {

@@ -75,12 +75,12 @@ def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[PreparedImage]
 
 def prepared(file: bytes, recipe: Recipe) -> PreparedImage:
     """The pixels of an image file, as a worker process makes them."""
-    prepared_image = images.prepare(file, recipe)
+    raster = images.prepare(file, recipe)
     return PreparedImage(
         1,
-        *prepared_image.size,
-        *prepared_image.upright,
-        prepared_image.animated,
-        prepared_image.digest(),
-        prepared_image.pixels,
+        *raster.size,
+        *raster.upright,
+        raster.animated,
+        raster.digest(),
+        raster.pixels,
     )

@@ -21,16 +21,16 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="every event, and the logs of the processes")
     parser.add_argument("--digests", action="store_true", help="one line for each seed, whatever came of it")
     parser.add_argument("--bug", choices=list(BUGS), help="with this bug planted")
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     failed, start_s, events = [], time.process_time(), 0
-    for seed in range(options.seed, (options.last or options.seed) + 1):
-        with planted(options.bug) if options.bug else contextlib.nullcontext():
-            report = simulate(seed, log=print if options.verbose else None)
+    for seed in range(arguments.seed, (arguments.last or arguments.seed) + 1):
+        with planted(arguments.bug) if arguments.bug else contextlib.nullcontext():
+            report = simulate(seed, log=print if arguments.verbose else None)
         events += len(report.events)
-        if options.verbose:
+        if arguments.verbose:
             print("\n".join(report.events))
             print(plan_of(seed))
-        if report.violations or options.digests or options.last is None:
+        if report.violations or arguments.digests or arguments.last is None:
             print(f"seed {seed}: {len(report.events)} events, {dict(report.answers)}, digest {report.digest}")
             print("\n".join(f"    {line}" for line in report.violations[:10]))
         if report.violations:

@@ -196,7 +196,7 @@ class Adapter:
         evicted: tuple[str, ...] = ()
         if name not in self.loaded:
             free = self.room - len(self.loaded) - len(self._loading)
-            going = [second for second in request.may_drop if second in self.loaded][: max(0, 1 - free)]
+            going = [candidate for candidate in request.may_drop if candidate in self.loaded][: max(0, 1 - free)]
             if free + len(going) < 1:
                 return _refused("no room beside the others", "OOM", arriving=list(self._loading))
             for model in going:
@@ -230,11 +230,11 @@ class Adapter:
             self.fails_next = False
             return _refused("the simulation wants it to fail", "NETWORK")
         resolved = Catalogue.resolve_profile(entry, request.profile, name)
-        loaded = ipc.LoadedModel(
+        model = ipc.LoadedModel(
             name, entry.revision, fingerprint(entry, resolved.load, "float32"), "float32", "toy", 1 << 20
         )
-        self.loaded[name] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, took_s)
+        self.loaded[name] = model
+        return ipc.Ready(model, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, took_s)
 
     async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:
         await asyncio.sleep(self.costs.lora_s)

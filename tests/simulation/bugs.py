@@ -90,8 +90,8 @@ def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextMana
 
     def change(limits_of: Any) -> Any:
         def limits(*args: Any) -> Any:
-            result = limits_of(*args)
-            return dataclasses.replace(result, **{name: of(getattr(result, name)) for name, of in changed.items()})
+            bounds = limits_of(*args)
+            return dataclasses.replace(bounds, **{name: of(getattr(bounds, name)) for name, of in changed.items()})
 
         return limits
 
@@ -132,8 +132,8 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 def _loras_mixed() -> AbstractContextManager[Any]:
     def change(entry: Any) -> Any:
         def mixed(self: Any, *args: Any) -> Any:
-            result = entry(self, *args)
-            return dataclasses.replace(result, key=result.key._replace(lora=""))
+            queue_entry = entry(self, *args)
+            return dataclasses.replace(queue_entry, key=queue_entry.key._replace(lora=""))
 
         return mixed
 

@@ -77,8 +77,8 @@ class Checks:
             ids = world.ids(text)
             if ids in world.faults.poison:
                 world.violate(f"request {index} slot {place}: poison was answered")
-            vector = vector_of(np.frombuffer(ids, "<i4"), request.lora)
-            if not np.array_equal(np.array(slot["dense"]["values"], np.float32), vector):
+            expected = vector_of(np.frombuffer(ids, "<i4"), request.lora)
+            if not np.array_equal(np.array(slot["dense"]["values"], np.float32), expected):
                 world.violate(f"request {index} slot {place}: this is not the vector of its text")
 
     def _check_error(self, index: int, request: Asked, code: str, reason: str, poisoned: bool) -> None:
@@ -225,29 +225,29 @@ class Checks:
         for process in (*self._world.workers, *self._world.gateways):
             self._bounded(process)
 
-    def _expect(self, process: Process, subject: str, count: int) -> None:
+    def _expect(self, process: Process, quantity: str, count: int) -> None:
         if count:
-            self._world.violate(f"{process.scope.name}: {subject} is {count} at rest")
+            self._world.violate(f"{process.scope.name}: {quantity} is {count} at rest")
 
     def _bounded(self, process: Process) -> None:
         """No container of the objects that this process is made of has grown with the traffic."""
-        names: set[int] = set()
+        visited_ids: set[int] = set()
         open_: list[tuple[str, Any]] = [(type(process.part).__name__, process.part)]
         while open_:
-            path, span = open_.pop()
-            if id(span) in names or len(path) > 300:
+            path, node = open_.pop()
+            if id(node) in visited_ids or len(path) > 300:
                 continue
-            names.add(id(span))
-            if isinstance(span, (dict, list, set)) or type(span).__name__ in ("deque", "OrderedDict", "defaultdict"):
-                if len(span) > MAX_HELD:
-                    self._world.violate(f"{process.scope.name}: {path} has {len(span)} entries")
-                values = span.values() if hasattr(span, "values") else span
+            visited_ids.add(id(node))
+            if isinstance(node, (dict, list, set)) or type(node).__name__ in ("deque", "OrderedDict", "defaultdict"):
+                if len(node) > MAX_HELD:
+                    self._world.violate(f"{process.scope.name}: {path} has {len(node)} entries")
+                values = node.values() if hasattr(node, "values") else node
                 open_ += [(f"{path}[]", value) for value in values]
-            elif type(span).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(span, "__dict__"):
+            elif type(node).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(node, "__dict__"):
                 open_ += [
                     (f"{path}.{name}", value)
-                    for name, value in vars(span).items()
-                    if (type(span).__name__, name) not in FIXED
+                    for name, value in vars(node).items()
+                    if (type(node).__name__, name) not in FIXED
                 ]
 
     def on_end(self, process: Process) -> None:

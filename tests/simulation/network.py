@@ -38,8 +38,8 @@ class Rates:
     late: float = 0.0
 
     def heal(self) -> None:
-        for field in fields(self):
-            setattr(self, field.name, 0.0)
+        for fault in fields(self):
+            setattr(self, fault.name, 0.0)
 
 
 @dataclass
@@ -175,8 +175,8 @@ class Connection(MemoryBroker):
     def __hash__(self) -> int:
         return self._number
 
-    def own(self, work: Any, operation: str) -> asyncio.Task[None]:
-        return self._context.run(super().own, work, operation)
+    def own(self, work: Any, label: str) -> asyncio.Task[None]:
+        return self._context.run(super().own, work, label)
 
     def disconnect(self) -> None:
         self.network.log("disconnected", self.name)
@@ -376,15 +376,15 @@ class _Delivery:
             self._connection.network.latency_s(), self._done, self._inner.in_progress
         )
 
-    async def _settle(self, operation: str, settlement: Callable[[], Awaitable[None]]) -> None:
+    async def _settle(self, action: str, settlement: Callable[[], Awaitable[None]]) -> None:
         connection, network = self._connection, self._connection.network
-        network.log(operation, f"{self._inner.sequence} by {connection.name}")
+        network.log(action, f"{self._inner.sequence} by {connection.name}")
         if not connection.live:
             await settlement()
             return
         fate = network.draw()
         if fate in ("lost", "answer_lost"):
-            network.log("lost", f"{operation} of {self._inner.sequence}")
+            network.log("lost", f"{action} of {self._inner.sequence}")
             network.excuse_one(self._inner.sequence)
             return
         if fate == "late":

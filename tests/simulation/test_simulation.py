@@ -34,30 +34,30 @@ def blocks(seeds: range, size: int) -> list[object]:
 
 def failures(seeds: range) -> list[str]:
     """Return the violations, seed by seed, each with the command that shows it again."""
-    lines = []
+    messages = []
     for seed in seeds:
         report = simulate(seed)
         if len(report.events) < MIN_EVENTS:
-            lines.append(f"seed {seed}: only {len(report.events)} events")
+            messages.append(f"seed {seed}: only {len(report.events)} events")
         if report.violations:
-            text = "\n    ".join(report.violations[:5])
-            lines.append(f"seed {seed}, again with `python -m tests.simulation {seed} -v`:\n    {text}")
-    return lines
+            violations = "\n    ".join(report.violations[:5])
+            messages.append(f"seed {seed}, again with `python -m tests.simulation {seed} -v`:\n    {violations}")
+    return messages
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", blocks(range(SEEDS), BLOCK))
 def test_every_run_keeps_every_promise(first: int) -> None:
-    failed = failures(range(first, first + BLOCK))
-    assert not failed, "\n".join(failed)
+    messages = failures(range(first, first + BLOCK))
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", blocks(range(SEEDS, SEEDS + LONG), LONG_BLOCK))
 def test_many_runs_keep_every_promise(first: int) -> None:
-    failed = failures(range(first, first + LONG_BLOCK))
-    assert not failed, "\n".join(failed)
+    messages = failures(range(first, first + LONG_BLOCK))
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.timeout(900)
@@ -102,6 +102,6 @@ def test_a_run_is_the_same_in_every_process() -> None:
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode in (0, 1), done.stderr
-    lines = (line.split() for line in done.stdout.splitlines() if "digest" in line)
-    there = {int(words[1].rstrip(":")): words[-1] for words in lines}
+    digests = (line.split() for line in done.stdout.splitlines() if "digest" in line)
+    there = {int(words[1].rstrip(":")): words[-1] for words in digests}
     assert there == here

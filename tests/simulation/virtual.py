@@ -166,12 +166,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         listening = self._listening.get(str(path))
         if listening is None:
             raise ConnectionRefusedError(111, "Connection refused")
-        protocol, second = protocol_factory(), listening.factory()
-        ours, theirs = End(self, protocol, contextvars.copy_context()), End(self, second, listening.context)
+        protocol, peer = protocol_factory(), listening.factory()
+        ours, theirs = End(self, protocol, contextvars.copy_context()), End(self, peer, listening.context)
         ours.peer, theirs.peer = theirs, ours
         listening.ends.append(theirs)
         protocol.connection_made(ours)
-        self.call_soon(second.connection_made, theirs, context=listening.context)
+        self.call_soon(peer.connection_made, theirs, context=listening.context)
         return ours, protocol
 
     async def create_unix_server(self, protocol_factory: Any, path: Any = None, **_: Any) -> Any:
@@ -261,8 +261,11 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         return read
 
     fakes = {name: clock(name) for name in _CLOCKS}
-    names_by_id = {id(function): fakes[name] for name, function in real.items()}
-    defaults = [(module, module.__defaults__, module.__kwdefaults__) for module in _with_a_clock(names_by_id.keys())]
+    replacements = {id(function): fakes[name] for name, function in real.items()}
+    defaults = [
+        (clock_function, clock_function.__defaults__, clock_function.__kwdefaults__)
+        for clock_function in _with_a_clock(replacements.keys())
+    ]
     sources = [(os, "urandom", source.randbytes), (random, "_urandom", source.randbytes)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in sources]
     try:
@@ -271,9 +274,9 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         for owner, name, fake in sources:
             setattr(owner, name, fake)
         for function, by_place, by_name in defaults:
-            function.__defaults__ = by_place and tuple(names_by_id.get(id(value), value) for value in by_place)
+            function.__defaults__ = by_place and tuple(replacements.get(id(value), value) for value in by_place)
             function.__kwdefaults__ = by_name and {
-                name: names_by_id.get(id(value), value) for name, value in by_name.items()
+                name: replacements.get(id(value), value) for name, value in by_name.items()
             }
         yield
     finally:
@@ -302,7 +305,7 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 def _with_a_clock(clocks: Collection[int]) -> list[types.FunctionType]:
     """Functions of the product that have a clock as the default of an argument. `clocks`: their ids."""
-    modules = []
+    clock_functions = []
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("sie_"):
             continue
@@ -310,9 +313,9 @@ def _with_a_clock(clocks: Collection[int]) -> list[types.FunctionType]:
             if getattr(member, "__module__", None) != module_name:
                 continue
             members = vars(member).values() if isinstance(member, type) else [member]
-            functions = [entry for entry in members if isinstance(entry, types.FunctionType)]
+            functions = [value for value in members if isinstance(value, types.FunctionType)]
             for function in functions:
                 defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
                 if any(id(value) in clocks for value in defaults):
-                    modules.append(function)
-    return modules
+                    clock_functions.append(function)
+    return clock_functions

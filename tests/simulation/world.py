@@ -540,10 +540,10 @@ class World:
         """The token ids that the model reads, as the wire has them: truncated at the end."""
         if text not in self._ids:
             limit = 160
-            result = self._tokenizer.encode(text).ids
-            if len(result) > limit:
-                result = [*result[: limit - 1], result[-1]]
-            self._ids[text] = np.array(result, "<i4").tobytes()
+            token_ids = self._tokenizer.encode(text).ids
+            if len(token_ids) > limit:
+                token_ids = [*token_ids[: limit - 1], token_ids[-1]]
+            self._ids[text] = np.array(token_ids, "<i4").tobytes()
         return self._ids[text]
 
     async def _client(self, index: int, request: Asked) -> None:
@@ -614,7 +614,7 @@ class _Errors(logging.Handler):
 
 
 @contextlib.contextmanager
-def _in_place(world: World, log: Callable[[str], None] | None) -> Iterator[None]:
+def _in_place(world: World, sink: Callable[[str], None] | None) -> Iterator[None]:
     """Replace the environment of a process by the world's."""
     numbers = itertools.count(1)
 
@@ -637,7 +637,7 @@ def _in_place(world: World, log: Callable[[str], None] | None) -> Iterator[None]
             process.server = server
         return server
 
-    handler = _Errors(world, log)
+    handler = _Errors(world, sink)
     logger = logging.getLogger("sie")
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)

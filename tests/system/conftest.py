@@ -117,8 +117,8 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
         with tempfile.TemporaryDirectory(prefix="sie-guarded-", dir="/tmp") as folder:
             data = Path(folder, "data")
             data.mkdir()
-            for folder_name in (Path(folder), data):
-                folder_name.chmod(0o755)
+            for directory in (Path(folder), data):
+                directory.chmod(0o755)
             with running(data, *arguments, environ=environ) as cluster:
                 yield cluster
 
@@ -158,9 +158,9 @@ def jobs(job_cluster: Stack) -> Iterator[JobClient]:
 @pytest.fixture
 def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
     """A folder of each test, which jobs may read and write."""
-    output = job_cluster.folder / "data" / request.node.name
-    output.mkdir(parents=True)
-    return output
+    folder = job_cluster.folder / "data" / request.node.name
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

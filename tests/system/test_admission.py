@@ -58,5 +58,5 @@ async def test_a_slow_machine_refuses_nothing_that_it_can_answer(tmp_path: Path)
     plan = Plan((MODEL,), workers=(Device(batch_ms=300.0, token_us=500.0),))
     with Stack(tmp_path, plan) as stack, limited([part.pid for part in stack.parts], 0.4):
         assert codes(await at_once(stack.urls[0], 1)) == {"200": 1}
-        outcomes = [codes(await at_once(stack.urls[0], count, x_sie_timeout_ms="10000")) for count in (40, 40, 200)]
-    assert [outcome["200"] for outcome in outcomes] == [40, 40, 200], outcomes
+        tallies = [codes(await at_once(stack.urls[0], count, x_sie_timeout_ms="10000")) for count in (40, 40, 200)]
+    assert [tally["200"] for tally in tallies] == [40, 40, 200], tallies

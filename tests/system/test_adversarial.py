@@ -90,11 +90,11 @@ def cluster(open_cluster: Cluster) -> Cluster:
 @pytest.fixture(scope="module")
 def serve(cluster: Cluster, open_models: LocalModels, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Serve a model of a kind, whose weights are changed first."""
-    folder = local_models.under(tmp_path_factory.mktemp("adversarial"))
+    models = local_models.under(tmp_path_factory.mktemp("adversarial"))
 
     def add(name: str, kind: str, change: Callable[[Path], None]) -> None:
-        change(folder.build(name, kind))
-        shutil.copy(folder.folder / f"{name}.yaml", open_models.folder)
+        change(models.build(name, kind))
+        shutil.copy(models.folder / f"{name}.yaml", open_models.folder)
         shared.wait_until_served(cluster, f"test/{name}")
 
     return add
@@ -181,35 +181,35 @@ def check_close(value: Any, expected: Any) -> None:
 
 
 async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
-    pairs = []
+    entries = []
     for mate in MATES:
         answer = await ask(client, name, [mate])
         assert answer.status_code == 200, answer.text
-        pairs += slots(checked(answer))
-    return pairs
+        entries += slots(checked(answer))
+    return entries
 
 
 @pytest.mark.parametrize("kind", long_but(POISONED, USUAL_POISONED))
 async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, serve: Serve, kind: str) -> None:
     """Beside its mates in one request, and in a request of its own that shares their batch."""
     name, instruction = f"poisoned-{kind}", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
-    texts_known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
-    await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, texts_known))
+    vocabulary = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
+    await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, vocabulary))
     expected = await alone(client, name)
     has_shared = False
     for _ in range(40):
         # the first ones find the device idle and run alone, while the others gather
         requests = [ask(client, name, [mate]) for mate in MATES]
         requests += [ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON])]
-        *rest, together, single = await asyncio.gather(*requests)
+        *answers, together, single = await asyncio.gather(*requests)
         body = checked(together)
         has_shared |= any(entry["batch"]["chunks"] > 1 for entry in body["explain"])
-        results = slots(body)
-        error = results.pop(10)["error"]
+        entries = slots(body)
+        error = entries.pop(10)["error"]
         assert (error["code"], error["reason"], error["retryable"]) == ("INFERENCE_ERROR", "non_finite", False)
-        check_close(results, expected)
+        check_close(entries, expected)
         assert (single.status_code, checked(single)["error"]["reason"]) == (500, "non_finite")
-        for answer, mate in zip(rest, expected, strict=True):
+        for answer, mate in zip(answers, expected, strict=True):
             check_close(slots(checked(answer)), [mate])
         if has_shared:
             break
@@ -223,18 +223,18 @@ async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_a
     expected = await alone(client, name)
     for kind, text in ODD.items():
         beside = [ask(client, name, [mate]) for mate in MATES[:6]]
-        together, single, *rest = await asyncio.gather(
+        together, single, *answers = await asyncio.gather(
             ask(client, name, [MATES[0], text, MATES[1]]), ask(client, name, [text], msgpack=True), *beside
         )
         assert together.status_code == 200, (kind, together.text[:500])
-        results = slots(checked(together))
-        check_close([results[0], results[2]], expected[:2])
+        entries = slots(checked(together))
+        check_close([entries[0], entries[2]], expected[:2])
         checked(single)
         assert single.status_code in (200, 400), (kind, single.text[:500])
-        if "error" in results[1]:
-            assert results[1]["error"]["code"] == "INVALID_INPUT", (kind, results[1])
+        if "error" in entries[1]:
+            assert entries[1]["error"]["code"] == "INVALID_INPUT", (kind, entries[1])
             assert single.status_code == 400
-        for answer, mate in zip(rest, expected, strict=False):
+        for answer, mate in zip(answers, expected, strict=False):
             check_close(slots(checked(answer)), [mate])
 
 
@@ -383,8 +383,8 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
         (braces + "{instruction}", "{document}<Query>: {query}"),
     ):
         (entry,) = slots(checked(await ask(client, "reranker", [document], instruction=instruction)))
-        score_expected = local_models.yes_probability(every_family.weights / "reranker", instruction, QUERY, document)
-        assert entry["score"] == pytest.approx(score_expected, abs=1e-5)
+        probability = local_models.yes_probability(every_family.weights / "reranker", instruction, QUERY, document)
+        assert entry["score"] == pytest.approx(probability, abs=1e-5)
 
     (slot,) = slots(checked(await ask(client, "mini", [braces], instruction=braces)))
     assert oracle.cosines(np.array(slot["dense"]["values"]), oracle.encode([f"{braces} {braces}"])[0]) >= 0.9999

@@ -54,16 +54,16 @@ def asked(url: str) -> dict[str, Any]:
             return None
         return None if response.status_code == 503 else response
 
-    hosts: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for model in MODELS:
-        lines = []
+        pairs = []
         for text in TEXTS:
             answer = until(lambda model=model, text=text: answered(model, text), 120, f"an answer of {model}")
             assert isinstance(answer, httpx.Response)
             assert answer.status_code == 200, answer.text
-            lines.append([answer.headers["x-sie-fingerprint"], answer.json()["items"][0]["dense"]["values"]])
-        hosts[model] = lines
-    return hosts
+            pairs.append([answer.headers["x-sie-fingerprint"], answer.json()["items"][0]["dense"]["values"]])
+        answers[model] = pairs
+    return answers
 
 
 def without_network(

@@ -69,11 +69,11 @@ def vector(answer: httpx.Response) -> Any:
     return np.array(answer.json()["items"][0]["dense"]["values"])
 
 
-def is_of(first: Any, second: Any) -> bool:
+def is_of(left: Any, right: Any) -> bool:
     """Whether two vectors of length 1 are of one model: batch mates move its 16-bit numbers by 1e-5 of a cosine, the
     other prompt by 100 times as much at least.
     """
-    return float(first @ second) > 0.9995
+    return float(left @ right) > 0.9995
 
 
 class Load(threading.Thread):
@@ -92,14 +92,14 @@ class Load(threading.Thread):
             while not self._over.is_set():
                 answer = encode(self._cluster, "search", self._number, client)
                 headers = answer.headers
-                value = vector(answer) if answer.status_code == 200 else answer.text
+                content = vector(answer) if answer.status_code == 200 else answer.text
                 self.seen.append(
-                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), value)
+                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), content)
                 )
 
     def serves(self, model: str) -> bool:
         """Whether the last two answers were given by a model."""
-        return len(self.seen) > 1 and all(sample[1] == model for sample in self.seen[-2:])
+        return len(self.seen) > 1 and all(entry[1] == model for entry in self.seen[-2:])
 
     def end(self) -> None:
         self._over.set()
@@ -112,9 +112,9 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
     each time once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and vector are
     of one model; none goes back to the former one; the history has one revision for each flip.
     """
-    expected_names = {model: encode(cluster, model) for model in (MODEL, OTHER)}
-    prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in expected_names.items()}
-    vectors = {model: vector(answer) for model, answer in expected_names.items()}
+    answers = {model: encode(cluster, model) for model in (MODEL, OTHER)}
+    prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in answers.items()}
+    vectors = {model: vector(answer) for model, answer in answers.items()}
     assert len(set(prints.values())) == 2
     assert not is_of(vectors[MODEL], vectors[OTHER])
     assert "search is at revision 1" in sie(cluster, "alias", "search", MODEL).output
@@ -128,23 +128,23 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
         load.start()
     try:
         for number in range(FLIPS):
-            model_expected = MODEL if number % 2 else OTHER
-            flipped = sie(cluster, "alias", "search", model_expected)
+            target = MODEL if number % 2 else OTHER
+            flipped = sie(cluster, "alias", "search", target)
             assert f"search is at revision {number + 2}" in flipped.output
             assert "alias_vectors_changed" in flipped.output
             until(
-                lambda expected=model_expected: all(load.serves(expected) for load in loads),
+                lambda expected=target: all(load.serves(expected) for load in loads),
                 60,
-                f"all gateways to serve {model_expected}",
+                f"all gateways to serve {target}",
             )
     finally:
         for load in loads:
             load.end()
     for load in loads:
-        for status, model, fingerprint, samples in load.seen:
-            assert status == 200, samples
+        for status, model, fingerprint, content in load.seen:
+            assert status == 200, content
             assert fingerprint == prints[model]
-            assert is_of(vectors[model], samples)
+            assert is_of(vectors[model], content)
         served = [model for _, model, _, _ in load.seen]
         turns = [model for model, before in zip(served, ["", *served], strict=False) if model != before]
         assert turns == [MODEL if number % 2 == 0 else OTHER for number in range(FLIPS + 1)]
@@ -211,8 +211,8 @@ def test_two_models_are_compared_over_the_gateway(cluster: Cluster, tmp_path: Pa
     process = sie(
         cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--url", cluster.url, "--json"
     )
-    report = json.loads(process.stdout)
-    assert report["cosine"]["count"] == 9
-    assert 0.5 < report["cosine"]["mean"] < 0.9999
-    assert report["recall"]["8"] == pytest.approx(1.0)
+    comparison = json.loads(process.stdout)
+    assert comparison["cosine"]["count"] == 9
+    assert 0.5 < comparison["cosine"]["mean"] < 0.9999
+    assert comparison["recall"]["8"] == pytest.approx(1.0)
     assert plot.read_text().startswith("<svg")

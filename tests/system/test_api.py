@@ -119,14 +119,14 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
     assert answer.headers["x-sie-worker"]
     assert float(answer.headers["x-queue-publish-time"]) > 0
     assert answer.json()["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
-    (entry,) = answer.json()["explain"]
-    assert entry["batch"]["items"] >= 1
-    assert (entry["priority"], entry["lane"].split(".")[0], entry["batch"]["swapped"]) == (
+    (explanation,) = answer.json()["explain"]
+    assert explanation["batch"]["items"] >= 1
+    assert (explanation["priority"], explanation["lane"].split(".")[0], explanation["batch"]["swapped"]) == (
         "interactive",
         "_default",
         False,
     )
-    assert entry["batch"]["padding"] == 5  # 3 tokens run as 8, one of few lengths
+    assert explanation["batch"]["padding"] == 5  # 3 tokens run as 8, one of few lengths
 
 
 def test_truncation_is_never_silent(client: httpx.Client) -> None:

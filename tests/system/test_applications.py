@@ -173,8 +173,8 @@ def test_the_request_of_an_application_gets_the_numbers_of_the_native_route(
     assert answer.status_code == 200, answer.text
     numbers = application.read(answer.json())
     if application.path == "/api/embeddings":
-        vector = np.array(answer.json()["embedding"])
-        assert np.allclose(vector / np.linalg.norm(vector), vectors[0], atol=1e-5)
+        embedding = np.array(answer.json()["embedding"])
+        assert np.allclose(embedding / np.linalg.norm(embedding), vectors[0], atol=1e-5)
     elif application.ranks:
         assert np.allclose(numbers, scores, atol=1e-5)
     else:

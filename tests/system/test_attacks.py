@@ -88,11 +88,11 @@ def rss_bytes(cluster: Cluster, role: str) -> int:
 
 def arrived(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    content = b""
+    reply = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
-            content += piece
-    return content
+            reply += piece
+    return reply
 
 
 def head(path: str, *lines: str, method: str = "POST") -> bytes:

@@ -87,14 +87,14 @@ def submitted(client: openai.OpenAI, lines: Sequence[bytes], endpoint: str = EMB
 
 def ended(cluster: Cluster, client: openai.OpenAI, batch: Batch, timeout_s: float = 120) -> list[Batch]:
     """Return the states of a batch until its end: counts that only grow, and states in their order."""
-    statuses = [batch]
+    snapshots = [batch]
 
     def look() -> bool:
-        statuses.append(client.batches.retrieve(batch.id))
-        return statuses[-1].status in ENDED
+        snapshots.append(client.batches.retrieve(batch.id))
+        return snapshots[-1].status in ENDED
 
-    until(look, timeout_s, "the batch ends", lambda: (statuses[-1], cluster.log()))
-    return statuses
+    until(look, timeout_s, "the batch ends", lambda: (snapshots[-1], cluster.log()))
+    return snapshots
 
 
 def counts(batch: Batch) -> tuple[int, int, int]:
@@ -102,9 +102,11 @@ def counts(batch: Batch) -> tuple[int, int, int]:
     return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
 
 
-def states(batches: Sequence[Batch]) -> list[str]:
+def states(snapshots: Sequence[Batch]) -> list[str]:
     return [
-        batch.status for place, batch in enumerate(batches) if not place or batches[place - 1].status != batch.status
+        batch.status
+        for place, batch in enumerate(snapshots)
+        if not place or snapshots[place - 1].status != batch.status
     ]
 
 
@@ -127,21 +129,21 @@ def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> http
 def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
     """Upload, submit, poll, download. Each answer is where its request was, as a direct call has it."""
     expiry = {"anchor": "created_at", "seconds": 86_400}
-    created = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
-    assert (created.object, created.status, created.endpoint, created.completion_window) == (
+    new_batch = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
+    assert (new_batch.object, new_batch.status, new_batch.endpoint, new_batch.completion_window) == (
         "batch",
         "validating",
         EMBEDDINGS,
         "24h",
     )
-    assert (counts(created), created.metadata, created.in_progress_at) == ((0, 0, 0), {"run": "nightly"}, None)
-    assert created.expires_at == created.created_at + 86_400
-    statuses = ended(cluster, client, created, timeout_s)
-    last = statuses[-1]
+    assert (counts(new_batch), new_batch.metadata, new_batch.in_progress_at) == ((0, 0, 0), {"run": "nightly"}, None)
+    assert new_batch.expires_at == new_batch.created_at + 86_400
+    snapshots = ended(cluster, client, new_batch, timeout_s)
+    last = snapshots[-1]
     order = ["validating", "in_progress", "finalizing", "completed"]
-    assert [entry for entry in order if entry in states(statuses)] == states(statuses), "none comes again"
+    assert [state for state in order if state in states(snapshots)] == states(snapshots), "none comes again"
     assert (last.status, counts(last)) == ("completed", (count, count, 0))
-    every = [counts(batch) for batch in statuses]
+    every = [counts(batch) for batch in snapshots]
     assert every == sorted(every)
     assert all(completed + failed <= (total or 0) for total, completed, failed in every)
     times = [last.created_at, last.in_progress_at, last.finalizing_at, last.completed_at]
@@ -220,9 +222,9 @@ def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answe
         ("type", {"model": DENSE, "input": {"a": 1}}),
     ):
         direct = asked_directly(cluster, EMBEDDINGS, body)
-        report, shown = refused[id_]["body"], direct.json()
+        error_body, shown = refused[id_]["body"], direct.json()
         assert refused[id_]["status_code"] == direct.status_code >= 400
-        assert [report["error"][key] for key in ("message", "type", "param", "code")] == [
+        assert [error_body["error"][key] for key in ("message", "type", "param", "code")] == [
             shown["error"][key] for key in ("message", "type", "param", "code")
         ]
     assert (refused["long"]["status_code"], refused["long"]["body"]["error"]["code"]) == (400, "invalid_input")
@@ -277,8 +279,8 @@ def assert_alike(left: Any, right: Any, name: str = "") -> None:
             assert_alike(left[key], right[key], f"{name}.{key}")
     elif isinstance(left, list):
         assert len(left) == len(right), name
-        for place, (first, second) in enumerate(zip(left, right, strict=True)):
-            assert_alike(first, second, f"{name}[{place}]")
+        for place, (left_value, right_value) in enumerate(zip(left, right, strict=True)):
+            assert_alike(left_value, right_value, f"{name}[{place}]")
     elif isinstance(left, float):
         assert abs(left - right) <= 1e-5, name
     elif not name.endswith("].embedding"):  # base64 of floats
@@ -293,9 +295,9 @@ def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: open
         ([b"", b" ", b""], "empty_file", "no lines"),
         ([b"{}"] * (MAX_LINES + 1), "too_many_items", str(MAX_LINES)),
     ):
-        statuses = ended(cluster, client, submitted(client, lines))
-        last = statuses[-1]
-        assert states(statuses) == ["validating", "failed"]
+        snapshots = ended(cluster, client, submitted(client, lines))
+        last = snapshots[-1]
+        assert states(snapshots) == ["validating", "failed"]
         assert last.errors is not None
         assert last.errors.data is not None
         (error,) = last.errors.data
@@ -319,31 +321,31 @@ def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai
         with pytest.raises(openai.BadRequestError) as refused:
             submitted(client, lines, completion_window=window)
         assert refused.value.param == "completion_window"
-    with client_of(cluster, OTHER) as second_client:
-        file = second_client.files.create(file=("a", lines[0]), purpose="batch")
-        deleted = client.files.create(file=("a", lines[0]), purpose="batch")
-        client.files.delete(deleted.id)
-        for file_id in (file.id, deleted.id, "file-x", "../x"):
+    with client_of(cluster, OTHER) as stranger:
+        file = stranger.files.create(file=("a", lines[0]), purpose="batch")
+        deleted_file = client.files.create(file=("a", lines[0]), purpose="batch")
+        client.files.delete(deleted_file.id)
+        for file_id in (file.id, deleted_file.id, "file-x", "../x"):
             with pytest.raises(openai.NotFoundError):
                 client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
     assert len(list(client.batches.list())) == before
 
 
 def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> None:
-    batch = submitted(client, embeddings(3))
-    with client_of(cluster, OTHER, 1) as second_client, client_of(cluster, ADMIN, 1) as admin:
-        for ask in (second_client.batches.retrieve, second_client.batches.cancel):
+    new_batch = submitted(client, embeddings(3))
+    with client_of(cluster, OTHER, 1) as stranger, client_of(cluster, ADMIN, 1) as admin:
+        for ask in (stranger.batches.retrieve, stranger.batches.cancel):
             with pytest.raises(openai.NotFoundError):
-                ask(batch.id)
-        assert list(second_client.batches.list()) == []
-        until(lambda: batch.id in {entry.id for entry in admin.batches.list()}, 60, "the other gateway knows it")
-        last = ended(cluster, client, batch)[-1]
-        assert admin.batches.retrieve(batch.id) == last
+                ask(new_batch.id)
+        assert list(stranger.batches.list()) == []
+        until(lambda: new_batch.id in {entry.id for entry in admin.batches.list()}, 60, "the other gateway knows it")
+        last = ended(cluster, client, new_batch)[-1]
+        assert admin.batches.retrieve(new_batch.id) == last
         assert len(read(admin, last.output_file_id)) == 3
         with pytest.raises(openai.NotFoundError):
-            second_client.files.content(str(last.output_file_id))
+            stranger.files.content(str(last.output_file_id))
     headers = {"authorization": f"Bearer {ONE}"}
-    jobs = f"{cluster.url}/v1/jobs/{batch.id}"
+    jobs = f"{cluster.url}/v1/jobs/{new_batch.id}"
     assert httpx.get(jobs, headers=headers, timeout=60).status_code == 404, "it is no job of the other kind"
     assert {
         httpx.post(f"{jobs}/{verb}", headers=headers, timeout=60).status_code for verb in ("pause", "resume", "retry")
@@ -351,19 +353,19 @@ def test_a_batch_belongs_to_its_key(cluster: Cluster, client: openai.OpenAI) -> 
 
 
 def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.OpenAI) -> None:
-    with client_of(cluster, OTHER) as second_client:
-        batches = [submitted(second_client, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
+    with client_of(cluster, OTHER) as stranger:
+        batches = [submitted(stranger, embeddings(1), metadata={"number": str(number)}) for number in range(5)]
         newest_first = [batch.id for batch in reversed(batches)]
-        page = second_client.batches.list(limit=2)
+        page = stranger.batches.list(limit=2)
         assert ([entry.id for entry in page.data], page.has_more) == (newest_first[:2], True)
-        page = second_client.batches.list(limit=2, after=newest_first[3])
+        page = stranger.batches.list(limit=2, after=newest_first[3])
         assert ([entry.id for entry in page.data], page.has_more) == (newest_first[4:], False)
-        assert [entry.id for entry in second_client.batches.list(limit=2)] == newest_first, "all pages"
-        assert [(entry.metadata or {})["number"] for entry in second_client.batches.list()] == list("43210")
+        assert [entry.id for entry in stranger.batches.list(limit=2)] == newest_first, "all pages"
+        assert [(entry.metadata or {})["number"] for entry in stranger.batches.list()] == list("43210")
         with pytest.raises(openai.NotFoundError):
-            second_client.batches.list(after="batch_x")
+            stranger.batches.list(after="batch_x")
         for batch in batches:
-            assert ended(cluster, second_client, batch)[-1].status == "completed"
+            assert ended(cluster, stranger, batch)[-1].status == "completed"
 
 
 # ends that are no completion
@@ -393,37 +395,37 @@ def check_parts(client: openai.OpenAI, last: Batch, failures: str = "") -> None:
 
 @pytest.mark.timeout(300)
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(frail: Cluster, frail_client: openai.OpenAI) -> None:
-    created, adapter = held(frail, frail_client)
+    new_batch, adapter = held(frail, frail_client)
     try:
-        cancelled = frail_client.batches.cancel(created.id)
-        assert (cancelled.status, cancelled.cancelling_at is not None) == ("cancelling", True)
-        statuses = ended(frail, frail_client, cancelled)
+        cancelled_batch = frail_client.batches.cancel(new_batch.id)
+        assert (cancelled_batch.status, cancelled_batch.cancelling_at is not None) == ("cancelling", True)
+        snapshots = ended(frail, frail_client, cancelled_batch)
     finally:
         os.kill(adapter, signal.SIGCONT)
-    last = statuses[-1]
-    assert states(statuses) == ["cancelling", "cancelled"]
-    assert [counts(batch)[1] for batch in statuses] == sorted(counts(batch)[1] for batch in statuses)
+    last = snapshots[-1]
+    assert states(snapshots) == ["cancelling", "cancelled"]
+    assert [counts(batch)[1] for batch in snapshots] == sorted(counts(batch)[1] for batch in snapshots)
     assert last.cancelled_at is not None
     assert (last.completed_at, last.expired_at) == (None, None)
     check_parts(frail_client, last)
     with pytest.raises(openai.ConflictError):
-        frail_client.batches.cancel(created.id)
+        frail_client.batches.cancel(new_batch.id)
 
 
 @pytest.mark.timeout(300)
 def test_a_batch_that_expires_keeps_what_was_answered_and_names_the_rest(
     frail: Cluster, frail_client: openai.OpenAI
 ) -> None:
-    batch, adapter = held(frail, frail_client, completion_window="9s")
+    new_batch, adapter = held(frail, frail_client, completion_window="9s")
     try:
-        statuses = ended(frail, frail_client, batch)
+        snapshots = ended(frail, frail_client, new_batch)
     finally:
         os.kill(adapter, signal.SIGCONT)
-    last = statuses[-1]
+    last = snapshots[-1]
     assert last.status == "expired"
-    assert last.expires_at == batch.created_at + 9
+    assert last.expires_at == new_batch.created_at + 9
     assert last.expired_at is not None
-    assert last.expired_at >= batch.created_at + 9
+    assert last.expired_at >= new_batch.created_at + 9
     check_parts(frail_client, last, "batch_expired")
 
 
@@ -450,14 +452,14 @@ def sie_keys(frail: Cluster, *args: str) -> str:
 
 def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
     """Id and token of a key that the gateways know."""
-    created = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
-    headers = {"authorization": f"Bearer {created['token']}"}
+    key_record = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
+    headers = {"authorization": f"Bearer {key_record['token']}"}
 
     def known() -> bool:
         return all(httpx.get(f"{url}/v1/whoami", headers=headers, timeout=10).status_code != 401 for url in frail.urls)
 
     until(known, 60, "the gateways know the key", frail.log)
-    return created["id"], created["token"]
+    return key_record["id"], key_record["token"]
 
 
 def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
@@ -474,16 +476,16 @@ def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_clie
 def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
     id_, token = key(frail, "ends", "infer")
     with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
-        batch = submitted(owner, embeddings(HELD_LINES))
-        until(lambda: counts(admin.batches.retrieve(batch.id))[1], 60, "some are answered", frail.log)
+        new_batch = submitted(owner, embeddings(HELD_LINES))
+        until(lambda: counts(admin.batches.retrieve(new_batch.id))[1], 60, "some are answered", frail.log)
         sie_keys(frail, "revoke", id_)
-        last = ended(frail, admin, batch)[-1]
+        last = ended(frail, admin, new_batch)[-1]
         with pytest.raises(openai.AuthenticationError):
-            owner.batches.retrieve(batch.id)
+            owner.batches.retrieve(new_batch.id)
         assert last.status == "failed"
         assert last.errors is not None
         assert last.errors.data is not None
-        assert [entry.code for entry in last.errors.data] == ["PERMISSION_DENIED"]
+        assert [error.code for error in last.errors.data] == ["PERMISSION_DENIED"]
         assert "key" in str(last.errors.data[0].message)
         check_parts(admin, last)
 
@@ -516,14 +518,14 @@ def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
     lines = embeddings(HELD_LINES)
     lines[100] = b"{no json"
     lines[200] = lines[199]
-    created = submitted(frail_client, lines)
+    new_batch = submitted(frail_client, lines)
     completed = 0
 
     def looked() -> Batch | None:
         for number in range(2):
             try:
                 with client_of(frail, ONE, number) as client:
-                    return client.batches.retrieve(created.id)
+                    return client.batches.retrieve(new_batch.id)
             except (openai.APIConnectionError, openai.InternalServerError):
                 continue
         return None
@@ -546,11 +548,11 @@ def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
         batch = looked()
         return batch if batch is not None and batch.status in ENDED else None
 
-    finished = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
-    assert isinstance(finished, Batch)
-    assert (finished.status, counts(finished)) == ("completed", (HELD_LINES, HELD_LINES - 2, 2))
+    final_batch = until(last, 240, "the batch ends", lambda: (looked(), frail.log(200)))
+    assert isinstance(final_batch, Batch)
+    assert (final_batch.status, counts(final_batch)) == ("completed", (HELD_LINES, HELD_LINES - 2, 2))
     until(lambda: ready(frail), 60, "both gateways serve", frail.log)
-    answered, failed = read(frail_client, finished.output_file_id), read(frail_client, finished.error_file_id)
+    answered, failed = read(frail_client, final_batch.output_file_id), read(frail_client, final_batch.error_file_id)
     expected = [f"r{number}" for number in range(HELD_LINES) if number not in (100, 200)]
     assert ids(answered) == expected
     assert ids(failed) == [None, "r199"]

@@ -89,13 +89,13 @@ def throw(stack: Stack, bomb: Bomb, times: int) -> None:
 
 
 def test_bodies_of_many_values_leave_no_memory_behind(stack: Stack) -> None:
-    gateway, times = stack.gateways[0], {}
+    gateway, growth = stack.gateways[0], {}
     throw(stack, BOMBS[0], 1)  # the first takes what the gateway keeps: buffers, threads
     before = gateway.rss_bytes()
     for bomb in BOMBS[:: len(BOMBS) // 12]:
         throw(stack, bomb, 2)
-        times[bomb.name] = gateway.rss_bytes() - before
-    assert times[bomb.name] < 100 * MIB, times
+        growth[bomb.name] = gateway.rss_bytes() - before
+    assert growth[bomb.name] < 100 * MIB, growth
 
 
 @pytest.mark.long
@@ -104,21 +104,21 @@ def test_bodies_of_many_values_leave_no_memory_behind(stack: Stack) -> None:
 def test_a_hundred_of_each_leave_no_memory_behind_and_keep_nobody_waiting(stack: Stack) -> None:
     quiet, beside, among = (Requests(stack.urls[0]) for _ in range(3))
     quiet.send(200)
-    before, times = stack.gateways[0].rss_bytes(), {}
+    before, growth = stack.gateways[0].rss_bytes(), {}
     with beside.running():
         throw(stack, ORDINARY, 100)
     for bomb in WIDE:
         quiet.send(200)  # between the bombs: the machine may be slower than it was at the start
         with among.running():
             throw(stack, bomb, 100)
-        times[bomb.name] = (stack.gateways[0].rss_bytes() - before) // MIB
+        growth[bomb.name] = (stack.gateways[0].rss_bytes() - before) // MIB
     p99s_ms = {
         name: round(1e3 * requests.p99_s, 1)
         for name, requests in (("quiet", quiet), ("beside", beside), ("among", among))
     }
-    print(f"MiB after each: {times}; p99 in ms: {p99s_ms}")
+    print(f"MiB after each: {growth}; p99 in ms: {p99s_ms}")
     assert not among.refused
-    assert times[bomb.name] < 200
+    assert growth[bomb.name] < 200
     assert among.p99_s < 3 * quiet.p99_s, p99s_ms
     # no more than the time in which a gateway receives and decodes 20 MiB that it takes
     assert among.p99_s < 2 * beside.p99_s, p99s_ms

@@ -44,10 +44,10 @@ LATE = 2  # faults after which a machine that stands still now and then may let 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    created = NatsServer(tmp_path / "nats")
-    await asyncio.to_thread(created.start)
-    yield created
-    await asyncio.to_thread(created.kill)
+    nats = NatsServer(tmp_path / "nats")
+    await asyncio.to_thread(nats.start)
+    yield nats
+    await asyncio.to_thread(nats.kill)
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +112,7 @@ async def test_fetching_goes_on_after_each_of_fifty_restarts_and_partitions(serv
 
 
 async def _faults(server: NatsServer, count: int) -> None:
-    received, entries = Received(), asyncio.Queue[Entry]()
+    received, updates = Received(), asyncio.Queue[Entry]()
     async with TcpProxy(server.port) as proxy, connections() as opened:
         worker, publisher = await connect(proxy.url, name="worker"), await connect(server.url, name="publisher")
         opened += [worker, publisher]
@@ -122,7 +122,7 @@ async def _faults(server: NatsServer, count: int) -> None:
         subject, spec = queue.consumers.route(LANE, "interactive", "toy/a", time.perf_counter() + 900.0)
         await queue.consumers.ensure(LANE.pool, spec)
         pulls = worker.pulls(STREAM, received.put)
-        watch = await (await worker.key_value("things")).watch(entries.put)
+        watch = await (await worker.key_value("things")).watch(updates.put)
         bucket = await publisher.key_value("things")
 
         async def restart() -> None:
@@ -167,7 +167,7 @@ async def _faults(server: NatsServer, count: int) -> None:
                         break
                     except BrokerUnavailable:
                         await asyncio.sleep(0.05)
-                while (await entries.get()).value != body:
+                while (await updates.get()).value != body:
                     pass
             took_s.append(fetching_s)
             longest[fault.__name__] = max(longest.get(fault.__name__, 0.0), fetching_s)
@@ -354,8 +354,8 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
             check=False,
         )
     assert ended.returncode == 2
-    lines = [line for line in ended.stderr.splitlines() if "max_payload" in line]
-    assert lines == [
+    log_lines = [line for line in ended.stderr.splitlines() if "max_payload" in line]
+    assert log_lines == [
         "error: SIE_NATS_URL: the broker's max_payload of 32768 bytes is too small: its configuration must say at least"
         " 65536"
     ]
@@ -371,23 +371,23 @@ async def test_a_consumer_that_is_deleted_while_it_is_ensured_is_made_anew(
     """The broker answers not found (10014) to the one, does not exist (10149) to the other."""
     async with connections() as opened:
         opened.append(broker := await connect(server.url, name="gateway"))
-        opened.append(second := await connect(server.url, name="collector"))
+        opened.append(collector := await connect(server.url, name="collector"))
         await work_queue(broker).ensure_pool(LANE.pool)
         spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
-        await second.ensure_consumer(dataclasses.replace(spec, version=spec.version - 1))
-        subjects, api = list[str](), broker.api
+        await collector.ensure_consumer(dataclasses.replace(spec, version=spec.version - 1))
+        verbs, api = list[str](), broker.api
 
         async def raced(verb: str, body: object, kind: type[Any]) -> Any:
-            if len(subjects) == step:
-                assert await second.delete_consumer(spec.stream, spec.name)
-            subjects.append(verb.split(".")[1])
+            if len(verbs) == step:
+                assert await collector.delete_consumer(spec.stream, spec.name)
+            verbs.append(verb.split(".")[1])
             return await api(verb, body, kind)
 
         monkeypatch.setattr(broker, "api", raced)
         await broker.ensure_consumer(spec)
 
-        assert subjects == [*["CREATE", "INFO", "CREATE"][: step + 1], "CREATE"]
-        assert await second.consumers(spec.stream) == [spec.name]
+        assert verbs == [*["CREATE", "INFO", "CREATE"][: step + 1], "CREATE"]
+        assert await collector.consumers(spec.stream) == [spec.name]
 
 
 async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:

@@ -78,7 +78,7 @@ def documents(count: int, sentences: int, seed: int = 1) -> Rows:
 
 def parsable(rows: Rows) -> Rows:
     """Rows with documents of these texts: a page and a heading for every two paragraphs."""
-    created = []
+    parsed_rows = []
     for row in rows:
         paragraphs = row["body"].split("\n\n")
         pages = ["\n\n".join(paragraphs[at : at + 2]) for at in range(0, len(paragraphs), 2)]
@@ -86,10 +86,10 @@ def parsable(rows: Rows) -> Rows:
         starts = itertools.accumulate((len(page) + 2 for page in pages[:-1]), initial=0)
         markdown = "\n\n".join(pages)
         content = {"markdown": markdown, "page_starts": [(start, number) for number, start in enumerate(starts, 1)]}
-        created.append(
+        parsed_rows.append(
             {"key": row["key"], "body": markdown, "file": base64.b64encode(json.dumps(content).encode()).decode()}
         )
-    return created
+    return parsed_rows
 
 
 def check_places(lines: Rows) -> None:

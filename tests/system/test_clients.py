@@ -196,16 +196,16 @@ def curl(url: str, model: str, text: str, key: str, retries: int, **more: Any) -
         argv = ["curl", "-sS", "--fail-with-body", "--retry", str(retries), "-w", "%{http_code}", "-o", file.name]
         argv += [f"{url}/v1/embeddings", "-H", f"Authorization: Bearer {key}", "-d", body]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-        report = json.loads(Path(file.name).read_text())
+        reply = json.loads(Path(file.name).read_text())
     if done.returncode:
-        raise Refused(int(done.stdout[-3:]), report)
-    return list(report["data"][0]["embedding"])
+        raise Refused(int(done.stdout[-3:]), reply)
+    return list(reply["data"][0]["embedding"])
 
 
 def cohere_rerank_v2(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
     with cohere_v2(url, key, retries) as client:
         answer = client.rerank(model=model, query=QUERY, documents=DOCUMENTS)
-    return [(result.index, result.relevance_score) for result in answer.results]
+    return [(entry.index, entry.relevance_score) for entry in answer.results]
 
 
 def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
@@ -218,13 +218,13 @@ def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) ->
         answer = client.rerank(
             model=model, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True
         )
-    assert [result.document.text for result in answer.results if result.document] == [
-        DOCUMENTS[result.index] for result in answer.results
+    assert [entry.document.text for entry in answer.results if entry.document] == [
+        DOCUMENTS[entry.index] for entry in answer.results
     ]
     assert answer.meta is not None
     assert answer.meta.billed_units is not None
     assert answer.meta.billed_units.search_units == 1
-    return [(result.index, result.relevance_score) for result in answer.results]
+    return [(entry.index, entry.relevance_score) for entry in answer.results]
 
 
 def cohere_embed_v1(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
@@ -263,7 +263,7 @@ def voyage_rerank(url: str, model: str, text: str, key: str, retries: int) -> li
     with voyage(url, key, retries) as client:
         answer = client.rerank(QUERY, DOCUMENTS, model=model)
     assert answer.total_tokens > 2
-    return [(result.index, result.relevance_score) for result in answer.results]
+    return [(entry.index, entry.relevance_score) for entry in answer.results]
 
 
 @contextlib.contextmanager
@@ -322,8 +322,8 @@ def infinity_rerank(url: str, model: str, text: str, key: str, retries: int) -> 
 
     with infinity(url, key) as client:
         answer = rerank.sync(client=client, body=RerankInput(QUERY, DOCUMENTS, return_documents=True, model=model))
-    assert [result.document for result in answer.results] == [DOCUMENTS[result.index] for result in answer.results]
-    return [(result.index, result.relevance_score) for result in answer.results]
+    assert [entry.document for entry in answer.results] == [DOCUMENTS[entry.index] for entry in answer.results]
+    return [(entry.index, entry.relevance_score) for entry in answer.results]
 
 
 def ollama_client(url: str, key: str) -> Any:
@@ -364,7 +364,7 @@ def apart(name: str, program: str, script: str) -> Callable[..., Any]:
         report = json.loads(done.stdout.splitlines()[-1])
         if "status" in report:
             raise Refused(report["status"], report["error"])
-        return [tuple(vector) for vector in report["found"]] if ranks else report["found"][0]
+        return [tuple(pair) for pair in report["found"]] if ranks else report["found"][0]
 
     return run
 
@@ -431,7 +431,7 @@ CLIENTS = [
     ),
 ]
 every_client = pytest.mark.parametrize(
-    "public", long_but(CLIENTS, [entry for entry in CLIENTS if not entry.long]), ids=lambda entry: entry.name
+    "public", long_but(CLIENTS, [library for library in CLIENTS if not library.long]), ids=lambda library: library.name
 )
 
 
@@ -455,11 +455,11 @@ def refusal(
 @every_client
 def test_each_client_gets_what_the_native_route_gives(public: Client, cluster: Cluster, client: httpx.Client) -> None:
     """Acceptance 1 and 2: the same text alone has the same bits by every route."""
-    answer = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
+    numbers = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
     if public.gives == "vector":
-        assert np.array_equal(np.array(answer, np.float32), native(client, TEXT))
+        assert np.array_equal(np.array(numbers, np.float32), native(client, TEXT))
     else:
-        assert answer == native_scores(client)
+        assert numbers == native_scores(client)
 
 
 @every_client
@@ -476,7 +476,7 @@ def test_each_client_tells_of_a_bad_key(public: Client, cluster: Cluster) -> Non
     assert "token is not known" in words
 
 
-@pytest.mark.parametrize("public", [pytest.param(entry, id=entry.name) for entry in CLIENTS if entry.options])
+@pytest.mark.parametrize("public", [pytest.param(library, id=library.name) for library in CLIENTS if library.options])
 def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(
     public: Client, cluster: Cluster, client: httpx.Client
 ) -> None:
@@ -512,8 +512,8 @@ TRIES = 20  # a second or so each, more than a busy machine needs to notice a re
 # each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
 @pytest.mark.parametrize(
     "public",
-    long_but(CLIENTS, [entry for entry in CLIENTS if entry.name in USUAL]),
-    ids=lambda entry: entry.name,
+    long_but(CLIENTS, [library for library in CLIENTS if library.name in USUAL]),
+    ids=lambda library: library.name,
 )
 def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     public: Client, cluster: Cluster, client: httpx.Client
@@ -521,7 +521,7 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its
     answer.
     """
-    vectors: list[Any] = []
+    answers: list[Any] = []
     with occupied(cluster):
         status, words = refusal(public, cluster)
         assert status == 503
@@ -530,13 +530,13 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
             return
         before = cluster.gateway_metric(REJECTED, reason="concurrency")
         arguments = cluster.url, model_of(public), TEXT, KEY, TRIES
-        user = threading.Thread(target=lambda: vectors.append(public.call(*arguments)))
+        user = threading.Thread(target=lambda: answers.append(public.call(*arguments)))
         user.start()
         until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
     user.join(60)
-    assert vectors
+    assert answers
     if public.gives == "vector":
-        assert np.array_equal(np.array(vectors[0], np.float32), native(client, TEXT))
+        assert np.array_equal(np.array(answers[0], np.float32), native(client, TEXT))
 
 
 # what only some clients can ask
@@ -584,12 +584,12 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
         for entry, text in zip(answer.data, texts, strict=True):
             assert np.allclose(entry.embedding, native(client, text), atol=1e-6)
         ids = client.post("/tokenize", json={"model": MINI, "inputs": TEXT}).json()[0]
-        ids_of_text = [token["id"] for token in ids]
+        token_ids = [token["id"] for token in ids]
         own = {"token_encoding": "model"}
-        by_ids = api.embeddings.create(model=MINI, input=ids_of_text, extra_body=own)
+        by_ids = api.embeddings.create(model=MINI, input=token_ids, extra_body=own)
         assert np.array_equal(np.array(by_ids.data[0].embedding, np.float32), native(client, TEXT))
-        assert by_ids.usage.prompt_tokens == len(ids_of_text)
-        assert len(api.embeddings.create(model=MINI, input=[ids_of_text, ids_of_text[1:-1]], extra_body=own).data) == 2
+        assert by_ids.usage.prompt_tokens == len(token_ids)
+        assert len(api.embeddings.create(model=MINI, input=[token_ids, token_ids[1:-1]], extra_body=own).data) == 2
         cut = api.embeddings.create(model="test/m3", input=TEXT, dimensions=16)
         assert np.array_equal(
             np.array(cut.data[0].embedding, np.float32), native(client, TEXT, "test/m3", dimensions=16)
@@ -617,7 +617,7 @@ def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: 
     assert np.allclose(embedder.embed_query("kernel"), native(client, "kernel"), atol=1e-6)
     assert np.allclose(
         asyncio.run(embedder.aembed_documents([TEXT, QUERY])),
-        [native(client, entry) for entry in (TEXT, QUERY)],
+        [native(client, line) for line in (TEXT, QUERY)],
         atol=1e-6,
     )
 
@@ -665,12 +665,12 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
     """
     scores = native_scores(client, model)
     body = {"model": model, "query": QUERY, "documents": DOCUMENTS}
-    result = client.post(path, json=body).json()
-    assert [entry["index"] for entry in result["results"]] == [index for index, _ in scores]
-    assert all(0 <= entry["relevance_score"] <= 1 for entry in result["results"])
-    assert ("document" in result["results"][0]) == (path != "/v2/rerank")
-    assert [[entry["index"], entry["relevance_score"]] for entry in result.get("data", [])] == (
-        [] if path == "/v2/rerank" else [[entry["index"], entry["relevance_score"]] for entry in result["results"]]
+    reply = client.post(path, json=body).json()
+    assert [entry["index"] for entry in reply["results"]] == [index for index, _ in scores]
+    assert all(0 <= entry["relevance_score"] <= 1 for entry in reply["results"])
+    assert ("document" in reply["results"][0]) == (path != "/v2/rerank")
+    assert [[entry["index"], entry["relevance_score"]] for entry in reply.get("data", [])] == (
+        [] if path == "/v2/rerank" else [[entry["index"], entry["relevance_score"]] for entry in reply["results"]]
     )
     raw = client.post(path, json={**body, "raw_scores": True, "top_n": 2, "return_documents": True}).json()
     has_logits = model in (CROSS, "test/reranker")  # whose scores are probabilities
@@ -679,8 +679,8 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
     assert [(entry["index"], entry["relevance_score"]) for entry in raw["results"]] == expected
     document = DOCUMENTS[scores[0][0]]
     assert raw["results"][0]["document"] == (document if path == "/rerank" else {"text": document})
-    assert (result["object"], result["model"], result["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
-    assert result["meta"]["tokens"]["input_tokens"] == result["usage"]["total_tokens"] > 0
+    assert (reply["object"], reply["model"], reply["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
+    assert reply["meta"]["tokens"]["input_tokens"] == reply["usage"]["total_tokens"] > 0
 
 
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
@@ -702,14 +702,14 @@ def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Clie
 def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.Client) -> None:
     """Contract 15: rank_fields of Cohere v1."""
     documents = [{"title": "river", "body": "kernel", "year": 1999}, {"body": "music", "title": "winter"}]
-    rerank = {
+    body = {
         "model": CROSS,
         "query": QUERY,
         "documents": documents,
         "rank_fields": ["title", "year", "body"],
         "max_chunks_per_doc": 4,
     }
-    reply = client.post("/v1/rerank", json=rerank).json()
+    reply = client.post("/v1/rerank", json=body).json()
     plain = client.post(
         "/v1/rerank", json={"model": CROSS, "query": QUERY, "documents": ["river\n1999\nkernel", "winter\nmusic"]}
     ).json()
@@ -757,9 +757,9 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
     from infinity_client.models import ClassifyInput
 
     with infinity(cluster.url, KEY) as client:
-        models_by_id = {model.id: model for model in models.sync(client=client).data}
+        listing = {model.id: model for model in models.sync(client=client).data}
         classes = classify.sync(client=client, body=ClassifyInput([TEXT], "test/classes")).data[0]
-    can = {name: models_by_id[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
+    can = {name: listing[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
     assert can == {
         MINI: ["embed"],
         CROSS: ["rerank"],
@@ -767,9 +767,7 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
         "test/late": ["rerank"],
         "test/classes": ["classify"],
     }
-    assert {
-        (model.backend, str(model.owned_by), *model.stats.additional_properties) for model in models_by_id.values()
-    } == {
+    assert {(model.backend, str(model.owned_by), *model.stats.additional_properties) for model in listing.values()} == {
         ("torch", "infinity", "queue_absolute"),
         ("openvino", "infinity", "queue_absolute"),  # those that are loaded, on a CPU
     }
@@ -814,8 +812,8 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
 
 def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
     """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
-    paths = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
-    for path, code in (("/v1/embeddings", "unauthenticated"), *paths):
+    cases = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
+    for path, code in (("/v1/embeddings", "unauthenticated"), *cases):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (
             401,

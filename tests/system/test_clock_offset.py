@@ -214,10 +214,10 @@ async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gat
         assert scraped(metrics, "sie_deliveries_total", redelivered="true") == 0
         assert scraped(metrics, "sie_settlements_total", outcome="late") == 1
         assert scraped(metrics, "sie_settlements_total", outcome="cancelled") == 1
-        warnings = [
+        log_lines = [
             line for part in (gateway, worker.sidecar) for line in lines(part) if line["level"] not in ("INFO", "DEBUG")
         ]
-        assert [line for line in warnings if line["logger"] != "sie.settings"] == []
+        assert [line for line in log_lines if line["logger"] != "sie.settings"] == []
 
 
 async def behind_a_busy_device(stack: Stack, client: httpx.AsyncClient) -> None:

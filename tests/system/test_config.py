@@ -99,18 +99,18 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, i
     )
     cluster = Cluster(folder / "data", "--models-dir", str(folder / "models"), "--no-spare")
     file = cluster.data_dir / access.FILE
-    revisions: list[tuple[Access, int]] = []
+    observations: list[tuple[Access, int]] = []
 
     def look() -> None:
         until(file.exists, 60, "the file of the passwords")
-        revisions.append((cluster.access(), file.stat().st_mode & 0o777))
+        observations.append((cluster.access(), file.stat().st_mode & 0o777))
 
     looking = threading.Thread(target=look)
     looking.start()
     with pytest.raises(AssertionError, match=r"bad.yaml: \$.outputs"):
         cluster.start()
     looking.join()
-    return cluster, *revisions[0]
+    return cluster, *observations[0]
 
 
 def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cluster, Access, int]) -> None:
@@ -121,10 +121,10 @@ def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cl
 
 
 def test_the_passwords_of_a_start_end_with_it(failed: tuple[Cluster, Access, int], cluster: Cluster) -> None:
-    failure, theirs, mode = failed
+    failed_cluster, theirs, mode = failed
     ours = cluster.access()
     assert mode == 0o600
-    assert not (failure.data_dir / access.FILE).exists()
+    assert not (failed_cluster.data_dir / access.FILE).exists()
     for name in ("operator_password", "broker_monitor_url"):
         assert getattr(theirs, name) != getattr(ours, name)
     assert theirs.admin_token != ours.admin_token == shared.ADMIN

@@ -36,18 +36,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000",
         "SIE_HEALTH_PUBLISH_INTERVAL_MS": "200",
     }
-    result = Stack(tmp_path_factory.mktemp("stack"), Plan((), 2, (Device(), Device()), environ=environ, preload=False))
+    new_stack = Stack(
+        tmp_path_factory.mktemp("stack"), Plan((), 2, (Device(), Device()), environ=environ, preload=False)
+    )
     users = (
         '{user: all, password: p}, {user: deaf, password: p, permissions: {subscribe: {deny: "sie.config.models.>"}}}'
     )
-    with (result.folder / "broker-0" / "server.conf").open("a") as file:
+    with (new_stack.folder / "broker-0" / "server.conf").open("a") as file:
         file.write(f"authorization {{ users: [{users}] }}\n")
-    deaf = {result.gateways[DEAF].name, result.workers[DEAF].sidecar.name}
-    for part in result.parts:
+    deaf = {new_stack.gateways[DEAF].name, new_stack.workers[DEAF].sidecar.name}
+    for part in new_stack.parts:
         if "SIE_NATS_URL" in part.environ:
-            part.environ["SIE_NATS_URL"] = url_of(result, "deaf" if part.name in deaf else "all")
-    with result:
-        yield result
+            part.environ["SIE_NATS_URL"] = url_of(new_stack, "deaf" if part.name in deaf else "all")
+    with new_stack:
+        yield new_stack
 
 
 def url_of(stack: Stack, user: str) -> str:
@@ -71,17 +73,17 @@ def revision_at(url: str, path: str = MINI) -> int:
 def status(stack: Stack, url: str = "") -> dict[str, Any]:
     answer = httpx.get((url or stack.config_url) + MINI + "/status", headers=HEADERS if not url else {}, timeout=10)
     assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
-    return body
+    report: dict[str, Any] = answer.json()
+    return report
 
 
 def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] | None:
     """Return the report of the config service if so many gateways and workers serve this revision by it."""
     report = status(stack)
     serve = [
-        process
-        for process in report["gateways"] + report["workers"]
-        if (process["revision"], process["acked"]) == (revision, True)
+        reader
+        for reader in report["gateways"] + report["workers"]
+        if (reader["revision"], reader["acked"]) == (revision, True)
     ]
     return report if len(serve) >= readers else None
 
@@ -114,7 +116,7 @@ def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
         [],
         2,
     )
-    assert {process["epoch"] for process in report["gateways"] + report["workers"]} == {report["config_epoch"]}
+    assert {reader["epoch"] for reader in report["gateways"] + report["workers"]} == {report["config_epoch"]}
     assert [revision_at(url) for url in stack.urls] == [second, second]
     assert deltas(stack, DEAF) == (0, 0)
     assert min(deltas(stack, HEARING, result="applied")) >= 1

@@ -52,12 +52,12 @@ class Clients:
             return
         body, fingerprint = answer.json(), answer.headers["x-sie-fingerprint"]
         assert body["fingerprint"] == fingerprint != ""
-        expected_names = self.vectors.setdefault(fingerprint, {})
+        vector_by_text = self.vectors.setdefault(fingerprint, {})
         for text, item in zip(texts, body["items"], strict=True):
             vector = np.array(item["dense"]["values"])
             np.testing.assert_allclose(
                 vector,
-                expected_names.setdefault(text, vector),
+                vector_by_text.setdefault(text, vector),
                 atol=1e-3,
                 err_msg=f"{fingerprint} of {len(self.vectors)}",
             )

@@ -91,20 +91,20 @@ class Service:
         return httpx.request(method, self.urls[number] + path, json=body, headers=HEADERS, timeout=30)
 
     def revisions(self, model: str, number: int = 0) -> list[int]:
-        report = self.call("GET", f"{MODELS}/{model}/history", number=number).json()["revisions"]
-        return [revision["revision"] for revision in report]
+        history = self.call("GET", f"{MODELS}/{model}/history", number=number).json()["revisions"]
+        return [revision["revision"] for revision in history]
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[tuple[CatalogueFeed, list[dict[str, int]]]]:
         """A reader as a gateway has one, and the revisions of each of its snapshots."""
-        stop, changes, broker = Stop(), [], await connect(self.broker.url, name="reader")
+        stop, snapshots, broker = Stop(), [], await connect(self.broker.url, name="reader")
         source = HttpConfigSource(self.urls[0], Secret(ADMIN))
         feed = CatalogueFeed(broker, source, trusted=("sie-config",), poll_s=0.5, full_export_s=0.0)
-        feed.on_change(lambda: changes.append(dict(feed.catalogue.revisions)))
+        feed.on_change(lambda: snapshots.append(dict(feed.catalogue.revisions)))
         task = asyncio.create_task(feed.run(stop))
         try:
             await eventually(lambda: feed.first.is_set(), "the first snapshot", WITHIN_S)
-            yield feed, changes
+            yield feed, snapshots
         finally:
             stop.request()
             await asyncio.wait_for(task, 60)
@@ -158,7 +158,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
                 two.parts[1].kill()
                 killed.set()
 
-    async with two.followed() as (feed, changes), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
+    async with two.followed() as (feed, snapshots), httpx.AsyncClient(headers=HEADERS, timeout=60) as client:
         async with asyncio.timeout(60):
             await asyncio.gather(*(write(client, number) for number in range(WRITERS)))
         assert killed.is_set()
@@ -167,7 +167,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
         assert feed.deltas["put", "applied"] > WRITERS
         assert set(feed.catalogue.entries) == set(stored.live) == {MODEL}
         highest: dict[str, int] = {}
-        for revisions in changes:
+        for revisions in snapshots:
             assert all(revisions[model] >= highest.get(model, 0) for model in revisions)
             highest |= revisions
     for number in range(0, WRITERS, 7):
@@ -185,7 +185,7 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
     one.parts[0].start()
     one.parts[0].wait_ready()
     assert (one.revisions(MODEL), one.call("GET", "/v1/configs/epoch").json()["epoch"]) == (history, epoch)
-    async with one.followed() as (feed, changes):
+    async with one.followed() as (feed, snapshots):
         broker = await connect(one.broker.url, name="damage")
         bucket = await broker.key_value(topology.CATALOGUE_BUCKET)
         good = await bucket.get(model_key(MODEL))
@@ -209,7 +209,7 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
         await eventually(
             lambda: feed.catalogue.revisions == {MODEL: second + 1}, "the next write at the reader", WITHIN_S
         )
-        assert [revisions[MODEL] for revisions in changes] == sorted(revisions[MODEL] for revisions in changes)
+        assert [revisions[MODEL] for revisions in snapshots] == sorted(revisions[MODEL] for revisions in snapshots)
         await broker.close()
 
 
@@ -220,15 +220,13 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
     was restored with it.
     """
     path = f"{MODELS}/{MODEL}"
-    (folder,) = [
-        folder_of_stream for folder_of_stream in one.broker.folder.rglob("streams") if folder_of_stream.is_dir()
-    ]
+    (folder,) = [directory for directory in one.broker.folder.rglob("streams") if directory.is_dir()]
     revision = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     one.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")
     one.broker.start()
     await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
-    async with one.followed() as (feed, changes):
+    async with one.followed() as (feed, snapshots):
         assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == revision + 1
         await eventually(lambda: feed.catalogue.revisions == {MODEL: revision + 1}, "the write at the reader", WITHIN_S)
         one.broker.stop()
@@ -262,12 +260,12 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
             lambda: feed.catalogue.revisions == {MODEL: revision + 2}, "the next write at the reader", WITHIN_S
         )
         assert feed.catalogue.entries[MODEL].max_tokens == 16
-        assert [revisions[MODEL] for revisions in changes] == sorted(revisions[MODEL] for revisions in changes)
+        assert [revisions[MODEL] for revisions in snapshots] == sorted(revisions[MODEL] for revisions in snapshots)
 
 
 async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(one: Service, tmp_path: Path) -> None:
     path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
-    (folder,) = [folder_of_stream for folder_of_stream in one.broker.folder.rglob(stream) if folder_of_stream.is_dir()]
+    (folder,) = [directory for directory in one.broker.folder.rglob(stream) if directory.is_dir()]
     first = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     one.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")

@@ -55,7 +55,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 @pytest.fixture(scope="module")
 def replicas(broker: NatsServer) -> Iterator[Replicas]:
-    result = Replicas([], [])
+    group = Replicas([], [])
     environ = {**os.environ, "SIE_NATS_URL": broker.url, "SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
     for number in range(2):
         port = free_port()
@@ -67,15 +67,15 @@ def replicas(broker: NatsServer) -> Iterator[Replicas]:
             except httpx.TransportError:
                 return False
 
-        result.urls.append(url)
-        result.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
+        group.urls.append(url)
+        group.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
     try:
-        for part in result.parts:
+        for part in group.parts:
             part.start()
             part.wait_ready()
-        yield result
+        yield group
     finally:
-        for part in result.parts:
+        for part in group.parts:
             part.kill()
 
 
@@ -122,10 +122,10 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
     model = f"local/mini-{count}"
     path = f"{MODELS}/{model}"
     async with httpx.AsyncClient(headers=HEADERS, timeout=60, limits=httpx.Limits(max_connections=count)) as client:
-        created = await client.post(replicas.urls[0] + MODELS, json={**ENTRY, "id": model})
+        response = await client.post(replicas.urls[0] + MODELS, json={**ENTRY, "id": model})
         # its first write is one of these: there is nothing left to seed
         await asyncio.to_thread(replicas.again, 1, "--failpoints", "config.before_broadcast=crash")
-        assert (created.status_code, created.json()["revision"]) == (201, 1)
+        assert (response.status_code, response.json()["revision"]) == (201, 1)
         writers = [Writer(number, replicas.urls) for number in range(count)]
 
         async def disturb() -> None:
@@ -145,18 +145,18 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
         replicas.again(1)
         for url in replicas.urls:
             history = (await client.get(url + path + "/history")).json()["revisions"]
-            operations = [(revision["revision"], revision["operation"]) for revision in history]
+            operations = [(entry["revision"], entry["operation"]) for entry in history]
             assert operations == [*((number, "patch") for number in range(count + 1, 1, -1)), (1, "create")]
-            assert [revision["created_at"] for revision in history] == sorted(
-                (revision["created_at"] for revision in history), reverse=True
+            assert [entry["created_at"] for entry in history] == sorted(
+                (entry["created_at"] for entry in history), reverse=True
             )
             assert set((await client.get(url + path)).json()["prompts"]) == {f"w{number}" for number in range(count)}
         for writer in writers:
             again = await client.patch(replicas.urls[writer.number % 2] + path, **writer.sent)
             assert (again.status_code, again.json()) == (200, writer.answer)
         writer = writers[0]
-        second = await client.patch(replicas.urls[1] + path, json={"max_tokens": 9}, headers=writer.sent["headers"])
-        assert (second.status_code, second.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
+        mismatch = await client.patch(replicas.urls[1] + path, json={"max_tokens": 9}, headers=writer.sent["headers"])
+        assert (mismatch.status_code, mismatch.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
         assert (await client.get(replicas.urls[0] + path)).headers["etag"] == f'"{count + 1}"'
 
 
@@ -171,7 +171,7 @@ def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: 
     broker.start()
     until(lambda: httpx.patch(url, **change).status_code == 200, 60, "the write")
     after = httpx.get(url + "/history", headers=HEADERS, timeout=60).json()["revisions"]
-    assert [revision["operation"] for revision in after] == ["patch", "seed"]
+    assert [entry["operation"] for entry in after] == ["patch", "seed"]
     assert after[1:] == before
 
 

@@ -102,7 +102,9 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     # the slow request is found, and explained
     slow = ran.headers["x-sie-request-id"]
     page.wait(ROWS.format("requests"), lambda rows: any(row[0] == slow for row in rows), timeout_s=20)
-    page.evaluate(f"[...document.querySelectorAll('#requests a')].find(each => each.innerText === '{slow}').click()")
+    page.evaluate(
+        f"[...document.querySelectorAll('#requests a')].find(element => element.innerText === '{slow}').click()"
+    )
     page.wait("document.querySelector('.request .waterfall')?.textContent", lambda text: text and "inference" in text)
     assert page.evaluate("location.hash") == f"#cluster/requests/{slow}"
     page.call("Page.reload")
@@ -111,8 +113,8 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     failed = httpx.post(f"{cluster.url}/v1/encode/no/such", json={"items": ["one"]}, timeout=60)
     page.wait("Boolean(document.querySelector('#failed'))", bool)
     click(page, "#failed")
-    result = f"rows.filter(row => row[0] === '{failed.headers['x-sie-request-id']}').length"
-    shown = f"{result} && rows.every(row => row[3] > '4')"
+    row_count = f"rows.filter(row => row[0] === '{failed.headers['x-sie-request-id']}').length"
+    shown = f"{row_count} && rows.every(row => row[3] > '4')"
     page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
     click(page, "#requests a")
     why = page.wait("document.querySelector('.request .bad')?.innerText", bool)
@@ -164,12 +166,12 @@ REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given
 
 def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -> None:
     """The cluster has several workers: a model that is slow on its one worker is no sign of a slow worker."""
-    records = [
+    requests = [
         requested("a/small", w0=10, w1=10, w2=40),
         requested("a/small", w0=10, w2=40),
         requested("a/large", w0=900),
     ]
-    code = REQUESTS.replace("FORGED", json.dumps({"requests": records}))
+    code = REQUESTS.replace("FORGED", json.dumps({"requests": requests}))
     page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
     page.open(f"http://{HOST}:{cluster.port}/#cluster/requests")
     rows = page.wait(ROWS.format("by-worker"), bool)
@@ -314,15 +316,15 @@ def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page
     page.wait("Boolean(document.querySelector('.residency .load'))", bool)
     is_loaded = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"]  # by another test
     assert page.evaluate("document.querySelector('.residency .unload').disabled") is not is_loaded
-    status = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
+    status_text = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
     click(page, ".residency .load")
-    page.wait(status, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
+    page.wait(status_text, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"] is True
     click(page, ".residency .unload")
-    page.wait(status, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
+    page.wait(status_text, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
     click(page, ".residency .load")  # of a model that is not loaded: the gateway answers before it is
-    page.wait(status, lambda text: text.startswith("loaded by"), timeout_s=60)
+    page.wait(status_text, lambda text: text.startswith("loaded by"), timeout_s=60)
     assert page.complaints == []
 
 
@@ -353,7 +355,7 @@ def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Pag
     page.wait("Boolean(document.querySelector('#sign-in'))", bool)
     page.wait("document.body.innerText", lambda text: "need a key with the scope admin" in text)
     sign_in(page, cluster)
-    show = "[...document.querySelectorAll('main form button')].find(each => each.innerText === 'Show')"
+    show = "[...document.querySelectorAll('main form button')].find(element => element.innerText === 'Show')"
     page.wait(f"Boolean({show})", bool)
     page.evaluate(f"{show}.click()")
     rows = page.wait(ROWS.format("dead-letters"), lambda rows: len(rows) == 2)
@@ -375,7 +377,7 @@ def test_dead_letters_are_purged_by_the_filter_that_is_shown(cluster: Cluster, p
     page.open(f"http://{HOST}:{cluster.port}/#cluster/dead-letters")
     page.wait("Boolean(document.querySelector('#sign-in'))", bool)
     sign_in(page, cluster)
-    button = "[...document.querySelectorAll('main button')].find(each => each.innerText.startsWith('{0}'))"
+    button = "[...document.querySelectorAll('main button')].find(element => element.innerText.startsWith('{0}'))"
     show, purge, replay = (button.format(text) for text in ("Show", "Purge all", "Replay 20"))
     labels = "[...document.querySelectorAll('main form label')]"
     field = f"{labels}.find(label => label.innerText.startsWith('Code')).firstElementChild"
@@ -423,7 +425,7 @@ POISONED = """(() => {
     : Array.isArray(value) ? value.map(harm)
     : value && typeof value === 'object'
       ? Object.fromEntries(
-          Object.entries(value).map(([name, each]) => [own.test(name) ? name : harm(name), harm(each)]))
+          Object.entries(value).map(([name, element]) => [own.test(name) ? name : harm(name), harm(element)]))
     : value;
   const real = window.fetch;
   window.fetch = async (...given) => {
@@ -460,12 +462,12 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
     for element in pressed:
         page.wait(f"Boolean(document.querySelector('{element}'))", bool, timeout_s=20)
         click(page, element)
-    fields = "[...document.querySelectorAll('textarea, option')].map(each => each.value).join(' ')"
+    fields = "[...document.querySelectorAll('textarea, option')].map(element => element.value).join(' ')"
     shown = f"document.body.innerText + {fields}"
     page.wait(shown, lambda text: "<img src=x" in text, timeout_s=20)
     if view == "cluster":
         page.wait("Boolean(document.querySelector('#findings'))", bool, timeout_s=60)
-        show = "[...document.querySelectorAll('main form button')].find(each => each.innerText === 'Show')"
+        show = "[...document.querySelectorAll('main form button')].find(element => element.innerText === 'Show')"
         page.wait(f"Boolean({show})", bool)
         page.evaluate(f"{show}.click()")
         page.wait("Boolean(document.querySelector('#dead-letters'))", bool)
@@ -517,8 +519,8 @@ def test_the_documents_render_and_call_this_gateway_alone(cluster: Cluster, page
     )
     page.wait("document.querySelectorAll('.opblock').length", lambda count: count == served, timeout_s=30)
     page.evaluate(
-        "window.block = [...document.querySelectorAll('.opblock-get')].find(each => "
-        "each.querySelector('.opblock-summary-path')?.dataset.path === '/health'), 0"
+        "window.block = [...document.querySelectorAll('.opblock-get')].find(element => "
+        "element.querySelector('.opblock-summary-path')?.dataset.path === '/health'), 0"
     )
     for button in (".opblock-summary-control", ".try-out__btn", ".execute"):
         page.wait(f"block.querySelectorAll('{button}').length", lambda count: count == 1)

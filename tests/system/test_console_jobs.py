@@ -80,8 +80,8 @@ def sent(api: httpx.Client, data: bytes, name: str = "rows.jsonl", purpose: str 
 
 
 def submitted(api: httpx.Client, data: bytes, **more: Any) -> str:
-    job_request = {"model": ENCODER, "input": {"file": sent(api, data), "text": "{text}", "id": "id"}, **more}
-    answer = api.post("/v1/jobs", json=job_request)
+    body = {"model": ENCODER, "input": {"file": sent(api, data), "text": "{text}", "id": "id"}, **more}
+    answer = api.post("/v1/jobs", json=body)
     assert answer.status_code == 201, answer.text
     job_id: str = answer.json()["id"]
     return job_id
@@ -103,14 +103,14 @@ def listed(page: Page) -> None:
 def row(page: Page, name: str, good: Any) -> list[str]:
     """The cells of a job of the list, once they are good."""
     listed(page)
-    rows_shown = page.wait(JOBS, lambda rows: any(entry[0] == name and good(entry) for entry in rows), timeout_s=END_S)
-    cells: list[str] = next(entry for entry in rows_shown if entry[0] == name)
+    table_rows = page.wait(JOBS, lambda rows: any(entry[0] == name and good(entry) for entry in rows), timeout_s=END_S)
+    cells: list[str] = next(entry for entry in table_rows if entry[0] == name)
     return cells
 
 
 def open_row(page: Page, name: str, table: str = "jobs") -> None:
     listed(page)
-    link = f"[...document.querySelectorAll('#{table} a')].find(each => each.innerText === {json.dumps(name)})"
+    link = f"[...document.querySelectorAll('#{table} a')].find(element => element.innerText === {json.dumps(name)})"
     page.wait(f"Boolean({link})", bool, timeout_s=20)
     page.evaluate(f"{link}.click()")
 
@@ -137,7 +137,7 @@ def downloads(page: Page, folder: Path) -> None:
 def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Client, tmp_path: Path) -> None:
     rows = [{"id": f"row-{number}", "title": f"title {number}", "body": "some words"} for number in range(40)]
     fill(page, lines(*rows), name="by the form", text="{title}\n{body}", id="id", format="jsonl", keep="title")
-    assert page.evaluate(CELLS.format("#job-preview tbody")) == [[*entry.values()] for entry in rows[:3]]
+    assert page.evaluate(CELLS.format("#job-preview tbody")) == [[*record.values()] for record in rows[:3]]
     click(page, "#job-submit")
     assert page.wait(OPENED, lambda text: "part-" in text, timeout_s=END_S)  # what was submitted is open
     cells = row(page, "by the form", lambda cells: cells[1] == "completed")
@@ -146,13 +146,13 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
     job_input = {"file": job["request"]["input"]["file"], "text": "{title}\n{body}", "id": "id", "keep": ["title"]}
     assert job["request"]["input"] == job_input
     open_row(page, "by the form")
-    report = page.wait(OPENED, lambda text: "part-" in text)
+    details = page.wait(OPENED, lambda text: "part-" in text)
     assert page.evaluate("location.hash") == f"#jobs/{job['id']}"
     page.call("Page.reload")
     page.wait(OPENED, lambda text: "part-" in text)
     page.evaluate(COPIED)
-    assert job["id"] in report
-    assert str(job["counts"]["tokens"]) in report
+    assert job["id"] in details
+    assert str(job["counts"]["tokens"]) in details
 
     downloads(page, tmp_path)
     (part,) = api.get(f"/v1/jobs/{job['id']}/manifest").json()["parts"]
@@ -160,17 +160,17 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
     until(lambda: (tmp_path / part["name"]).is_file(), 20, "the download")
     data = (tmp_path / part["name"]).read_bytes()
     assert data == api.get(f"/v1/jobs/{job['id']}/part", params={"name": part["name"]}).content
-    assert [json.loads(line)["id"] for line in data.splitlines()] == [entry["id"] for entry in rows]
+    assert [json.loads(line)["id"] for line in data.splitlines()] == [record["id"] for record in rows]
 
     click(page, ".job .sample")
-    sample = page.wait(CELLS.format(".rows"), lambda result: len(result) == 20)
-    assert {entry[0] for entry in sample} <= {entry["id"] for entry in rows}
+    sample = page.wait(CELLS.format(".rows"), lambda table_rows: len(table_rows) == 20)
+    assert {table_row[0] for table_row in sample} <= {record["id"] for record in rows}
 
     click(page, ".job .delete")
     page.wait("document.activeElement.className", lambda name: name == "certain")
     click(page, ".job .certain")
     page.wait("location.hash", lambda address: address == "#jobs")
-    page.wait(JOBS, lambda rows_shown: not any(entry[0] == "by the form" for entry in rows_shown))
+    page.wait(JOBS, lambda jobs: not any(table_row[0] == "by the form" for table_row in jobs))
     assert api.get(f"/v1/jobs/{job['id']}").status_code == 404
 
 
@@ -185,7 +185,7 @@ def parquet() -> bytes:
 
 
 def test_the_columns_of_a_file_are_seen_and_put_into_the_text(page: Page, api: httpx.Client) -> None:
-    columns = "[...document.querySelectorAll('#job-preview .chip')].map(each => each.innerText)"
+    columns = "[...document.querySelectorAll('#job-preview .chip')].map(element => element.innerText)"
     fill(page, parquet(), "a.parquet")
     page.wait(columns, lambda names: names == ["key", "words", "body"])
     page.wait("document.querySelector('#job-text').value", lambda text: text == "{body}")
@@ -214,9 +214,9 @@ def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client
     open_row(page, f"half {HARM}")
     page.wait("document.querySelector('.errors')?.innerText ?? ''", lambda text: code in text)
     click(page, ".job .sample-failed")
-    (result,) = page.wait(CELLS.format(".rows"), lambda rows: rows)
-    (report,) = api.get(f"/v1/jobs/{job}/rows", params={"failed": "true"}).json()["rows"]
-    assert result == [HARM, "0", f"{report['error']['code']} {report['error']['message']}"]
+    (table_row,) = page.wait(CELLS.format(".rows"), lambda rows: rows)
+    (failure,) = api.get(f"/v1/jobs/{job}/rows", params={"failed": "true"}).json()["rows"]
+    assert table_row == [HARM, "0", f"{failure['error']['code']} {failure['error']['message']}"]
     before = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
     click(page, ".job .retry")
     page.wait("location.hash", lambda address: address.startswith("#jobs/job-") and job not in address)
@@ -251,7 +251,7 @@ def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api
     job = submitted(api, lines({"id": "1", "text": "words"}), name="by keys")
     ended(api, job)
     row(page, "by keys", lambda cells: cells[1] == "completed")
-    page.evaluate("[...document.querySelectorAll('#jobs a')].find(each => each.innerText === 'by keys').focus()")
+    page.evaluate("[...document.querySelectorAll('#jobs a')].find(element => element.innerText === 'by keys').focus()")
     pressed(page, "Enter", 13)
     page.wait("Boolean(document.querySelector('.job .delete'))", bool)
     page.evaluate("document.querySelector('.job .delete').focus()")
@@ -276,7 +276,7 @@ def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -
         ended(api, job)
     newest = "page 20"
     page.wait(JOBS, lambda rows: len(rows) == 10 and rows[0][0] == newest)
-    older = "[...document.querySelectorAll('button')].find(each => each.innerText === 'Older jobs')"
+    older = "[...document.querySelectorAll('button')].find(element => element.innerText === 'Older jobs')"
     for first in (10, 0):
         page.evaluate(f"{older}.click()")
         page.wait(JOBS, lambda rows, first=first: rows and rows[0][0] == f"page {first}")
@@ -301,7 +301,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         "chunk": "16",
     }
     (tmp_path / "rows.jsonl").write_bytes(data)
-    expected_values: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
     for kind in ("curl", "Python", "CLI"):
         fill(page, data, **fields)
         page.wait("Boolean(document.querySelector('#job-overlap'))", bool)
@@ -313,7 +313,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         )
         code = copied(page, kind)
         argv = [sys.executable, "-c", code] if kind == "Python" else ["bash", "-c", code]
-        ids = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
+        old_ids = {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         ran = subprocess.run(
             argv,
@@ -325,12 +325,12 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         )
         assert ran.returncode == 0, (code, ran.stderr.decode())
         assert b'"error":{' not in ran.stdout, (code, ran.stdout)
-        (job,) = [entry for entry in api.get("/v1/jobs").json()["data"] if entry["id"] not in ids]
+        (job,) = [entry for entry in api.get("/v1/jobs").json()["data"] if entry["id"] not in old_ids]
         ended(api, job["id"])
         request = job["request"]
         request["input"]["file"] = ""
-        expected_values.setdefault("request", request)
-        assert request == expected_values["request"], kind
+        expected.setdefault("request", request)
+        assert request == expected["request"], kind
         assert request["name"] == fields["name"]
         assert request["params"] == {"normalize": False}
         assert request["input"]["text"] == "a {text}\nb"
@@ -351,10 +351,10 @@ def test_a_batch_is_listed_and_its_files_are_fetched(page: Page, api: httpx.Clie
     (cells,) = [entry for entry in rows if entry[0] == batch]
     assert cells[2:6] == ["2 of 2 (100 %)", "1", "/v1/embeddings", "24h"]
     open_row(page, batch, "batches")
-    info = api.get(f"/v1/batches/{batch}").json()
+    record = api.get(f"/v1/batches/{batch}").json()
     downloads(page, tmp_path)
     for kind in ("output", "error"):
-        id_ = info[f"{kind}_file_id"]
+        id_ = record[f"{kind}_file_id"]
         page.wait("document.querySelector('.batch')?.innerText ?? ''", lambda text, id_=id_: id_ in text)
         click(page, f".batch [aria-label$='{id_}']")
         name = api.get(f"/v1/files/{id_}").json()["filename"]
@@ -389,9 +389,9 @@ def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
 def key_of(cluster: Cluster, name: str, scopes: str) -> str:
     """A new key that the gateway knows."""
     argv = ["keys", "create", name, "--json", "--scopes", scopes, "--nats-url", cluster.broker_url()]
-    command = CliRunner().invoke(main, argv, env={"SIE_NATS_URL": None, "SIE_AUTH_MODE": None})
-    assert command.exit_code == 0, command.output
-    key: str = json.loads(command.stdout)["token"]
+    outcome = CliRunner().invoke(main, argv, env={"SIE_NATS_URL": None, "SIE_AUTH_MODE": None})
+    assert outcome.exit_code == 0, outcome.output
+    key: str = json.loads(outcome.stdout)["token"]
     by = {"authorization": f"Bearer {key}"}
     until(lambda: httpx.get(f"{cluster.url}/v1/whoami", headers=by, timeout=10).is_success, 10, "the key is known")
     return key
@@ -445,8 +445,8 @@ def test_the_view_has_no_serious_fault_of_accessibility(
     file = sent(
         api, lines({"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": {}}), purpose="batch"
     )
-    batch_request = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    batch = api.post("/v1/batches", json=batch_request).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = api.post("/v1/batches", json=body).json()["id"]
     ended(api, job)
     for width in (360, 1280, 2560):
         page.look(width, scheme)

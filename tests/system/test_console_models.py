@@ -55,10 +55,12 @@ def opened(page: Page, cluster: Cluster, model: str) -> None:
     page.wait("document.querySelectorAll('.detail').length", lambda count: count == 1)
 
 
-CHECKS = "[...document.querySelectorAll('.checks li')].map(each => [...each.children].map(part => part.innerText))"
+CHECKS = (
+    "[...document.querySelectorAll('.checks li')].map(element => [...element.children].map(part => part.innerText))"
+)
 FACTS = (
-    "Object.fromEntries([...document.querySelectorAll('{0} > div')].map(each => "
-    "[each.firstChild.innerText, each.lastChild.innerText]))"
+    "Object.fromEntries([...document.querySelectorAll('{0} > div')].map(element => "
+    "[element.firstChild.innerText, element.lastChild.innerText]))"
 )
 
 
@@ -117,10 +119,10 @@ def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) 
     assert "model.safetensors has the SHA-256" in check[2]
     (row,) = page.evaluate(CELLS.format(".hosts tbody"))
     assert row[1] == "failed"
-    reasons = page.evaluate("[...document.querySelectorAll('.detail p.bad')].map(each => each.innerText)")
+    reasons = page.evaluate("[...document.querySelectorAll('.detail p.bad')].map(element => element.innerText)")
     assert reasons[0].startswith("It could not be loaded: ")
     assert "Requests are refused until a load by hand succeeds" in reasons[0]
-    failed = page.evaluate("[...document.querySelectorAll('.detail p.dim')].map(each => each.innerText)")
+    failed = page.evaluate("[...document.querySelectorAll('.detail p.dim')].map(element => element.innerText)")
     assert f"Load on {row[0]} failed, CERTIFICATE: 1 attempt, no further one by itself" in failed
     page.evaluate("location.hash = '#models'")  # the list has the reason too, of all profiles in one row
     rows = page.wait(CELLS.format("#catalogue"), bool)
@@ -157,7 +159,7 @@ DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...gi
   const answer = await real(...given);
   if (!String(given[0]).includes('/v1/models')) return answer;
   const told = await answer.json();
-  const one = Object.assign(told.models.find(each => each.id === 'test/other'), {state: 'loading', hosts: []});
+  const one = Object.assign(told.models.find(element => element.id === 'test/other'), {state: 'loading', hosts: []});
   one.downloads = [{worker: 'w9', done_bytes: 3 * 2 ** 30, total_bytes: 4 * 2 ** 30, bytes_per_s: 2 ** 26}];
   return new Response(JSON.stringify(told), {status: 200});
 }; })()"""

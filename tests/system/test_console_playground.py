@@ -53,8 +53,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models.add("prompted", {**mini, "prompts": {"document": "passage: {text}"}})
     detector_checkpoints.grounding_dino(models.weights / "dino")
     parameters = {"box_threshold": 0.02, "text_threshold": 0.0}
-    entry_detector = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
-    models.add("dino", {**entry_detector, "run": {"parameters": parameters}})
+    entry = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
+    models.add("dino", {**entry, "run": {"parameters": parameters}})
     reader_checkpoints.donut(models.weights / "donut")
     read = {"family": "document-reader", "inputs": ["image"], "outputs": {"entities": 0, "data": 0}, "max_tokens": 100}
     models.add("donut", {**read, "run": {"parameters": {"task": "<s_cord-v2>"}}})
@@ -115,10 +115,10 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, pa
     shown = page.evaluate(HEAT)
     vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
     assert shown == pytest.approx(cosines(vectors), abs=0.0051)
-    report = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
-    report = by_typescript(page, package, "results.map((each) => [...each.dense!])")
-    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
+    sdk_vectors = by_python(page, '[element["dense"].tolist() for element in results]')
+    assert np.abs(np.array(sdk_vectors) - np.array(vectors)).max() < 1e-6
+    sdk_vectors = by_typescript(page, package, "results.map((element) => [...element.dense!])")
+    assert np.abs(np.array(sdk_vectors) - np.array(vectors)).max() < 1e-6
     assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
 
 
@@ -178,8 +178,8 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     )
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 3)
     assert "a.pdf" in page.wait("document.querySelector('.drop [role=alert]')?.innerText", bool)
-    previews = "[...document.querySelectorAll('.files img')].map(each => [each.complete, each.naturalWidth])"
-    page.wait(previews, lambda result: result == [[True, 120], [True, 60], [True, 120]])
+    previews = "[...document.querySelectorAll('.files img')].map(element => [element.complete, element.naturalWidth])"
+    page.wait(previews, lambda sizes: sizes == [[True, 120], [True, 60], [True, 120]])
     ask(page)
     sent = by_curl(page)
     vectors = [item["dense"]["values"] for item in sent["items"]]
@@ -189,8 +189,8 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     shown = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
     assert base64.b64encode(PHOTO).decode() not in shown  # it is cut on the page
     assert base64.b64encode(PHOTO).decode() in copied(page, "curl")
-    report = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert np.abs(np.array(report) - np.array(vectors)).max() < 1e-6
+    sdk_vectors = by_python(page, '[element["dense"].tolist() for element in results]')
+    assert np.abs(np.array(sdk_vectors) - np.array(vectors)).max() < 1e-6
     page.evaluate("document.querySelector('[aria-label=\"Remove picked.png\"]').click()")
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
 
@@ -233,7 +233,7 @@ def test_chunks_of_a_document_are_coloured_by_their_similarity_to_the_query(page
     similarities = [float(title.split()[2].rstrip(",")) for _, title in shown]
     assert similarities == pytest.approx(near, abs=0.0002)
     assert [value for _, value in bars(page)] == pytest.approx(sorted(near, reverse=True), abs=0.0002)
-    assert by_python(page, '[len(each["chunks"]) for each in results]', 1) == [len(chunks)]
+    assert by_python(page, '[len(element["chunks"]) for element in results]', 1) == [len(chunks)]
     page.evaluate("document.querySelector('#chunks').value = ''")
     typed(page, "#chunks", "0")
     page.wait("document.querySelector('#run').disabled", bool)
@@ -279,18 +279,18 @@ def test_sparse_weights_are_words_and_marks_in_the_text(page: Page, cluster: Clu
     page.wait("document.querySelectorAll('.tokens mark').length", lambda count: count > 2)
     (item,) = by_curl(page)["items"]
     pairs = dict(zip(item["sparse"]["indices"], item["sparse"]["values"], strict=True))
-    best = sorted(pairs, key=lambda pair: -pairs[pair])[:12]
+    best = sorted(pairs, key=lambda token: -pairs[token])[:12]
     route = f"{cluster.url}/tei/test/sparse"
-    body = {"ids": [[pair] for pair in best], "skip_special_tokens": False}
+    body = {"ids": [[token] for token in best], "skip_special_tokens": False}
     words = httpx.post(f"{route}/decode", json=body, timeout=20).json()
     page.wait(CELLS.format(".bars"), lambda rows: rows[0][0] == words[0].strip())
     shown = bars(page)
     assert [name for name, _ in shown] == [word.strip() for word in words]
-    assert [value for _, value in shown] == pytest.approx([pairs[pair] for pair in best], abs=6e-5)
+    assert [value for _, value in shown] == pytest.approx([pairs[token] for token in best], abs=6e-5)
     (tokens,) = httpx.post(f"{route}/tokenize", json={"inputs": [text]}, timeout=20).json()
     marks = page.evaluate(
-        "[...document.querySelectorAll('.tokens mark')].map(each => [Number(each.dataset.id), each.title, "
-        "each.classList.contains('special')])"
+        "[...document.querySelectorAll('.tokens mark')].map(element => [Number(element.dataset.id), element.title, "
+        "element.classList.contains('special')])"
     )
     assert [mark[0] for mark in marks] == [token["id"] for token in tokens]
     assert [mark[2] for mark in marks] == [token["special"] for token in tokens]
@@ -322,9 +322,9 @@ def test_each_token_of_a_query_meets_each_of_a_document(
     asking, answered = by_curl(page, 0), by_curl(page, 1)
     rows = np.array(asking["items"][0]["multivector"]["values"])
     maps = [rows @ np.array(item["multivector"]["values"]).T for item in answered["items"]]
-    sums = [float(entry.max(1).sum()) for entry in maps]
+    sums = [float(grid.max(1).sum()) for grid in maps]
     assert sorted(bars(page), key=lambda bar: texts.index(bar[0])) == [
-        (text, pytest.approx(entry, abs=6e-5)) for text, entry in zip(texts, sums, strict=True)
+        (text, pytest.approx(total, abs=6e-5)) for text, total in zip(texts, sums, strict=True)
     ]
     body = {
         "query": {"text": query},
@@ -333,12 +333,12 @@ def test_each_token_of_a_query_meets_each_of_a_document(
     }
     scored = httpx.post(f"{cluster.url}/v1/score/{model}", json=body, timeout=60).json()["scores"]
     share = len(rows) if model == "test/m3" else 1  # BGE-M3 takes the mean
-    assert {pair["item_id"]: pair["score"] for pair in scored} == {
-        f"item-{place}": pytest.approx(entry / share, rel=1e-4) for place, entry in enumerate(sums)
+    assert {entry["item_id"]: entry["score"] for entry in scored} == {
+        f"item-{place}": pytest.approx(total / share, rel=1e-4) for place, total in enumerate(sums)
     }
     typed(page, "select.document", "0")
-    head = "[...document.querySelectorAll('.late thead th')].slice(1).map(each => each.title)"
-    page.wait(head, lambda names_shown: names_shown[: len(names)] == names)
+    head = "[...document.querySelectorAll('.late thead th')].slice(1).map(element => element.title)"
+    page.wait(head, lambda titles: titles[: len(names)] == names)
     assert len(page.evaluate(head)) == answered["items"][0]["multivector"]["num_tokens"]
     cells = "[...document.querySelectorAll('.late tbody tr')].map(row => [...row.querySelectorAll('td')].map("
     shown = np.array(page.evaluate(f"{cells}cell => Number(cell.innerText)))"))
@@ -354,19 +354,21 @@ def test_patches_lie_over_the_page_that_they_are_of(page: Page) -> None:
     typed(page, "#texts", "")
     typed(page, "#query", "what total")
     ask(page)
-    rects = "[...document.querySelectorAll('.patches rect')].map(each => Number(each.textContent))"
-    page.wait(rects, lambda values_shown: len(values_shown) == 16)
+    rects = "[...document.querySelectorAll('.patches rect')].map(element => Number(element.textContent))"
+    page.wait(rects, lambda values: len(values) == 16)
     rows = np.array(by_curl(page, 0)["items"][0]["multivector"]["values"])
     image = np.array(by_curl(page, 1)["items"][0]["multivector"]["values"])
     products = rows @ image.T
     assert page.evaluate(rects) == pytest.approx(products[:, :16].max(0).tolist(), abs=6e-5)
     typed(page, "select.token", "2")
-    page.wait(rects, lambda values_shown: values_shown == pytest.approx(products[2, :16].tolist(), abs=6e-5))
+    page.wait(rects, lambda values: values == pytest.approx(products[2, :16].tolist(), abs=6e-5))
     typed(page, "[data-grid=first]", "16")
-    page.wait(rects, lambda values_shown: values_shown == pytest.approx(products[2, 16:].tolist(), abs=6e-5))
+    page.wait(rects, lambda values: values == pytest.approx(products[2, 16:].tolist(), abs=6e-5))
     typed(page, "[data-grid=across]", "5")  # more than there are
-    page.wait(rects, lambda values_shown: values_shown == [])
-    same = "(() => { const [a, b] = ['.picture img', '.patches, .picture'].map(each => document.querySelector(each)"
+    page.wait(rects, lambda values: values == [])
+    same = (
+        "(() => { const [a, b] = ['.picture img', '.patches, .picture'].map(element => document.querySelector(element)"
+    )
     box = page.evaluate(f"{same}.getBoundingClientRect()); return [a.width - b.width, a.height - b.height]; }})()")
     assert np.abs(box).max() <= 3
 
@@ -379,20 +381,24 @@ def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page, package: Pat
     assert page.evaluate("document.querySelectorAll('#texts').length") == 0
     ask(page)
     (item,) = by_curl(page)["items"]
-    drawn = "[...document.querySelectorAll('.boxes rect')].map(each => ['x', 'y', 'width', 'height'].map(name => "
-    shown = page.wait(f"{drawn}Number(each.getAttribute(name))))", bool)
-    assert shown == [entry["bbox"] for entry in item["objects"]]
+    drawn = "[...document.querySelectorAll('.boxes rect')].map(element => ['x', 'y', 'width', 'height'].map(name => "
+    shown = page.wait(f"{drawn}Number(element.getAttribute(name))))", bool)
+    assert shown == [detection["bbox"] for detection in item["objects"]]
     assert page.evaluate("document.querySelector('.boxes').getAttribute('viewBox')") == "0 0 100 60"
     rows = page.evaluate(CELLS.format(".found tbody"))
-    assert [row[0] for row in rows] == [f"{place + 1} {entry['label']}" for place, entry in enumerate(item["objects"])]
-    assert [float(row[1]) for row in rows] == pytest.approx([entry["score"] for entry in item["objects"]], abs=6e-5)
+    assert [row[0] for row in rows] == [
+        f"{place + 1} {detection['label']}" for place, detection in enumerate(item["objects"])
+    ]
+    assert [float(row[1]) for row in rows] == pytest.approx(
+        [detection["score"] for detection in item["objects"]], abs=6e-5
+    )
     least = round(item["objects"][5]["score"], 2)
     typed(page, ".least", str(least))
-    stored = [entry["bbox"] for entry in item["objects"] if entry["score"] >= least]
-    page.wait(f"{drawn}Number(each.getAttribute(name))))", lambda boxes_shown: boxes_shown == stored)
-    boxes = [[entry["bbox"] for entry in item["objects"]]]
-    assert by_python(page, '[[one["bbox"] for one in each["objects"]] for each in results]') == boxes
-    assert by_typescript(page, package, "results.map((each) => each.objects.map((one) => one.bbox))") == boxes
+    strong_boxes = [detection["bbox"] for detection in item["objects"] if detection["score"] >= least]
+    page.wait(f"{drawn}Number(element.getAttribute(name))))", lambda drawn_boxes: drawn_boxes == strong_boxes)
+    boxes = [[detection["bbox"] for detection in item["objects"]]]
+    assert by_python(page, '[[one["bbox"] for one in element["objects"]] for element in results]') == boxes
+    assert by_typescript(page, package, "results.map((element) => element.objects.map((one) => one.bbox))") == boxes
 
 
 def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path) -> None:
@@ -402,11 +408,11 @@ def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path)
     typed(page, "#threshold", "0.1")
     ask(page)
     (item,) = by_curl(page)["items"]
-    marks = page.evaluate("[...document.querySelectorAll('.spans mark')].map(each => each.firstChild.data)")
+    marks = page.evaluate("[...document.querySelectorAll('.spans mark')].map(element => element.firstChild.data)")
     assert marks
-    assert set(marks) <= {text[entry["start"] : entry["end"]] for entry in item["entities"]}
-    for first, entity in zip(by_typescript(page, package, "results[0]!.entities"), item["entities"], strict=True):
-        assert first == {**entity, "score": pytest.approx(entity["score"], abs=1e-6)}
+    assert set(marks) <= {text[span["start"] : span["end"]] for span in item["entities"]}
+    for sdk_entity, entity in zip(by_typescript(page, package, "results[0]!.entities"), item["entities"], strict=True):
+        assert sdk_entity == {**entity, "score": pytest.approx(entity["score"], abs=1e-6)}
 
     typed(page, "#threshold", "")
     typed(page, "#labels", "")
@@ -424,7 +430,7 @@ def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path)
     ask(page)
     (item,) = by_curl(page)["items"]
     rows = page.evaluate(CELLS.format(".entities tbody"))
-    assert [row[:2] for row in rows] == [[entry["label"], entry["text"].strip()] for entry in item["entities"]]
+    assert [row[:2] for row in rows] == [[part["label"], part["text"].strip()] for part in item["entities"]]
     tree = page.evaluate("document.querySelector('.tree').textContent")
     assert f"completion_tokens: {item['data']['completion_tokens']}" in tree
     assert f"finish_reason: {item['data']['finish_reason']}" in tree
@@ -463,8 +469,8 @@ def test_relations_outlines_and_trees_are_shown_and_markup_does_nothing(page: Pa
     assert page.evaluate(CELLS.format(".entities tbody")) == [[HARM, HARM, "0.9000"]]
     assert bars(page) == [(HARM, 0.5)]
     tree = page.evaluate(
-        "(() => { for (let turn = 0; turn < 9; turn++) document.querySelectorAll('.tree summary').forEach(each => "
-        "{ if (!each.parentElement.open) each.click(); }); return 0; })()"
+        "(() => { for (let turn = 0; turn < 9; turn++) document.querySelectorAll('.tree summary').forEach(element => "
+        "{ if (!element.parentElement.open) element.click(); }); return 0; })()"
     )
     tree = page.wait("document.querySelector('.tree').innerText", lambda text: "leaf" in text)
     assert f"0: {HARM}" in tree
@@ -509,35 +515,37 @@ def test_documents_are_sent_with_the_format_that_their_content_does_not_tell(pag
 def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, package: Path) -> None:
     choose(page, "encode", "test/mini")
     click(page, "#beside")
-    options = "[...document.querySelectorAll('#beside ~ .popover [role=group]')].map(each => [each.ariaLabel, ...[..."
-    options += "each.querySelectorAll('[role=option]')].map(option => option.dataset.model)])"
-    groups = page.wait(options, lambda options_shown: len(options_shown) > 1)
+    options = (
+        "[...document.querySelectorAll('#beside ~ .popover [role=group]')].map(element => [element.ariaLabel, ...[..."
+    )
+    options += "element.querySelectorAll('[role=option]')].map(option => option.dataset.model)])"
+    groups = page.wait(options, lambda labels: len(labels) > 1)
     assert groups[0] == ["Profiles of test/mini", "test/mini:bf16"]
     click(page, "#beside")
     pick(page, "beside", "test/mini:bf16")
     typed(page, "#texts", "a cat\nstocks")
     ask(page, 3)
-    first, second = (np.array([vector["dense"]["values"] for vector in by_curl(page, at)["items"]]) for at in (0, 1))
-    values_shown = page.evaluate("[...document.querySelectorAll('.same li')].map(each => parseFloat(each.innerText))")
-    expected = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
-    assert values_shown == pytest.approx(expected.tolist(), abs=1e-6)
+    left, right = (np.array([entry["dense"]["values"] for entry in by_curl(page, at)["items"]]) for at in (0, 1))
+    values = page.evaluate("[...document.querySelectorAll('.same li')].map(element => parseFloat(element.innerText))")
+    expected = (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
+    assert values == pytest.approx(expected.tolist(), abs=1e-6)
 
     choose(page, "score", "test/cross", "test/reranker")
     texts = ["Paris is in France.", "Berlin is in Germany.", "Bread is made of flour.", "The river runs north."]
     typed(page, "#texts", "\n".join(texts))
     ask(page, 3)
-    ranks = [{score["item_id"]: score["rank"] + 1 for score in by_curl(page, at)["scores"]} for at in (0, 1)]
+    ranks = [{entry["item_id"]: entry["rank"] + 1 for entry in by_curl(page, at)["scores"]} for at in (0, 1)]
     for row in page.evaluate(CELLS.format(".ranks tbody")):
         item = f"item-{texts.index(row[0])}"
         before, after = ranks[0][item], ranks[1][item]
         assert row[1:3] == [str(before), str(after)]
         assert (row[3] == "same") is (before == after)
         assert ("▲" in row[3]) is (after < before)
-    by_id = {score["item_id"]: score["score"] for score in by_curl(page)["scores"]}
-    values_shown = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
-    assert values_shown == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
-    values_shown = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
-    assert values_shown == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    by_id = {entry["item_id"]: entry["score"] for entry in by_curl(page)["scores"]}
+    values = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
+    assert values == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    values = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
+    assert values == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
     shown = bars(page, "article:nth-of-type(2)")
     assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
 
@@ -565,13 +573,13 @@ def test_a_reranker_of_images_takes_one_on_either_side(page: Page) -> None:
     typed(page, "#texts", "a chair")
     ask(page)
     body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
-    second_url, photo = (f"data:image/png;base64,{base64.b64encode(entry).decode()}" for entry in (OTHER, PHOTO))
-    assert body["query"] == {"text": "is it the same?", "images": [second_url]}
+    drawing, photo = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (OTHER, PHOTO))
+    assert body["query"] == {"text": "is it the same?", "images": [drawing]}
     assert body["items"] == [{"text": "a chair"}, {"text": "a square", "images": [photo]}]
     scores = by_curl(page)["scores"]
-    assert [value for _, value in bars(page)] == pytest.approx([score["score"] for score in scores], abs=6e-5)
-    report = by_python(page, '[one["score"] for one in results["scores"]]')
-    assert report == pytest.approx([score["score"] for score in scores], rel=1e-5)
+    assert [value for _, value in bars(page)] == pytest.approx([entry["score"] for entry in scores], abs=6e-5)
+    sdk_scores = by_python(page, '[one["score"] for one in results["scores"]]')
+    assert sdk_scores == pytest.approx([entry["score"] for entry in scores], rel=1e-5)
 
 
 def test_the_patches_of_a_model_that_keeps_the_shape_have_that_shape(page: Page) -> None:
@@ -592,10 +600,10 @@ def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster, pac
     typed(page, "#texts", "a cat")
     ask(page)
     (item,) = by_curl(page)["items"]
-    vector = by_python(page, 'results[0]["dense"].tolist()')
-    assert vector == pytest.approx(item["dense"]["values"], abs=1e-6)
-    vector = by_typescript(page, package, "[...results[0]!.dense!]")
-    assert vector == pytest.approx(item["dense"]["values"], abs=1e-6)
+    sdk_vector = by_python(page, 'results[0]["dense"].tolist()')
+    assert sdk_vector == pytest.approx(item["dense"]["values"], abs=1e-6)
+    sdk_vector = by_typescript(page, package, "[...results[0]!.dense!]")
+    assert sdk_vector == pytest.approx(item["dense"]["values"], abs=1e-6)
     for kind, name in (("curl", "$SIE_API_KEY"), ("Python", "SIE_API_KEY"), ("TypeScript", "process.env.SIE_API_KEY")):
         code = copied(page, kind)
         assert name in code

@@ -55,8 +55,8 @@ def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> 
     typed(page, "#texts", "a cat\na kitten")
     ask(page)
     vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
-    report = by_python(page, '[each["dense"].tolist() for each in results]')
-    assert [pytest.approx(vector, abs=1e-6) for vector in vectors] == report
+    sdk_vectors = by_python(page, '[element["dense"].tolist() for element in results]')
+    assert [pytest.approx(vector, abs=1e-6) for vector in vectors] == sdk_vectors
 
     page.evaluate("location.hash = '#models'")
     rows = page.wait(CELLS.format("#catalogue"), bool)
@@ -72,7 +72,7 @@ def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> 
 
 
 def test_the_page_of_documents_is_reached_from_it(page: Page, proxy: PrefixProxy) -> None:
-    link = "[...document.querySelectorAll('header a')].find(each => each.innerText === 'API')"
+    link = "[...document.querySelectorAll('header a')].find(element => element.innerText === 'API')"
     page.wait(f"Boolean({link})", bool, timeout_s=30)
     page.evaluate(f"{link}.click()")
     page.wait("location.pathname", lambda path: path == f"{PREFIX}/docs")

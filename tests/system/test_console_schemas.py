@@ -85,7 +85,7 @@ def fault(page: Page, field: str) -> str:
 def test_values_of_a_schema_are_shown_with_score_and_place(page: Page, package: Path) -> None:
     asked_for(page, SPANS, "schema")
     sample = json.loads(page.evaluate("document.querySelector('#schema').value"))
-    assert {"array", "string", "integer", "boolean"} <= {entry.get("type") for entry in sample["properties"].values()}
+    assert {"array", "string", "integer", "boolean"} <= {schema.get("type") for schema in sample["properties"].values()}
     typed(page, "#threshold", "0")
     ask(page)
     (item,) = by_curl(page)["items"]
@@ -93,20 +93,20 @@ def test_values_of_a_schema_are_shown_with_score_and_place(page: Page, package: 
     shares = {row["label"]: row["score"] for row in item["classifications"]}
     expected = []
     for name, value in item["data"].items():
-        for path, value_inside in (
-            [(f"{name}[{at}]", element) for at, element in enumerate(value)]
+        for path, part in (
+            [(f"{name}[{at}]", entry) for at, entry in enumerate(value)]
             if value and isinstance(value, list)
             else [(name, value)]
         ):
             row = places.get(path)
-            word = value_inside if isinstance(value_inside, str) else json.dumps(value_inside)
+            word = part if isinstance(part, str) else json.dumps(part)
             score = row["score"] if row else shares[f"{path}.{word}"]
             expected.append([path, word, f"{score:.4f}", f"{row['start']} to {row['end']}" if row else ""])
     assert page.wait(VALUES, bool) == expected
     assert len(places) > 2
     assert {row[0] for row in expected} >= {"people[0]", "place", "subject", "is_meeting"}
     marks = page.evaluate(
-        "[...document.querySelectorAll('.spans mark')].map(each => [each.firstChild.data, each.lastChild.innerText])"
+        "[...document.querySelectorAll('.spans mark')].map(mark => [mark.firstChild.data, mark.lastChild.innerText])"
     )
     assert marks
     assert all(TEXT[places[label]["start"] : places[label]["end"]] == text for text, label in marks)

@@ -52,15 +52,15 @@ def expected() -> Expected:
 def node() -> Iterator[Node]:
     """One of each, on disks of their own, with a bound on processes. In float32: a batch in bfloat16 takes half."""
     check_images()
-    objects_rendered = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
+    manifests = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
     disks = {
         (name, volume["name"]): DISK_BYTES
-        for name, workload in workloads(objects_rendered).items()
+        for name, workload in workloads(manifests).items()
         for volume in workload["spec"]["template"]["spec"]["volumes"]
         if "tmp" in volume["name"]
     }
     with Node.started(secrets=SECRETS, disks=disks, processes=PROCESSES) as node:
-        node.apply(objects_rendered)
+        node.apply(manifests)
         yield node
 
 
@@ -78,17 +78,19 @@ async def test_a_full_volume_neither_ends_a_container_nor_keeps_it_from_starting
     """Each /tmp is filled to the last byte; then each container is killed."""
     full = [container for container in node.containers if container.pod.workload != "sie-nats"]
     files = []
-    for pod in full:
-        (mount,) = (mount["name"] for mount in pod.told["volumeMounts"] if mount["mountPath"] == "/tmp")
-        files.append(pod.pod.volume(mount) / "filler")
+    for member in full:
+        (mount,) = (mount["name"] for mount in member.told["volumeMounts"] if mount["mountPath"] == "/tmp")
+        files.append(member.pod.volume(mount) / "filler")
         fill(files[-1])
     try:
         async with crowd(node, expected) as clients:
             await answers(clients, CLIENTS)
-            for pod in full:
-                before = pod.starts
-                pod.kill()
-                await asyncio.to_thread(until, lambda c=pod, n=before: c.starts > n, WITHIN_S, f"{pod.name} again")
+            for member in full:
+                before = member.starts
+                member.kill()
+                await asyncio.to_thread(
+                    until, lambda c=member, n=before: c.starts > n, WITHIN_S, f"{member.name} again"
+                )
                 await all_ready(node)
                 await answers(clients, CLIENTS)
     finally:
@@ -124,7 +126,7 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
                 break
         await answers(clients, CLIENTS)
     assert is_killed, "the limit was never met"
-    assert {entry.status for entry in adapter.exits[ended:]} <= {137}
+    assert {ending.status for ending in adapter.exits[ended:]} <= {137}
     assert not any("poison" in line for line in pod.container("worker-sidecar").log())
 
 
@@ -139,23 +141,23 @@ async def test_minutes_of_adversarial_batches_at_a_small_limit(expected: Expecte
         await asyncio.to_thread(node.apply, rendered(FILE, workers={"common": adapter_has}))
         (pod,) = node.of(WORKER)
         adapter = pod.container("adapter")
-        before, killed, count = adapter.starts, 0, 0
+        before, killed, request_count = adapter.starts, 0, 0
         url = f"{node.url(GATEWAY, 8080)}/v1/encode/{MODEL}"
         async with crowd(node, expected) as clients, httpx.AsyncClient(headers=CLIENT, timeout=200) as client:
             await answers(clients, CLIENTS)
             end_s = time.monotonic() + ADVERSARIAL_S
-            while time.monotonic() < end_s or count < 2 * RESTARTED_AFTER:
+            while time.monotonic() < end_s or request_count < 2 * RESTARTED_AFTER:
                 items = [WORDS * generator.randint(1, 90) for _ in range(generator.randint(1, 100))]
                 answer = await client.post(url, json={"items": items}, headers={"x-sie-timeout-ms": "150000"})
                 assert answer.status_code == 200, answer.text
                 assert not [item for item in answer.json()["items"] if "error" in item]
-                count += 1
-                if count == RESTARTED_AFTER:
+                request_count += 1
+                if request_count == RESTARTED_AFTER:
                     killed, again = Memory(adapter.cgroup("memory")).kills(), adapter.starts + 1
                     adapter.kill()
                     await asyncio.to_thread(until, lambda n=again: adapter.starts >= n, WITHIN_S, "it starts again")
                     await all_ready(node)
         killed += Memory(adapter.cgroup("memory")).kills()
-        print(f"{count} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
+        print(f"{request_count} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
     assert killed <= MAX_KILLS
     assert adapter.starts - before == 1

@@ -79,15 +79,15 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 @pytest.fixture(scope="module")
 def node(file: str, own: LocalModels) -> Iterator[Node]:
     """All pods of a values file, the worker twice."""
-    files = {entry.name: entry.read_text().replace(str(own.weights), SHARE) for entry in own.folder.iterdir()}
+    files = {path.name: path.read_text().replace(str(own.weights), SHARE) for path in own.folder.iterdir()}
     with Node.started(
         secrets=SECRETS,
         replicas={WORKER: 2},
         files={"own-models": files},
         shares={"own-weights": own.weights},
-    ) as result:
-        result.apply(rendered(file, **OWN))
-        yield result
+    ) as started:
+        started.apply(rendered(file, **OWN))
+        yield started
 
 
 def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalModels) -> None:
@@ -150,7 +150,7 @@ def check_score(client: httpx.Client, own: LocalModels) -> None:
     query, texts = "kernel winter", ["harbour kernel", "planet winter harbour", "kernel"]
     answer = client.post("/v1/score/test/cross", json={"query": query, "items": texts})
     assert answer.status_code == 200, answer.text
-    scores = {score["item_id"]: score["score"] for score in answer.json()["scores"]}
+    scores = {entry["item_id"]: entry["score"] for entry in answer.json()["scores"]}
     model = CrossEncoder(str(own.weights / "cross"), device="cpu")
     expected = model.predict([(query, text) for text in texts], show_progress_bar=False)
     assert [scores[f"item-{index}"] for index in range(3)] == pytest.approx(expected.tolist(), abs=1e-4)
@@ -183,17 +183,17 @@ def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
         name: {port["containerPort"] for container in pod.containers for port in container.told.get("ports", ())}
         for name, pod in pods.items()
     }
-    ports = sorted({port for spec in declared.values() for port in spec} | {6222, UNUSED})
-    versions, pods_expected = {}, {}
+    ports = sorted({port for port_set in declared.values() for port in port_set} | {6222, UNUSED})
+    outcomes, expected_outcomes = {}, {}
     for source, pod in pods.items():
         for target in pods:
-            second_pod = next((entry for entry in node.of(target) if entry is not pod), None)
-            for port in ports if second_pod is not None else ():
-                versions[source, target, port] = network.tried(pod.network, second_pod.address, port)
+            peer = next((candidate for candidate in node.of(target) if candidate is not pod), None)
+            for port in ports if peer is not None else ():
+                outcomes[source, target, port] = network.tried(pod.network, peer.address, port)
                 listens = port in declared[target]
-                let = allowed(node.found, source, target, port)
-                pods_expected[source, target, port] = "refused" if not let else "open" if listens else "closed"
-    assert versions == pods_expected
+                let = allowed(node.manifests, source, target, port)
+                expected_outcomes[source, target, port] = "refused" if not let else "open" if listens else "closed"
+    assert outcomes == expected_outcomes
     name, member = node.outsider("elsewhere", {})
     for target, pod in pods.items():
         for port in ports:
@@ -228,8 +228,8 @@ async def test_a_container_that_stands_still_costs_no_request(node: Node, expect
     """One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. The rendered liveness probes bear each
     of them, so none is started again for it.
     """
-    for entry in node.containers:
-        assert survivable_s(entry) > max(PAUSES_S), entry.name
+    for member in node.containers:
+        assert survivable_s(member) > max(PAUSES_S), member.name
     before = {element.name: element.starts for element in node.containers}
     async with crowd(node, expected) as clients:
         for container in one_of_each(node):
@@ -259,17 +259,17 @@ async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: 
     """Each pod is replaced as its workload says, while 20 clients go on."""
     for name in ("gateway", "config", "sidecar", "adapter-cpu"):
         engine.podman("tag", f"sie-{name}:0.1.0", f"sie-{name}:{NEXT_TAG}")
-    now = node.found
+    now = node.manifests
     later = rendered(file, **OWN, image={"tag": NEXT_TAG})
     async with crowd(node, expected) as clients:
-        for state in (later, now):
+        for manifests in (later, now):
             await answers(clients, CLIENTS)
-            await asyncio.to_thread(node.apply, state)
+            await asyncio.to_thread(node.apply, manifests)
             await answers(clients, CLIENTS)
     ended = [container for pod in node.ended for container in pod.containers]
     assert ended
-    for entry in ended:
-        assert (entry.exits[-1].status, entry.exits[-1].reason) == (0, "terminated"), (entry.name, entry.exits)
+    for member in ended:
+        assert (member.exits[-1].status, member.exits[-1].reason) == (0, "terminated"), (member.name, member.exits)
 
 
 def test_all_containers_end_by_themselves_when_told(node: Node) -> None:

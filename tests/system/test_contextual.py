@@ -44,7 +44,7 @@ def native(client: SIEClient, text: str, chunks: Any) -> Any:
 
 def test_voyage_gets_a_vector_for_each_chunk_pooled_from_its_document(voyage: Any, client: SIEClient) -> None:
     answer = voyage.contextualized_embed(DOCUMENTS, model=MODEL, input_type="document")
-    assert [(result.index, len(result.embeddings)) for result in answer.results] == [(0, 3), (1, 1)]
+    assert [(document.index, len(document.embeddings)) for document in answer.results] == [(0, 3), (1, 1)]
     expected = native(client, JOINED, SPANS)
     assert np.abs(np.array(answer.results[0].embeddings) - expected).max() < TOLERANCE
     alone = client.encode(MODEL, DOCUMENTS[1][0])

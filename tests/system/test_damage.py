@@ -122,19 +122,19 @@ def lacks_jobs(stack: Stack, saved: Saved) -> list[str]:
 def mended(stack: Stack, saved: Saved, tmp_path: Path) -> list[str]:
     """Run the commands that doctor prints for damage. Returns what it says."""
     environ = {"SIE_NATS_URL": stack.broker_urls, "SIE_GATEWAY_URL": stack.urls[0], "SIE_AUTH_TOKEN": ADMIN}
-    examined = Examined(tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ})
-    assert examined.states["damage"] in ("fine", "wrong"), examined.output
-    for finding in examined.findings["damage"]:
+    report = Examined(tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ})
+    assert report.states["damage"] in ("fine", "wrong"), report.output
+    for finding in report.findings["damage"]:
         for command in commands(finding["fix"]):
             ran(command.replace("FILE", str(saved.backup)), SIE_NATS_URL=stack.broker_urls)
-    return [finding["wrong"] for finding in examined.findings["damage"]]
+    return [finding["wrong"] for finding in report.findings["damage"]]
 
 
 def start(stack: Stack, folder: Path, stream: str) -> list[str]:
     """Start all; where the broker hangs in the files of the stream, it is stopped and the command that is documented
     for that is run. Returns what was said.
     """
-    broker, *rest = stack.parts
+    broker, *parts = stack.parts
     broker.start()
     try:
         broker.wait_ready(10.0)
@@ -148,7 +148,7 @@ def start(stack: Stack, folder: Path, stream: str) -> list[str]:
         outputs = [ran(f"sie repair {stream} --data-dir {data_dir}")]
         broker.start()
         broker.wait_ready()
-    for part in rest:
+    for part in parts:
         part.start()
     return outputs
 
@@ -168,23 +168,23 @@ def test_a_damaged_stream_is_named_and_mended(saved: Saved, tmp_path: Path, stre
     DAMAGES[damage](folder_of(folder / "broker-0", stream))
     stack = Stack(folder, plan(saved.folder))
     try:
-        output = start(stack, folder, stream)
+        messages = start(stack, folder, stream)
         with contextlib.suppress(AssertionError):  # what a process mends itself needs no command
             until(lambda: not lacks(stack, saved), SELF_S, "all to be mended without a command")
         end_s = time.monotonic() + BOUND_S
         while True:
             fresh = mended(stack, saved, tmp_path)
-            output += fresh
+            messages += fresh
             missing = lacks(stack, saved)
             if not missing and not fresh and stack.workers[0].sidecar.is_ready():
                 break
-            assert time.monotonic() < end_s, f"{missing} {output} {stack.log(25)}"
-        assert all(stream in text for text in output), output
-        jobs_lost = lacks_jobs(stack, saved)
-        assert not jobs_lost or stream == "KV_sie_jobs", jobs_lost
+            assert time.monotonic() < end_s, f"{missing} {messages} {stack.log(25)}"
+        assert all(stream in text for text in messages), messages
+        losses = lacks_jobs(stack, saved)
+        assert not losses or stream == "KV_sie_jobs", losses
         ran(f"sie restore {saved.backup}", SIE_NATS_URL=stack.broker_urls)
         until(lambda: not lacks_jobs(stack, saved), BOUND_S, "the job and the file to be there", stack.log)
-        print(f"{stream} {damage}: {'; '.join(output) or 'served'}{f', lost {jobs_lost}' if jobs_lost else ''}")
+        print(f"{stream} {damage}: {'; '.join(messages) or 'served'}{f', lost {losses}' if losses else ''}")
     finally:
         stack.stop()
 
@@ -219,10 +219,10 @@ def test_a_backup_is_not_replaced_and_a_damaged_one_is_refused(saved: Saved, tmp
     content = bytearray(saved.backup.read_bytes())
     content[-1] ^= 1
     copy.write_bytes(content)
-    for command, words in (
+    for command, message in (
         (f"sie backup {saved.backup}", "exists"),
         (f"sie restore {copy}", "is damaged"),
         (f"sie restore {__file__}", "no backup"),
     ):
-        with pytest.raises(AssertionError, match=words):
+        with pytest.raises(AssertionError, match=message):
             ran(command, SIE_NATS_URL="nats://127.0.0.1:9")

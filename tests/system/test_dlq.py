@@ -70,19 +70,19 @@ async def sidecar(nats: NatsServer, broker: Broker, adapter: DeadlyAdapter) -> A
 
 async def answered(broker: Broker, *texts: str) -> tuple[WorkItem, WorkResult]:
     """Send work and collect its result."""
-    letter_future: asyncio.Future[WorkResult] = asyncio.get_running_loop().create_future()
+    future: asyncio.Future[WorkResult] = asyncio.get_running_loop().create_future()
 
     async def take(message: CoreMessage) -> None:
         await broker.send(message.reply, messages.encode(Confirmation("taken")))
-        if not letter_future.done():
-            letter_future.set_result(messages.decode_result(message.data))
+        if not future.done():
+            future.set_result(messages.decode_result(message.data))
 
     await broker.subscribe("inbox", take)
     item = WorkItem(
         "r", 3, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox", 60_000, first=12
     )
     await broker.publish(topology.work_subject(LANE, "interactive", ENTRY.id), messages.encode(item), "r.3")
-    return item, await asyncio.wait_for(letter_future, 30)
+    return item, await asyncio.wait_for(future, 30)
 
 
 async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
@@ -121,7 +121,7 @@ async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     adapter.deadly.clear()
     again = await replayed(broker, settings_of(), name, 30.0)
     assert all(is_right(again, item, index) for index in range(2))
-    assert name not in [letter.letter.id async for letter in letters.all()]
+    assert name not in [entry.letter.id async for entry in letters.all()]
 
 
 @pytest.mark.usefixtures("sidecar")
@@ -153,8 +153,8 @@ async def test_letters_are_replayed_and_purged_from_the_command_line(
 async def first_of(letters: Letters) -> str:
     """The id of the first letter, once there is one."""
     while True:
-        async for letter in letters.all():
-            return letter.letter.id
+        async for entry in letters.all():
+            return entry.letter.id
 
 
 async def test_without_a_broker_it_says_so(nats: NatsServer) -> None:

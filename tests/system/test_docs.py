@@ -79,8 +79,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """
     folder = tmp_path_factory.mktemp("reader")
     models = LocalModels(folder / "models", folder / "weights")
-    for entry in (models.folder, models.weights):
-        entry.mkdir()
+    for directory in (models.folder, models.weights):
+        directory.mkdir()
     for name, (kind, more) in MODELS.items():
         models.add(kind, {**local_models.KINDS[kind](models.weights / kind), **more, "id": name})
     hub, bucket = HubStub(commit=COMMIT), Moto()

@@ -66,8 +66,8 @@ sie_contracts.__version__ = "{version}"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as created:
-        yield created
+    with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as started:
+        yield started
 
 
 @contextlib.contextmanager
@@ -98,34 +98,32 @@ def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[s
 
 
 def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
-    examined = Examined(tmp_path, environ_of(stack))
-    assert (examined.status, examined.word) == (0, "fine"), examined.output
-    assert examined.states.pop("models") == "absent"
-    assert set(examined.states.values()) == {"fine"}, examined.output
-    assert "1 gateway and 1 worker serve by epoch" in examined.says["config"]
-    assert "1 healthy worker" in examined.says["gateway"]
-    assert examined.says["clock"].startswith(
-        "4 clocks within 0."
-    )  # of this machine, gateway, config service and worker
+    report = Examined(tmp_path, environ_of(stack))
+    assert (report.status, report.word) == (0, "fine"), report.output
+    assert report.states.pop("models") == "absent"
+    assert set(report.states.values()) == {"fine"}, report.output
+    assert "1 gateway and 1 worker serve by epoch" in report.says["config"]
+    assert "1 healthy worker" in report.says["gateway"]
+    assert report.says["clock"].startswith("4 clocks within 0.")  # of this machine, gateway, config service and worker
 
 
 def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
-    examined = Examined(
+    report = Examined(
         tmp_path, {**environ_of(stack), "SIE_AUTH_TOKEN": "sesame-1", "SIE_CONFIG_READ_TOKEN": "sesame-2"}
     )
-    examined.named("gateway", "does not let this token read (status 401)", "set SIE_API_KEY")
-    examined.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
-    assert "sesame" not in examined.output
+    report.named("gateway", "does not let this token read (status 401)", "set SIE_API_KEY")
+    report.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
+    assert "sesame" not in report.output
 
 
 def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, tmp_path: Path) -> None:
     adapter, path = stack.workers[0].adapter, environ_of(stack)["SIE_IPC_SOCKET_PATH"]
     adapter.pause()
     try:
-        examined = Examined(tmp_path, environ_of(stack))
+        report = Examined(tmp_path, environ_of(stack))
     finally:
         adapter.resume()
-    examined.named(
+    report.named(
         "sockets", f"{path}: the adapter takes connections, but no answer comes", "kill it; start the adapter again"
     )
     adapter.kill()
@@ -136,10 +134,10 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
             "the sidecar notices",
         )
         until(lambda: health(stack)["unhealthy_workers"], 60, "the gateway notices")
-        examined = Examined(tmp_path, environ_of(stack))
-        examined.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
-        examined.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
-        examined.named("ports", "not ready: no adapter is connected", "sockets")
+        report = Examined(tmp_path, environ_of(stack))
+        report.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
+        report.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
+        report.named("ports", "not ready: no adapter is connected", "sockets")
     finally:
         adapter.start()
         stack.workers[0].sidecar.wait_ready()
@@ -162,33 +160,33 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
             headers={"authorization": f"Bearer {ADMIN}"},
         )
         assert written.is_success, written.text
-        examined = Examined(tmp_path, environ_of(stack))
-    examined.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
-    examined.named(
+        report = Examined(tmp_path, environ_of(stack))
+    report.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
+    report.named(
         "clock",
         f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
         "for a pod: its node) with `timedatectl set-ntp true`",
     )
-    examined.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
-    examined.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
-    assert [len(examined.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], examined.output
+    report.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
+    report.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
+    assert [len(report.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], report.output
 
 
 @pytest.mark.long
 def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
     with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
-        examined = Examined(tmp_path, environ_of(stack))
-    examined.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
+        report = Examined(tmp_path, environ_of(stack))
+    report.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
 
 
 def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
     stack.config.kill()
     try:
-        examined = Examined(tmp_path, environ_of(stack))
+        report = Examined(tmp_path, environ_of(stack))
     finally:
         stack.config.start()
         stack.config.wait_ready()
-    examined.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
+    report.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
 
 
 # ---- a broker
@@ -196,33 +194,33 @@ def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) ->
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats") as created:
-        yield created
+    with NatsServer(tmp_path / "nats") as started:
+        yield started
 
 
 def test_a_broker_that_is_down_is_named(tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:{free_port()}"
-    examined = Examined(tmp_path, {}, "--nats-url", url)
-    examined.named("broker", f"no broker answers at {url}", "SIE_NATS_URL")
-    assert examined.states["streams"] == examined.states["clock"] == "blind"
+    report = Examined(tmp_path, {}, "--nats-url", url)
+    report.named("broker", f"no broker answers at {url}", "SIE_NATS_URL")
+    assert report.states["streams"] == report.states["clock"] == "blind"
 
 
 def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path) -> None:
     users = 'authorization { users: [{user: "gateway", password: "right"}] }'
     with NatsServer(tmp_path / "nats", extra=users) as server:
         place = server.url.removeprefix("nats://")
-        examined = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
-        examined.named(
+        report = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
+        report.named(
             "broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER@HOST:PORT)"
         )
-        assert "sesame" not in examined.output
+        assert "sesame" not in report.output
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
 
 
 def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
     with NatsServer(tmp_path / "nats", extra="jetstream: disabled") as server:
-        examined = Examined(tmp_path, {}, "--nats-url", server.url)
-    examined.named("broker", "has no JetStream", "-js")
+        report = Examined(tmp_path, {}, "--nats-url", server.url)
+    report.named("broker", "has no JetStream", "-js")
 
 
 def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
@@ -234,8 +232,8 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
         broker = NatsBroker("test")
         await broker.open(server.url, 5.0)
         try:
-            second_spec = dataclasses.replace(spec, max_age_s=spec.max_age_s - 60)
-            await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(second_spec), StreamInfo)
+            changed_spec = dataclasses.replace(spec, max_age_s=spec.max_age_s - 60)
+            await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(changed_spec), StreamInfo)
             await broker.publish(
                 topology.work_subject(Lane("_default", "cpu", "default"), "interactive", "toy/a"), b"x", "1"
             )
@@ -243,19 +241,19 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
             await broker.close()
 
     asyncio.run(plant())
-    examined = Examined(tmp_path, {}, "--nats-url", server.url)
+    report = Examined(tmp_path, {}, "--nats-url", server.url)
     migrate = f"sie topology migrate --yes --url {server.url}"
-    examined.named("streams", f"stream {spec.name} is not as wanted: max_age is", migrate)
-    examined.named("streams", "consumer ", migrate)
+    report.named("streams", f"stream {spec.name} is not as wanted: max_age is", migrate)
+    report.named("streams", "consumer ", migrate)
     assert any(
-        "is missing: its subject holds messages" in stream["wrong"] for stream in examined.findings["streams"]
-    ), examined.output
-    examined.named(
+        "is missing: its subject holds messages" in finding["wrong"] for finding in report.findings["streams"]
+    ), report.output
+    report.named(
         "streams",
         f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
         migrate,
     )
-    pasted = {stream["fix"].split("`")[1] for stream in examined.findings["streams"]}  # as a reader would
+    pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would
     assert pasted == {migrate}
     environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", *pasted], env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -275,43 +273,41 @@ def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
         "SIE_AUTH_TOKENS": ",",
         "SIE_MAX_BATCH_WAIT_MS": "3",
     }
-    examined = Examined(tmp_path, environ)
-    examined.named(
+    report = Examined(tmp_path, environ)
+    report.named(
         "settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1"
     )
-    examined.named(
-        "settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?"
-    )
-    examined.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    examined.named(
+    report.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
+    report.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    report.named(
         "settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two"
     )
-    examined.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
-    examined.named(
+    report.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
+    report.named(
         "settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS"
     )
-    assert len(examined.findings["settings"]) == 6
+    assert len(report.findings["settings"]) == 6
 
 
 def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
-    examined = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
-    examined.named("sockets", f"{path}: there is no such socket", "start the adapter again")
+    report = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    report.named("sockets", f"{path}: there is no such socket", "start the adapter again")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         path.chmod(0o666)
-        examined = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
-    examined.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
+        report = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    report.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
 
 
 def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
     """The disk is as it is; what moves is the threshold."""
-    examined = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
-    examined.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
+    report = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
+    report.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
     room = os.statvfs(tmp_path)
     (tmp_path / "data" / "nats").mkdir(parents=True)
-    examined = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
-    examined.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
+    report = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
+    report.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
 
 
 @pytest.mark.debian
@@ -326,43 +322,43 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
             "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85",
             "SIE_PAYLOAD_STORE_URL": str(folder),
         }
-        examined = Examined(tmp_path, store)
+        report = Examined(tmp_path, store)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-    examined.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
-    examined.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
+    report.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
+    report.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
 
 
 def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as second:
-        serving = threading.Thread(target=second.serve_forever)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as http_server:
+        serving = threading.Thread(target=http_server.serve_forever)
         serving.start()
         try:
-            port = second.server_address[1]
+            port = http_server.server_address[1]
             environ = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
-            examined = Examined(tmp_path, {**environ, "SIE_GATEWAY_METRICS_PORT": "0"})
+            report = Examined(tmp_path, {**environ, "SIE_GATEWAY_METRICS_PORT": "0"})
         finally:
-            second.shutdown()
+            http_server.shutdown()
             serving.join()
-    examined.named(
+    report.named(
         "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is held by a program", "--worker-metrics-port"
     )
-    examined.named("gateway", "is no gateway of SIE", "--url")
+    report.named("gateway", "is no gateway of SIE", "--url")
 
 
 @pytest.mark.long
 def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
     """No machine has a hundredth one; which of the reasons is told depends on the machine."""
-    examined = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
-    examined.named("gpu", "", "SIE_DEVICE")
+    report = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
+    report.named("gpu", "", "SIE_DEVICE")
 
 
 def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None:
     ports = dict.fromkeys(("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT"), "0")
-    examined = Examined(tmp_path, ports)
-    assert (examined.status, examined.word) == (2, "blind"), examined.output
-    assert {check for check, state in examined.states.items() if state == "blind"} == set(CLUSTER), examined.output
-    assert examined.states["settings"] == examined.states["disk"] == "fine"
+    report = Examined(tmp_path, ports)
+    assert (report.status, report.word) == (2, "blind"), report.output
+    assert {check for check, state in report.states.items() if state == "blind"} == set(CLUSTER), report.output
+    assert report.states["settings"] == report.states["disk"] == "fine"
     with mock.patch.object(probe, "default_sockets", list):
         environ = {"SIE_LOCAL_CACHE": str(tmp_path), **ports}
         text = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env=environ).output

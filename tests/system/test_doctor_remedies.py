@@ -93,8 +93,8 @@ NO_COMMAND_TO_RUN = (
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("remedies") / "stack", PLAN) as created:
-        yield created
+    with Stack(tmp_path_factory.mktemp("remedies") / "stack", PLAN) as started:
+        yield started
 
 
 @contextlib.contextmanager
@@ -119,16 +119,16 @@ def start(part: Part, command: str) -> None:
     part.start()
 
 
-def until_gone(examine: Any, check: str) -> None:
+def until_gone(report_of: Any, check: str) -> None:
     """Doctor has nothing to say of it any more."""
-    until(lambda: examine().findings[check] == [], BOUND_S, f"no finding of {check}")
+    until(lambda: report_of().findings[check] == [], BOUND_S, f"no finding of {check}")
 
 
 def test_each_text_that_names_a_command_is_followed_here() -> None:
     templates = doctor_templates()
     assert len(templates) > len(FOLLOWED)
-    assert [text for text in templates if not any(remedy in text for remedy in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
-    assert [remedy for remedy in FOLLOWED if not any(remedy in text for text in templates)] == []
+    assert [text for text in templates if not any(phrase in text for phrase in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
+    assert [phrase for phrase in FOLLOWED if not any(phrase in text for text in templates)] == []
 
 
 @pytest.mark.long
@@ -201,20 +201,20 @@ def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_pat
 @pytest.mark.long
 def test_a_token_that_may_not_read_is_replaced_by_a_key_that_is_made_as_told(stack: Stack, tmp_path: Path) -> None:
     environ = environ_of(stack)
-    examined = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
-    (command,) = commands(examined.told("gateway", "does not let this token read", KEY))
+    report = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
+    (command,) = commands(report.told("gateway", "does not let this token read", KEY))
     token = ran(command.replace("NAME", "remedy")).strip()
     until_gone(lambda: Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": token}), "gateway")
 
 
 def test_settings_that_are_wrong_are_mended_as_told(tmp_path: Path) -> None:
-    examined = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
-    setting = examined.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
-    unset = examined.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    number = examined.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
-    name = setting.removeprefix("did you mean ").partition("?")[0]
+    report = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
+    suggestion = report.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
+    unset = report.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    number = report.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
+    name = suggestion.removeprefix("did you mean ").partition("?")[0]
     assert name == "SIE_PRELOAD_MODELS"
-    assert name in ran(*commands(setting))
+    assert name in ran(*commands(suggestion))
     assert "SIE_WHATEVER" not in ran(*commands(unset))
     assert number.startswith("set SIE_MAX_BATCH_COST")
     assert Examined(tmp_path, {name: "x", "SIE_MAX_BATCH_COST": "1"}).findings["settings"] == []
@@ -284,17 +284,17 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
     program took a port.
     """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
-    examined = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
-    (first,) = commands(examined.told("broker", "no broker answers", BROKER))
-    assert SERVE.strip("`(") in examined.says["gateway"]
-    assert first == f"sie serve --data-dir {data_dir}" == commands(examined.says["gateway"])[0]
+    report = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
+    (first,) = commands(report.told("broker", "no broker answers", BROKER))
+    assert SERVE.strip("`(") in report.says["gateway"]
+    assert first == f"sie serve --data-dir {data_dir}" == commands(report.says["gateway"])[0]
     cluster = served(data_dir, first)
     try:
-        examined = Examined(tmp_path, {})
-        assert {examined.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
-            examined.output
+        report = Examined(tmp_path, {})
+        assert {report.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
+            report.output
         )
-        assert examined.findings["models"] == []
+        assert report.findings["models"] == []
 
         asyncio.run(_alter(cluster.broker_url()))
         ran(*commands(Examined(tmp_path, {}).told("streams", "max_age is", STREAMS)))
@@ -308,14 +308,14 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
         gateway, worker = (int(url.rpartition(":")[2]) for url in cluster.access().metrics_urls)
         killed(cluster)
         with holding(gateway):
-            examined = Examined(tmp_path, {})
-            (again,) = commands(examined.told("ports", f"nothing listens on port {worker}", AGAIN))
-            (commands_shown,) = commands(examined.told("ports", f"port {gateway}, which", OTHER_PORTS))
-            assert again == commands_shown == first
+            report = Examined(tmp_path, {})
+            (again,) = commands(report.told("ports", f"nothing listens on port {worker}", AGAIN))
+            (command,) = commands(report.told("ports", f"port {gateway}, which", OTHER_PORTS))
+            assert again == command == first
             cluster = served(data_dir, again)
-            examined = Examined(tmp_path, {})
-            assert {examined.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, (
-                examined.output
+            report = Examined(tmp_path, {})
+            assert {report.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, (
+                report.output
             )
         assert access.read(data_dir) is not None
     finally:

@@ -69,12 +69,12 @@ def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: Loca
     """One request: a page, a text, a file that is no image, two images."""
     page = given(png(PAGE))
     items = [page, {"text": "x"}, given(b"no image"), {"images": page["images"] * 2}]
-    written, error, broken, two = asked(client, items, max_new_tokens=20)
+    written, text_result, broken, two = asked(client, items, max_new_tokens=20)
     expected = donut_oracle(open_models.weights / "donut")(PAGE, asks("<s_cord-v2>", most=20)).ids
     assert written["data"]["completion_tokens"] == len(expected)
     assert written["data"]["finish_reason"] == ("stop" if len(expected) < 20 else "length")
     assert written["objects"] == written["relations"] == written["classifications"] == []
-    assert [result["error"]["reason"] for result in (error, broken, two)] == [
+    assert [result["error"]["reason"] for result in (text_result, broken, two)] == [
         "unsupported_modality",
         "invalid_media",
         "invalid_media",

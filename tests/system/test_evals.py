@@ -77,14 +77,14 @@ def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster
 
 
 @pytest.mark.parametrize(
-    ("model", "sources_more"),
+    ("model", "templates"),
     [(MODEL, ("st", "sie:{url}", "openai:{url}/v1", "infinity:{url}/v1")), ("test/dense", ("tei:{url}",))],
 )
 def test_every_source_of_one_model_gives_one_quality(
-    open_cluster: Cluster, small: Path, tmp_path: Path, model: str, sources_more: tuple[str, ...]
+    open_cluster: Cluster, small: Path, tmp_path: Path, model: str, templates: tuple[str, ...]
 ) -> None:
     url, page = open_cluster.url, tmp_path / "report.md"
-    sources = ["sie", *(second.format(url=url) for second in sources_more)]
+    sources = ["sie", *(template.format(url=url) for template in templates)]
     report = figures(model, "-t", str(small), "-s", ",".join(sources), "--url", url, "--markdown", str(page))
     by_source = scores(report)
     assert list(by_source) == sources
@@ -241,8 +241,8 @@ class ForkedServe(Forked):
 
     def __init__(self, argv: list[str], stdout: IO[str], stderr: IO[str]) -> None:
         assert argv[1:4] == ["-m", "sie_cli", "serve"]
-        with open(os.devnull, "rb") as null:
-            self._start("engine", [SIE, *argv[3:]], os.environ, (null.fileno(), stdout.fileno(), stderr.fileno()))
+        with open(os.devnull, "rb") as devnull:
+            self._start("engine", [SIE, *argv[3:]], os.environ, (devnull.fileno(), stdout.fileno(), stderr.fileno()))
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

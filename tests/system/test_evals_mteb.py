@@ -116,17 +116,17 @@ def test_a_similarity_of_the_library_is_that_of_sentence_transformers(
     pairs = tasks.stsb()
     data = parquet(sentence1=pairs.left[:count], sentence2=pairs.right[:count], score=pairs.gold[:count])
     at_hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
-    report = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
-    assert report["sie"]["cosine_spearman"] == pytest.approx(report["st"]["cosine_spearman"], abs=1e-4)
-    assert figure is None or report["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
+    by_source = figures(MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
+    assert by_source["sie"]["cosine_spearman"] == pytest.approx(by_source["st"]["cosine_spearman"], abs=1e-4)
+    assert figure is None or by_source["sie"]["cosine_spearman"] == pytest.approx(figure, abs=1e-3)
 
 
 def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, at_hub: HubStub) -> None:
     where = ("--url", open_cluster.url)
     at_hub.repositories[NFCORPUS[0]], at_hub.commit = retrieval(), NFCORPUS[1]
-    report = figures(MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
-    assert next(iter(report["sie"])) == "ndcg_at_10"
-    assert report["sie"] == pytest.approx(report["st"], abs=1e-3)
+    by_source = figures(MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
+    assert next(iter(by_source["sie"])) == "ndcg_at_10"
+    assert by_source["sie"] == pytest.approx(by_source["st"], abs=1e-3)
     numbers = [f"q{number}" for number in range(ROWS)]
     ranked = [[f"d{(number + step) % ROWS}" for step in range(10)] for number in range(ROWS)]
     top = parquet(**{"query-id": numbers, "corpus-ids": ranked})
@@ -156,8 +156,8 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     file = tmp_path / "targets.yaml"
     saved = ("-s", "sie", *where, "--save-targets", str(file))
     first = evaluated(tmp_path, nowhere, *arguments, *saved, cwd=tmp_path)
-    report = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
-    assert first.stderr.splitlines()[0] == report
+    notice = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
+    assert first.stderr.splitlines()[0] == notice
     for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
         assert word in first.stdout
     assert "NFCorpus@cpu clients=16" in file.read_text()

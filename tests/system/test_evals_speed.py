@@ -134,11 +134,11 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         assert "Traceback" not in err + stderr
         slow.gateways[0].start()
         slow.gateways[0].wait_ready()
-        count = len(list(unfinished.glob("*.msgpack")))
-        assert 2 <= count < 4
+        part_count = len(list(unfinished.glob("*.msgpack")))
+        assert 2 <= part_count < 4
         again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
-    assert f"answers to {count * 1024} texts are those of an interrupted evaluation" in again.stdout
+    assert f"answers to {part_count * 1024} texts are those of an interrupted evaluation" in again.stdout
     assert list(unfinished.iterdir()) == []
 
 

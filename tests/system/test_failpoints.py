@@ -115,7 +115,7 @@ def client_leaves(field: Field, name: str, place: Place) -> None:
 
 def cold_model(field: Field, name: str, place: Place) -> None:
     """Work of a model that no worker has loaded, and whose place nobody has written down."""
-    model = COLD[[entry for entry, second in PLACES.items() if second.scenario == place.scenario].index(name)]
+    model = COLD[[key for key, candidate in PLACES.items() if candidate.scenario == place.scenario].index(name)]
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     first = field.ask(name, model=model, budget_s=SHORT_S)
@@ -300,16 +300,16 @@ def poison(field: Field, name: str, place: Place) -> None:
     # a death that nobody could write down is not counted
     expected = deaths() + (3 if name == "poison.before_mark" else 2)
     first = field.ask(f"{name}: {DEADLY}", budget_s=30.0)
-    requests_more = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
+    neighbours = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
     # the verdict may come before the process that it is about is gone
     field.supervise(
-        lambda: first.done() and all(request.done() for request in requests_more) and deaths() >= expected,
+        lambda: first.done() and all(neighbour.done() for neighbour in neighbours) and deaths() >= expected,
         40.0,
         "all are answered",
     )
     assert any(f"status {CRASHED}" in line for line in part.log), field.stack.log()
     assert first.result().error == ("INFERENCE_ERROR", "poison")
-    assert {request.result().status for request in requests_more} == {200}
+    assert {neighbour.result().status for neighbour in neighbours} == {200}
     field.settled()
     assert deaths() == expected
     assert field.letters() == letters + 1

@@ -125,7 +125,7 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
     assert held
     assert not load.wrong()
     assert {(outcome.status, outcome.code) for outcome in load.outcomes} == {(200, "")}
-    assert max(task.deliveries for task in held) >= 2
+    assert max(outcome.deliveries for outcome in held) >= 2
     assert max(outcome.deliveries for outcome in load.outcomes if outcome.started_s > killed_s + ACK_WAIT_S + 1) == 1
 
 
@@ -141,8 +141,8 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
     gateway.wait_ready()
     broken = [outcome for outcome in load.outcomes if outcome.status != 200]
     assert broken
-    assert {stream.status for stream in broken} == {0}
-    assert {stream.failure for stream in broken} <= {"ReadError", "RemoteProtocolError", "ConnectError", "WriteError"}
+    assert {outcome.status for outcome in broken} == {0}
+    assert {outcome.failure for outcome in broken} <= {"ReadError", "RemoteProtocolError", "ConnectError", "WriteError"}
     assert not load.wrong()
 
 

@@ -92,20 +92,20 @@ def test_an_empty_file_and_an_unknown_purpose_are_refused(cluster: Cluster, clie
 
 def test_the_client_walks_through_all_pages_of_its_own_files(cluster: Cluster) -> None:
     with (
-        client_of(cluster, OTHER) as second_client,
-        client_of(cluster, ONE) as first_client,
+        client_of(cluster, OTHER) as owner,
+        client_of(cluster, ONE) as stranger,
         client_of(cluster, ADMIN) as admin,
     ):
-        file_ids = [second_client.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
-        assert [entry.id for entry in second_client.files.list(limit=2)] == file_ids[::-1]
-        assert [entry.id for entry in second_client.files.list(limit=2, order="asc", purpose="user_data")] == file_ids
-        assert not {entry.id for entry in first_client.files.list()} & set(file_ids)
+        file_ids = [owner.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
+        assert [entry.id for entry in owner.files.list(limit=2)] == file_ids[::-1]
+        assert [entry.id for entry in owner.files.list(limit=2, order="asc", purpose="user_data")] == file_ids
+        assert not {entry.id for entry in stranger.files.list()} & set(file_ids)
         with pytest.raises(openai.NotFoundError):
-            first_client.files.content(file_ids[0])
+            stranger.files.content(file_ids[0])
         assert set(file_ids) <= {entry.id for entry in admin.files.list()}
-        for file in file_ids:
-            assert admin.files.delete(file).deleted
-        assert list(second_client.files.list()) == []
+        for file_id in file_ids:
+            assert admin.files.delete(file_id).deleted
+        assert list(owner.files.list()) == []
 
 
 def test_a_file_expires(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -151,16 +151,16 @@ def test_the_memory_of_a_gateway_does_not_grow_with_a_file(cluster: Cluster) -> 
 
     try:
         with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False, headers=by(ONE)) as client:
-            response = client.post("/v1/files", content=form(count), headers=FORM)
-            assert (response.status_code, response.json().get("bytes")) == (200, MAX_FILE_BYTES), response.text
+            answer = client.post("/v1/files", content=form(count), headers=FORM)
+            assert (answer.status_code, answer.json().get("bytes")) == (200, MAX_FILE_BYTES), answer.text
             read = 0
-            with client.stream("GET", f"/v1/files/{response.json()['id']}/content") as content:
+            with client.stream("GET", f"/v1/files/{answer.json()['id']}/content") as content:
                 for piece in content.iter_bytes():
                     read += len(piece)
             assert read == MAX_FILE_BYTES
             refused = client.post("/v1/files", content=form(600), headers=FORM)
             assert (refused.status_code, refused.json()["error"]["limit"]) == (413, MAX_FILE_BYTES)
-            assert client.delete(f"/v1/files/{response.json()['id']}").status_code == 200
+            assert client.delete(f"/v1/files/{answer.json()['id']}").status_code == 200
     finally:
         done.set()
         watching.join()
@@ -243,8 +243,8 @@ def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_afte
         killed.set()
         sending.join(60)
     assert len(failures) == 1
-    with client_of(cluster, ADMIN, gateway=1) as second_client:
-        assert list(second_client.files.list()) == []
+    with client_of(cluster, ADMIN, gateway=1) as admin:
+        assert list(admin.files.list()) == []
     assert objects(cluster), "nobody has cleaned up yet"
     assert cleaned(cluster, 0) == 0, "it may still be written"
     assert cleaned(cluster, ABANDONED_S + 1) == 1
@@ -295,15 +295,15 @@ def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(clu
         )
         return answer.status_code == 429 and "retry-after" in answer.headers
 
-    with client_of(cluster, OTHER) as second_client:
-        batch_s(second_client)  # the model is loaded
-        quiet_s = batch_s(second_client)
+    with client_of(cluster, OTHER) as neighbour:
+        batch_s(neighbour)  # the model is loaded
+        quiet_s = batch_s(neighbour)
         threads = [threading.Thread(target=send) for _ in range(32)]
         for thread in threads:
             thread.start()
         try:
             until(refused, 60, "the key has all of its places")
-            attacked_s = batch_s(second_client)
+            attacked_s = batch_s(neighbour)
         finally:
             go.set()
             for thread in threads:

@@ -58,8 +58,8 @@ def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that
         try:
             cluster.start(BOUND_S)
             assert cluster.encode(["Hello"]).status_code == 200
-            (report,) = [line for line in cluster.lines if line.startswith("[serve] metrics ")]
-            gateway, worker = re.findall(r"http://\S+?/metrics", report)
+            (metrics_line,) = [line for line in cluster.lines if line.startswith("[serve] metrics ")]
+            gateway, worker = re.findall(r"http://\S+?/metrics", metrics_line)
             assert "sie_" in httpx.get(gateway, timeout=10).text
             assert "sie_" in httpx.get(worker, timeout=10).text
         finally:

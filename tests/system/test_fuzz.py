@@ -35,22 +35,22 @@ def stack(toy_stack: Stack) -> Stack:
 
 async def send_all(url: str, cases: Iterator[Case]) -> Counter[tuple[int, str]]:
     """Return the answers by status and code. Raises AssertionError for an answer that must not come."""
-    statuses: Counter[tuple[int, str]] = Counter()
+    tally: Counter[tuple[int, str]] = Counter()
     findings: list[str] = []
 
     async def client(http: httpx.AsyncClient) -> None:
         for case in cases:
             answer = await http.request(case.method, case.path, content=case.body, headers=case.headers)
             code, fault = judged(answer)
-            statuses[answer.status_code, code] += 1
+            tally[answer.status_code, code] += 1
             if fault:
                 findings.append(f"{fault}: {case} {answer.status_code} {answer.text[:300]}")
 
     async with httpx.AsyncClient(base_url=url, timeout=ANSWERED_S, trust_env=False) as http:
         await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
-    print("\n", dict(statuses), f"{len(findings)} findings")
+    print("\n", dict(tally), f"{len(findings)} findings")
     assert not findings, "\n".join([f"{len(findings)} findings", *findings[:5]])
-    return statuses
+    return tally
 
 
 def judged(answer: httpx.Response) -> tuple[str, str]:
@@ -72,10 +72,10 @@ def judged(answer: httpx.Response) -> tuple[str, str]:
 async def fuzzed(stack: Stack, count: int, seed: int) -> None:
     await send_all(stack.urls[0], fuzz.cases(seed, count // 5))
     before = stack.rss_bytes()
-    statuses = await send_all(stack.urls[0], fuzz.cases(seed + 1, count - count // 5))
+    tally = await send_all(stack.urls[0], fuzz.cases(seed + 1, count - count // 5))
     after = stack.rss_bytes()
-    print("\n", dict(statuses), {role: (after[role] - before[role]) >> 10 for role in after})
-    assert sum(count for (status, _), count in statuses.items() if status < 300) > count / 50, "some pass"
+    print("\n", dict(tally), {role: (after[role] - before[role]) >> 10 for role in after})
+    assert sum(count for (status, _), count in tally.items() if status < 300) > count / 50, "some pass"
     for role in ("gateway", "sidecar"):
         assert after[role] - before[role] < GROWTH_BYTES, f"{role} grew by {(after[role] - before[role]) >> 20} MiB"
     async with httpx.AsyncClient(base_url=stack.urls[0], timeout=ANSWERED_S, trust_env=False) as http:
@@ -90,9 +90,9 @@ async def test_bent_bodies(stack: Stack, count: int) -> None:
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 async def test_forms_with_odd_fields(stack: Stack, count: int) -> None:
-    statuses = await send_all(stack.urls[0], fuzz.forms(count, count))
-    assert len({code for _, code in statuses}) > 1
-    assert sum(number for (status, _), number in statuses.items() if status == 400) > count / 2
+    tally = await send_all(stack.urls[0], fuzz.forms(count, count))
+    assert len({code for _, code in tally}) > 1
+    assert sum(number for (status, _), number in tally.items() if status == 400) > count / 2
 
 
 def test_every_route_of_another_server_has_bodies_to_bend() -> None:
@@ -112,9 +112,9 @@ def in_part(every: int) -> pytest.MarkDecorator:
 @in_part(151)
 async def test_odd_values_in_every_place(stack: Stack, every: int) -> None:
     """Extension types of msgpack, bytes, arrays of any size, text that is none: as any value, in any parameter."""
-    statuses = await send_all(stack.urls[0], fuzz.part(fuzz.everywhere(), every))
-    assert statuses.total() > 20_000 / every
-    assert sum(count for (status, _), count in statuses.items() if status == 400) > 10_000 / every
+    tally = await send_all(stack.urls[0], fuzz.part(fuzz.everywhere(), every))
+    assert tally.total() > 20_000 / every
+    assert sum(count for (status, _), count in tally.items() if status == 400) > 10_000 / every
 
 
 @in_part(5)

@@ -102,10 +102,12 @@ def test_a_file_that_is_no_image_costs_its_own_slot(client: httpx.Client, expect
 
 
 def test_a_model_of_texts_says_which_models_take_images(client: httpx.Client) -> None:
-    result, error = encoded(client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense")
-    vector(error)
-    assert result["error"]["reason"] == "unsupported_modality"
-    message = result["error"]["message"]
+    image_result, text_result = encoded(
+        client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense"
+    )
+    vector(text_result)
+    assert image_result["error"]["reason"] == "unsupported_modality"
+    message = image_result["error"]["message"]
     assert message.startswith("test/dense takes text, not image; models that take it: ")
     assert "Marqo/marqo-ecommerce-embeddings-B" in message
 
@@ -115,9 +117,9 @@ def test_the_sdk_takes_files_bytes_images_and_arrays(
 ) -> None:
     path = tmp_path_factory.mktemp("images") / "one.png"
     path.write_bytes(png(PICTURES[0]))
-    sources = [path, png(PICTURES[0]), PICTURES[0], np.asarray(PICTURES[0]), io.BytesIO(png(PICTURES[0]))]
+    pictures = [path, png(PICTURES[0]), PICTURES[0], np.asarray(PICTURES[0]), io.BytesIO(png(PICTURES[0]))]
     with SIEClient(open_cluster.url) as client:
-        results = client.encode(CLIP, [{"images": [source]} for source in sources])
+        results = client.encode(CLIP, [{"images": [picture]} for picture in pictures])
     for result in results:
         assert np.abs(np.asarray(result["dense"]) - expected[0]).max() <= 2e-6
 
@@ -128,7 +130,7 @@ def test_a_rotated_photograph_is_seen_upright(client: httpx.Client) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     PICTURES[1].rotate(90, expand=True).save(turned, "PNG", exif=exif)
-    upright, result = encoded(
+    upright, rotated = encoded(
         client, [{"images": [in_base64(png(PICTURES[1]))]}, {"images": [in_base64(turned.getvalue())]}]
     )
-    assert np.abs(vector(result) - vector(upright)).max() <= 2e-6
+    assert np.abs(vector(rotated) - vector(upright)).max() <= 2e-6

@@ -70,19 +70,19 @@ def client(open_cluster: Cluster) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_beyond_a_limit_the_error_names_the_field_and_the_limit(name: str, client: httpx.Client) -> None:
     """Each refusal takes as long as reading a header."""
-    message = REFUSED[name]
+    case = REFUSED[name]
     started_s = time.monotonic()
-    answer = client.post(f"/v1/encode/{CLIP}", json={"items": [{"images": message.images}]})
+    answer = client.post(f"/v1/encode/{CLIP}", json={"items": [{"images": case.images}]})
     error = answer.json()["error"]
     assert (answer.status_code, error.get("reason", ""), error["param"]) == (
-        message.status,
-        message.reason,
-        message.param,
+        case.status,
+        case.reason,
+        case.param,
     )
-    assert error["code"] == ("PAYLOAD_TOO_LARGE" if message.status == 413 else "INVALID_INPUT")
-    assert message.named in error["message"]
-    assert error["message"].startswith(message.param)
-    assert error.get("limit") == message.limit
+    assert error["code"] == ("PAYLOAD_TOO_LARGE" if case.status == 413 else "INVALID_INPUT")
+    assert case.named in error["message"]
+    assert error["message"].startswith(case.param)
+    assert error.get("limit") == case.limit
     assert time.monotonic() - started_s < 20
 
 
@@ -91,8 +91,8 @@ def test_64_images_and_neighbours_of_what_is_refused_are_answered(client: httpx.
     items: list[Any] = [{"images": [text(GOOD)] * 64}, {"images": [text(bomb())]}, {"images": [text(HEADER)] * 4}]
     answer = client.post(f"/v1/encode/{CLIP}", json={"items": [*items, {"text": "a river"}]})
     assert answer.status_code == 200, answer.text
-    many, large, cut, error = answer.json()["items"]
+    many, large, cut, neighbour = answer.json()["items"]
     assert "dense" in many
-    assert "dense" in error
+    assert "dense" in neighbour
     assert str(MAX_DECODED_PIXELS) in large["error"]["message"]
     assert "undecodable" in cut["error"]["message"]

@@ -23,11 +23,11 @@ def memory(cluster: Cluster) -> dict[str, int]:
     """Bytes of the largest process of each kind."""
     assert cluster.process is not None
     sizes: dict[str, int] = defaultdict(int)
-    for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        argv = child.cmdline()
+    for process in psutil.Process(cluster.process.pid).children(recursive=True):
+        argv = process.cmdline()
         kinds = ("gateway", "sidecar", "adapter", "sie_sidecar.prepare.media_worker")
         for kind in (kind for kind in kinds if kind in argv):
-            sizes[kind] = max(sizes[kind], child.memory_info().rss)
+            sizes[kind] = max(sizes[kind], process.memory_info().rss)
     return dict(sizes)
 
 
@@ -50,5 +50,5 @@ def test_memory_is_flat_over_thousands_of_images(tmp_path: Path, every_family: L
     print({kind: [sample[kind] // MIB for sample in samples] for kind in samples[0]})
     assert len(samples[0]) == 4
     for kind in samples[0]:
-        first, rest = (max(number[kind] for number in part) for part in (samples[:5], samples[5:]))
+        first, rest = (max(sample[kind] for sample in part) for part in (samples[:5], samples[5:]))
         assert rest < 1.1 * first + 8 * MIB, f"{kind}: {[sample[kind] // MIB for sample in samples]} MiB"

@@ -53,12 +53,12 @@ def test_pages_are_found_by_their_pictures(open_cluster: Cluster, open_models: L
         ColPaliForRetrieval.from_pretrained(weights),
         AutoProcessor.from_pretrained(weights, backend="pil"),
     )
-    queries = [processor.process_queries(["what is the total price?"])]
-    queries += [processor.process_images([picture]) for picture in PICTURES.values()]
+    batches = [processor.process_queries(["what is the total price?"])]
+    batches += [processor.process_images([picture]) for picture in PICTURES.values()]
     with torch.inference_mode():
         query, *pages = (
-            model(**{name: value for name, value in entry.items() if name != "labels"}).embeddings[0]
-            for entry in queries
+            model(**{name: value for name, value in batch.items() if name != "labels"}).embeddings[0]
+            for batch in batches
         )
     scores = processor.score_retrieval([query], pages)[0].numpy()
     names = list(PICTURES)
@@ -96,7 +96,7 @@ def test_a_text_and_its_images_are_one_vector(
     front, side = _sides(folder)
     offer, chair = multimodal.vector("a red square, 20 cm", [front, side]), multimodal.vector("a chair", [])
     query = multimodal.vector("a red square", [], "Find products that fit the query.")
-    expected = [float(np.round(np.float32(name @ query), 2)) for name in (offer, chair)]
+    expected = [float(np.round(np.float32(vector @ query), 2)) for vector in (offer, chair)]
     assert run(TOGETHER, open_cluster) == [str(expected)]
 
 
@@ -105,7 +105,7 @@ def test_a_query_with_an_image_ranks_documents_with_images(
 ) -> None:
     front, side = _sides(folder)
     query = ("is this the same?", [front])
-    scores = [multimodal.score(query, source) for source in (("a red square, 20 cm", [side]), ("a chair", []))]
+    scores = [multimodal.score(query, document) for document in (("a red square, 20 cm", [side]), ("a chair", []))]
     expected = [f"{place} {scores[place]:.2f}" for place in np.argsort(scores)[::-1]]
     assert run(RANKED, open_cluster) == expected
 

@@ -42,13 +42,13 @@ def drawn(colour: str, shape: str, rng: np.random.Generator) -> Image.Image:
     """A shape somewhere on a light ground, of some size, in an image that need not be square."""
     width, height = (int(edge) for edge in rng.integers(40, 120, 2))
     ground = tuple(int(level) for level in rng.integers(215, 255, 3))
-    picture = Image.new("RGB", (width, height), ground)
+    image = Image.new("RGB", (width, height), ground)
     edge = float(rng.uniform(0.45, 0.8)) * min(width, height)
     middle_x, middle_y = width / 2 + rng.uniform(-4, 4), height / 2 + rng.uniform(-4, 4)
     box = (middle_x - edge / 2, middle_y - edge / 2, middle_x + edge / 2, middle_y + edge / 2)
-    draw = ImageDraw.Draw(picture)
+    draw = ImageDraw.Draw(image)
     (draw.ellipse if shape == "circle" else draw.rectangle)(box, fill=COLOURS[colour])
-    return picture
+    return image
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
         AutoTokenizer.from_pretrained(folder),
     )
     texts = tokenizer(CAPTIONS, padding=True, return_tensors="pt")
-    queries = [drawn(*kind, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(KINDS)]
-    shown = processor(images=queries, return_tensors="pt")
+    pictures = [drawn(*kind, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(KINDS)]
+    shown = processor(images=pictures, return_tensors="pt")
 
     def vectors() -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
@@ -93,7 +93,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
         right = right + 1 if best.tolist() == list(range(len(KINDS))) else 0
     model.eval().save_pretrained(folder)
     images, captions = vectors()
-    return Search(folder, [png(query) for query in queries], images.numpy(), captions.numpy())
+    return Search(folder, [png(picture) for picture in pictures], images.numpy(), captions.numpy())
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +116,12 @@ def cluster(search: Search, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_the_served_ranking_is_the_librarys(cluster: Cluster, search: Search) -> None:
     """One request with all images, one with all captions; each caption finds its image."""
     assert SIZE < 120
-    sources = (
+    batches = (
         [{"images": [base64.b64encode(file).decode()]} for file in search.files],
         [{"text": caption} for caption in CAPTIONS],
     )
     vectors = []
-    for items in sources:
+    for items in batches:
         answer = httpx.post(f"{cluster.url}/v1/encode/test/search", json={"items": items}, timeout=120)
         assert answer.status_code == 200, answer.text + cluster.log()
         vectors.append(np.array([item["dense"]["values"] for item in answer.json()["items"]], np.float32))
@@ -129,8 +129,8 @@ def test_the_served_ranking_is_the_librarys(cluster: Cluster, search: Search) ->
     assert np.abs(images - search.images).max() <= 1e-5
     assert np.abs(captions - search.captions).max() <= 1e-5
     ranked, expected = (
-        np.argsort(-(side @ second.T), axis=1)
-        for side, second in ((captions, images), (search.captions, search.images))
+        np.argsort(-(queries @ targets.T), axis=1)
+        for queries, targets in ((captions, images), (search.captions, search.images))
     )
     assert np.array_equal(ranked, expected)
     assert ranked[:, 0].tolist() == list(range(len(KINDS)))

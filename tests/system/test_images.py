@@ -92,8 +92,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
     STORE.mkdir(parents=True, exist_ok=True)
     folder = tmp_path_factory.mktemp("base")
     if not exists(BASE):
-        arguments = "--include=python3-venv,python3-pip,python-is-python3,ca-certificates,binutils"
-        run("debootstrap", "--variant=minbase", arguments, "bookworm", folder / "root")
+        include = "--include=python3-venv,python3-pip,python-is-python3,ca-certificates,binutils"
+        run("debootstrap", "--variant=minbase", include, "bookworm", folder / "root")
         run("tar", "-C", folder / "root", "--exclude=./proc/*", "--exclude=./sys/*", "-cf", folder / "root.tar", ".")
         podman("import", str(folder / "root.tar"), BASE)
     if not exists(NATS):
@@ -108,9 +108,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("built")
 def test_an_image_holds_what_it_says_and_no_more_than_its_budget(image: str) -> None:
     name = f"localhost/sie-{image}:{VERSION}"
-    (info,), (base,) = (json.loads(podman("image", "inspect", entry)) for entry in (name, BASE))
-    assert 50_000_000 < info["Size"] - base["Size"] <= budgets()[image]
-    labels = {key.removeprefix("org.opencontainers.image."): value for key, value in info["Labels"].items()}
+    (details,), (base,) = (json.loads(podman("image", "inspect", reference)) for reference in (name, BASE))
+    assert 50_000_000 < details["Size"] - base["Size"] <= budgets()[image]
+    labels = {key.removeprefix("org.opencontainers.image."): value for key, value in details["Labels"].items()}
     assert (labels["version"], labels["title"], labels["licenses"]) == (VERSION, f"sie-{image}", "Apache-2.0")
     assert labels["revision"] == run("git", "rev-parse", "HEAD").strip()
     inside = ("run", "--rm", "--network", "host", *RUN_ARGS, "--read-only")
@@ -139,26 +139,26 @@ def test_a_change_of_code_rebuilds_in_seconds(tmp_path: Path) -> None:
     changed = tmp_path / "cli" / "sie_cli" / "main.py"
     changed.write_text(f"{changed.read_text()}\nCHANGED = '{secrets.token_hex()}'\n")  # in no layer of an earlier run
     began_s = time.monotonic()
-    process = make("image-adapter-cpu", "REGISTRY=localhost/changed", cwd=tmp_path)
+    output = make("image-adapter-cpu", "REGISTRY=localhost/changed", cwd=tmp_path)
     assert time.monotonic() - began_s < REBUILD_S
-    assert "Building wheel" in process
-    assert "Collecting torch" not in process
+    assert "Building wheel" in output
+    assert "Collecting torch" not in output
     podman("rmi", f"localhost/changed/sie-adapter-cpu:{VERSION}")
 
 
 def compose(*arguments: str) -> str:
     program = STORE / "podman"
     # `up` creates containers, and --podman-run-args are for those that are run alone
-    shell_script = f'case "$1" in create) shift; set -- create {shlex.join(RUN_ARGS)} "$@";; esac'
-    program.write_text(f'#!/bin/sh\n{shell_script}\nexec {shlex.join(PODMAN)} "$@"\n')
+    prelude = f'case "$1" in create) shift; set -- create {shlex.join(RUN_ARGS)} "$@";; esac'
+    program.write_text(f'#!/bin/sh\n{prelude}\nexec {shlex.join(PODMAN)} "$@"\n')
     program.chmod(0o755)
     options = ["--podman-path", str(program), "-p", PROJECT]
     return run("env", f"SIE_NATS_IMAGE={NATS}", Path(sys.executable).with_name("podman-compose"), *options, *arguments)
 
 
 def state(service: str) -> dict[str, object]:
-    report: dict[str, object] = json.loads(podman("inspect", f"{PROJECT}_{service}_1"))[0]["State"]
-    return report
+    details: dict[str, object] = json.loads(podman("inspect", f"{PROJECT}_{service}_1"))[0]["State"]
+    return details
 
 
 @pytest.fixture

@@ -118,11 +118,11 @@ def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobCli
     counts = done["counts"]
     assert (counts["rows"], counts["done"], counts["failed"], counts["shards"]) == (60, 60, 0, 10)
     assert done["output_url"] == place
-    result = jobs.rows(job["id"])
-    assert [row["id"] for row in result] == [row["key"] for row in rows]
-    assert [row["text"] for row in result] == TEXTS
-    assert [int(row["size"]) for row in result] == [row["size"] for row in rows], "CSV has no numbers"
-    check_close(result, direct(jobs, TEXTS))
+    output_rows = jobs.rows(job["id"])
+    assert [row["id"] for row in output_rows] == [row["key"] for row in rows]
+    assert [row["text"] for row in output_rows] == TEXTS
+    assert [int(row["size"]) for row in output_rows] == [row["size"] for row in rows], "CSV has no numbers"
+    check_close(output_rows, direct(jobs, TEXTS))
     on_disk = json.loads((folder / f"out-{output}" / "manifest.json").read_bytes())
     over_http = jobs.manifest(job["id"])
     assert on_disk == {name: value for name, value in over_http.items() if name != "next"} | {"next": None}
@@ -138,9 +138,9 @@ def test_an_uploaded_file_is_answered_and_its_output_is_kept_with_the_job(jobs: 
     job = jobs.submit(MODEL, {"file": file, "text": "{title}: {body}"}, output={"format": "jsonl"}, shard_rows=5)
     done = jobs.done(job["id"])
     assert done["output_url"] == ""
-    result = jobs.rows(job["id"])
-    assert [row["id"] for row in result] == [f"texts.jsonl#{number}" for number in range(12)]
-    check_close(result, direct(jobs, [f"A: {text}" for text in TEXTS[:12]]))
+    output_rows = jobs.rows(job["id"])
+    assert [row["id"] for row in output_rows] == [f"texts.jsonl#{number}" for number in range(12)]
+    check_close(output_rows, direct(jobs, [f"A: {text}" for text in TEXTS[:12]]))
     listed = jobs.ask("GET", "/v1/jobs", params={"limit": 1000})["data"]
     assert [entry for entry in listed if entry["id"] == job["id"]] == [done]
     assert jobs.ask("DELETE", f"/v1/jobs/{job['id']}")["deleted"]
@@ -158,13 +158,13 @@ def test_vectors_of_other_types_have_the_codes_of_a_request(jobs: JobClient, dty
         jobs.done(job["id"])
         expected = direct(jobs, TEXTS[:20], output_dtype=dtype)
         for row, slot in zip(jobs.rows(job["id"]), expected, strict=True):
-            codes, vector = np.array(row["dense"], np.float64), np.array(slot["dense"]["values"], np.float64)
-            assert codes.shape == vector.shape
+            codes, expected_codes = np.array(row["dense"], np.float64), np.array(slot["dense"]["values"], np.float64)
+            assert codes.shape == expected_codes.shape
             if dtype == "binary":
-                differing = np.unpackbits(codes.astype(np.uint8) ^ vector.astype(np.uint8)).sum()
+                differing = np.unpackbits(codes.astype(np.uint8) ^ expected_codes.astype(np.uint8)).sum()
                 assert differing <= 1, "a number next to 0"
             else:
-                assert np.abs(codes - vector).max() <= (1 if dtype == "int8" else 1e-3)
+                assert np.abs(codes - expected_codes).max() <= (1 if dtype == "int8" else 1e-3)
             assert ("scale" in slot["dense"]) == (output == "parquet" and row.get("dense_scale") is not None) or (
                 output == "npy"
             )
@@ -190,15 +190,15 @@ def test_scores_are_those_of_a_request(jobs: JobClient) -> None:
     source = {"file": file, "query": "{q}", "document": "{d}", "keep": ["q"]}
     job = jobs.submit("test/cross", source, operation="score")
     jobs.done(job["id"])
-    result = jobs.rows(job["id"])
+    output_rows = jobs.rows(job["id"])
     for place, query in enumerate(queries):
         items = [{"id": str(number), "text": row["d"]} for number, row in enumerate(rows) if row["q"] == query]
         answer = jobs.ask("POST", "/v1/score/test/cross", json={"query": query, "items": items})
         scores = {int(entry["item_id"]): entry["score"] for entry in answer["scores"]}
         assert sorted(scores) == list(range(place, 20, 2))
         for number, score in scores.items():
-            assert result[number]["q"] == query
-            assert abs(result[number]["score"] - score) < 1e-5
+            assert output_rows[number]["q"] == query
+            assert abs(output_rows[number]["score"] - score) < 1e-5
 
 
 def test_extractions_are_those_of_a_request(jobs: JobClient) -> None:
@@ -209,12 +209,14 @@ def test_extractions_are_those_of_a_request(jobs: JobClient) -> None:
     items = [{"text": text} for text in TEXTS[:20]]
     expected = jobs.ask("POST", "/v1/extract/test/zero-shot", json={"items": items, "params": params})["items"]
     for row, slot in zip(jobs.rows(job["id"]), expected, strict=True):
-        labels = json.loads(row["classifications"])
+        classifications = json.loads(row["classifications"])
         assert (
-            [element["label"] for element in labels] == [element["label"] for element in slot["classifications"]] != []
+            [element["label"] for element in classifications]
+            == [element["label"] for element in slot["classifications"]]
+            != []
         )
-        for entry, classification in zip(labels, slot["classifications"], strict=True):
-            assert abs(entry["score"] - classification["score"]) < 1e-5
+        for entry, reference in zip(classifications, slot["classifications"], strict=True):
+            assert abs(entry["score"] - reference["score"]) < 1e-5
 
 
 def test_the_images_of_a_folder_are_answered_by_their_names(jobs: JobClient, folder: Path) -> None:
@@ -343,16 +345,16 @@ def test_one_broken_file_of_a_hundred_is_named_and_the_others_are_answered(jobs:
     generator = random.Random(1)
     texts = [f"{TEXTS[number % 57]} {number}" for number in range(100)]
     files = {f"{number:03}.parquet": parquet_file([{"text": text}]) for number, text in enumerate(texts)}
-    cut, flipped, name = "007.parquet", "031.parquet", "064.parquet"
+    cut, flipped, noise = "007.parquet", "031.parquet", "064.parquet"
     files[cut] = files[cut][:-20]
     page = bytearray(files[flipped])
     page[30] ^= 0xFF
     files[flipped] = bytes(page)
-    files[name] = generator.randbytes(200)
+    files[noise] = generator.randbytes(200)
     url = written(folder / "hundred", files)
     done = jobs.done(jobs.submit(MODEL, {"url": url, "text": "{text}"})["id"])
     assert done["counts"]["shards_failed"] == 3
-    assert sorted(line.split(":")[0] for line in done["broken"]) == [cut, flipped, name], done["broken"]
+    assert sorted(line.split(":")[0] for line in done["broken"]) == [cut, flipped, noise], done["broken"]
     assert all("no valid Parquet" in line for line in done["broken"]), done["broken"]
     answered = [f"{number:03}.parquet#0" for number in range(100) if number not in (7, 31, 64)]
     assert [row["id"] for row in jobs.rows(done["id"])] == answered
@@ -379,6 +381,6 @@ def test_a_hundred_thousand_texts_have_the_vectors_of_direct_calls(jobs: JobClie
         return float(np.abs(vectors[start : start + 32] - expected).max())
 
     with ThreadPoolExecutor(4) as threads:
-        worst_difference = max(threads.map(worst, range(0, count, 32)))
-    print(f"{count} texts in {job['ended_at'] - job['started_at']:.0f} s, worst difference {worst_difference:.2e}")
-    assert worst_difference < TOLERANCE
+        difference = max(threads.map(worst, range(0, count, 32)))
+    print(f"{count} texts in {job['ended_at'] - job['started_at']:.0f} s, worst difference {difference:.2e}")
+    assert difference < TOLERANCE

@@ -43,23 +43,23 @@ def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, k
         "SIE_AUTH_TOKENS": ",".join(tokens),
     }
     with Stack(tmp_path / "stack", Plan(gateways=2, workers=(), environ=environ)) as stack:
-        times: dict[str, int] = {}
+        job_counts: dict[str, int] = {}
         for token in tokens:
             with JobClient(stack.urls[0], token) as client:
                 body = largest(client.upload("a.jsonl", jsonl([{"text": "a"}])))
-                times[token] = 0
+                job_counts[token] = 0
                 for _ in range(jobs):
                     answer = client.http.post("/v1/jobs", json=body)
                     if answer.status_code == 201:
-                        times[token] += 1
+                        job_counts[token] += 1
                         continue
                     assert answer.status_code == 429, answer.text
                     assert "delete some that have ended" in answer.json()["error"]["message"]
                     break
-        print("taken", list(times.values()))
+        print("taken", list(job_counts.values()))
         record = 36 << 10
-        assert all(count <= (4 * MIB) // record for count in times.values())
-        assert sum(times.values()) * record > (min(keys * 4, 64) * MIB) * 0.9, "they came to the bound"
+        assert all(count <= (4 * MIB) // record for count in job_counts.values())
+        assert sum(job_counts.values()) * record > (min(keys * 4, 64) * MIB) * 0.9, "they came to the bound"
         for part in stack.gateways:
             part.kill()
         began_s = time.monotonic()
@@ -72,7 +72,7 @@ def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, k
         assert max(part.cpu_s() for part in stack.gateways) < 10
         for url in stack.urls:
             with JobClient(url, tokens[0]) as client:
-                assert len(client.ask("GET", "/v1/jobs", params={"limit": 1000})["data"]) == times[tokens[0]]
+                assert len(client.ask("GET", "/v1/jobs", params={"limit": 1000})["data"]) == job_counts[tokens[0]]
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def test_rows_of_many_values_fail_alone_and_take_little_memory(tmp_path: Path, r
             file = client.upload("b.jsonl", b'{"text":"a","k":1}\n' + b'{"text":"a","k":%s}\n' % bomb * rows)
             with peak_below(stack.gateways[0], 400 * MIB):
                 job = client.submit(MODEL, {"file": file, "text": "{text}", "keep": keep})
-                info = client.done(job["id"], 300)
-            assert (info["counts"]["done"], info["counts"]["failed"]) == (rows + 1, failed)
+                outcome = client.done(job["id"], 300)
+            assert (outcome["counts"]["done"], outcome["counts"]["failed"]) == (rows + 1, failed)
         names = [f"no{number}" for number in range(20_000)]
         file = client.upload("c.jsonl", jsonl([{"text": f"t{number}"} for number in range(10_000)]))
         refusal = client.refusal(MODEL, {"file": file, "text": "{text}", "keep": names})
@@ -140,17 +140,17 @@ def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
         for _ in range(3):
 
             def is_led() -> bool:
-                report = client.show(job)
-                return bool(report["state"] == "running" and report["updated_at"] > led_s)  # noqa: B023  called at once
+                record = client.show(job)
+                return bool(record["state"] == "running" and record["updated_at"] > led_s)  # noqa: B023  called at once
 
             until(is_led, 30, "this gateway leads it")
             gateway.kill()
             led_s = time.time()
             gateway.start()
             gateway.wait_ready()
-        info = client.reaches(job, "failed", timeout_s=30)
-        assert info["error"]["code"] == "LEADERS_LOST"
-        assert "3 gateways ended, one after the other" in info["error"]["message"]
+        failed_job = client.reaches(job, "failed", timeout_s=30)
+        assert failed_job["error"]["code"] == "LEADERS_LOST"
+        assert "3 gateways ended, one after the other" in failed_job["error"]["message"]
         second_job = client.submit(MODEL, {"file": file, "text": "{text}"})["id"]
         assert client.done(second_job)["counts"]["done"] == 2000
         assert gateway.alive
@@ -189,6 +189,6 @@ def test_a_job_goes_on_from_a_copy_of_the_data_directory(tmp_path: Path) -> None
             part.wait_ready()
         with JobClient(stack.urls[0]) as client:
             for job in jobs:
-                info = client.done(job, 120)
-                assert (info["counts"]["done"], info["counts"]["failed"], info["broken"]) == (count, 0, [])
+                outcome = client.done(job, 120)
+                assert (outcome["counts"]["done"], outcome["counts"]["failed"], outcome["broken"]) == (count, 0, [])
                 assert [row["id"] for row in client.rows(job)] == [row["key"] for row in rows]

@@ -71,8 +71,8 @@ def test_the_same_idempotency_key_is_the_same_job(jobs: JobClient) -> None:
     name = secrets.token_hex(8)
     first, second = (jobs.submit(MODEL, {"file": file, **TEXT}, key=name) for _ in range(2))
     assert first["id"] == second["id"]
-    refused = jobs.submit(MODEL, {"file": file, **TEXT}, key=name, shard_rows=7, status=422)
-    assert refused["error"]["code"] == "IDEMPOTENCY_MISMATCH"
+    refusal = jobs.submit(MODEL, {"file": file, **TEXT}, key=name, shard_rows=7, status=422)
+    assert refusal["error"]["code"] == "IDEMPOTENCY_MISMATCH"
     jobs.done(first["id"])
 
 
@@ -140,21 +140,21 @@ def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
     for number in range(0, 5000, 100):
         texts[number] = f"changed {number:05}"
     (job_folder / "rows.parquet").write_bytes(parquet_file([{"text": text} for text in texts]))
-    count = computed(job_cluster)
+    inputs_before = computed(job_cluster)
     second = jobs.done(jobs.submit(MODEL, source, cache=True, shard_rows=1000)["id"])
     assert second["counts"]["done"] - second["counts"]["reused"] == 50
-    assert computed(job_cluster) - count in (50, 51), "and an input that tells the fingerprint"
+    assert computed(job_cluster) - inputs_before in (50, 51), "and an input that tells the fingerprint"
     direct = jobs.ask("POST", f"/v1/encode/{MODEL}", json={"items": texts[:300]})["items"]
     for row, slot in zip(jobs.rows(second["id"])[:300], direct, strict=True):
         assert np.allclose(row["dense"], slot["dense"]["values"], atol=1e-6)
     with serving(job_cluster, jobs, "toy/cached") as before:
         for reused in (990, 5000):
-            second_job = jobs.done(jobs.submit("toy/cached", source, cache=True, shard_rows=5000)["id"])
-            assert second_job["counts"]["reused"] == reused, "rows of another model are not taken"
+            cached_run = jobs.done(jobs.submit("toy/cached", source, cache=True, shard_rows=5000)["id"])
+            assert cached_run["counts"]["reused"] == reused, "rows of another model are not taken"
         config(job_cluster, "PUT", "toy/cached", entry("toy/cached", max_tokens=400))
         until(lambda: fingerprint(jobs, "toy/cached") not in ("", before), 60, "the model is another one")
-        second_job = jobs.done(jobs.submit("toy/cached", source, cache=True, shard_rows=5000)["id"])
-        assert second_job["counts"]["reused"] == 990
+        cached_run = jobs.done(jobs.submit("toy/cached", source, cache=True, shard_rows=5000)["id"])
+        assert cached_run["counts"]["reused"] == 990
     (job_folder / "rows.parquet").write_bytes(parquet_file(rows_of(40_000, word="more than is kept")))
     cache = job_cluster.folder / "payloads" / "cache"
     job, sizes = jobs.submit(MODEL, source, cache=True, shard_rows=1000)["id"], [0]
@@ -167,11 +167,11 @@ def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
 
 def kept_bytes(folder: Path) -> int:
     """Return the bytes of the files below a folder, from which some may be removed meanwhile."""
-    count = 0
+    total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            count += path.stat().st_size if path.is_file() else 0
-    return count
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobClient) -> None:
@@ -194,8 +194,8 @@ async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobC
     times = []
     for _ in range(5):
         before_s = job_cluster.gateways[0].cpu_s()
-        result = listed()
+        listing = listed()
         times.append(job_cluster.gateways[0].cpu_s() - before_s)
-        assert len(result) == 1000
-    print("1,000 jobs are listed in", [round(1000 * element) for element in times], "ms of a processor")
+        assert len(listing) == 1000
+    print("1,000 jobs are listed in", [round(1000 * seconds) for seconds in times], "ms of a processor")
     assert sorted(times)[2] < 0.3  # 0.1 on an idle machine, and the margin

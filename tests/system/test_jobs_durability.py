@@ -62,11 +62,11 @@ class Killer:
         end_s = time.monotonic() + timeout_s
         next_s, done_at_kill = time.monotonic() + self.every_s, -1
         while True:
-            outcome = self._look(job)
-            if outcome is not None and outcome["state"] in (*ENDED, "paused"):
-                return outcome
-            assert time.monotonic() < end_s, f"seed {self.seed}: {outcome} after {dict(self.kills)}\n{self.stack.log()}"
-            done = outcome["counts"]["done"] if outcome is not None else done_at_kill
+            record = self._look(job)
+            if record is not None and record["state"] in (*ENDED, "paused"):
+                return record
+            assert time.monotonic() < end_s, f"seed {self.seed}: {record} after {dict(self.kills)}\n{self.stack.log()}"
+            done = record["counts"]["done"] if record is not None else done_at_kill
             if time.monotonic() >= next_s and done > done_at_kill:
                 if not turn:
                     turn = generator.sample(self.stack.parts, len(self.stack.parts))
@@ -75,9 +75,9 @@ class Killer:
                 self.kills[part.role] += 1
                 next_s, done_at_kill = time.monotonic() + self.every_s, done
             if (
-                outcome is not None
+                record is not None
                 and not self.restarts
-                and outcome["counts"]["done"] >= (outcome["counts"]["rows"] or 1) / 2
+                and record["counts"]["done"] >= (record["counts"]["rows"] or 1) / 2
             ):
                 self.stack.stop()
                 self.restarts = 1
@@ -102,8 +102,8 @@ class Killer:
             with contextlib.suppress(httpx.TransportError):
                 answer = httpx.get(f"{url}/v1/jobs/{job}", trust_env=False, timeout=5)
                 if answer.status_code == 200:
-                    body: Job = answer.json()
-                    return body
+                    record: Job = answer.json()
+                    return record
         return None
 
 
@@ -228,7 +228,7 @@ async def test_databases_have_each_row_once_after_the_gateways_were_killed(
             with JobClient(stack.urls[0]) as jobs:
                 file = jobs.upload("rows.jsonl", jsonl(rows))
                 source = {"file": file, "text": "{text}", "id": "key", "keep": ["text"]}
-                created = [
+                job_ids = [
                     jobs.submit(
                         MODEL,
                         source,
@@ -239,13 +239,13 @@ async def test_databases_have_each_row_once_after_the_gateways_were_killed(
                     for name in databases
                 ]
             for number, part in enumerate(stack.gateways):
-                for job in created:
+                for job in job_ids:
                     leading(stack, job, 300 * (number + 1))
                 part.kill()
                 part.start()
                 part.wait_ready()
             with JobClient(stack.urls[0]) as jobs:
-                for job in created:
+                for job in job_ids:
                     done = jobs.done(job)
                     assert (done["counts"]["done"], done["counts"]["failed"]) == (count, 0)
                     assert [row["id"] for row in jobs.rows(job)] == [row["key"] for row in rows]
@@ -280,8 +280,10 @@ def entries(stack: Stack, bucket: str, prefix: str) -> int:
     async def counted() -> int:
         broker = await connect(stack.broker_urls, name="test")
         try:
-            result = await RecordBucket(broker, bucket, storage="file").use(lambda records: records.entries(prefix))
-            return sum(entry.value is not None for entry in result)
+            record_entries = await RecordBucket(broker, bucket, storage="file").use(
+                lambda open_bucket: open_bucket.entries(prefix)
+            )
+            return sum(entry.value is not None for entry in record_entries)
         finally:
             await broker.close()
 
@@ -316,18 +318,18 @@ def test_memory_does_not_grow_with_a_job_and_its_records_are_those_of_its_shards
         job = jobs.submit(MODEL, source, output={"url": f"file://{data}/out/"}, shard_rows=shard_rows)["id"]
         memory, began_s = Memory(*stack.parts), time.monotonic()
         step = count // 20
-        bound = step
-        while (info := jobs.show(job))["state"] not in ENDED:
-            assert info["state"] != "paused", info
-            if info["counts"]["done"] >= bound:
+        threshold = step
+        while (record := jobs.show(job))["state"] not in ENDED:
+            assert record["state"] != "paused", record
+            if record["counts"]["done"] >= threshold:
                 memory.note()
-                bound += step
+                threshold += step
             time.sleep(0.05)
         took_s = time.monotonic() - began_s
         print(f"{count / took_s:.0f} rows a second")
         for name, series in memory.series.items():
-            print(name, [round(value) for value in series], "MiB")
-        assert info["counts"]["done"] == count
+            print(name, [round(size) for size in series], "MiB")
+        assert record["counts"]["done"] == count
         for name, series in memory.series.items():
             assert len(series) >= 10
             early, late = max(series[2:6]), max(series[-4:])

@@ -168,7 +168,7 @@ def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: St
     identifier, token = made(stack, "outlives the broker")
     (broker,) = stack.brokers
     broker.kill()
-    assert [statuses(stack, credential) for credential in (token, "sie_stranger", "")] == [
+    assert [statuses(stack, secret) for secret in (token, "sie_stranger", "")] == [
         [200, 200],
         [401, 401],
         [401, 401],

@@ -104,8 +104,8 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
             running = [asyncio.create_task(client.run()) for client in clients]
             lasting_s = (1.0, 1.0, LAME_DUCK_S + 2, LAME_DUCK_S + 2)  # some end while the gateway serves on, some later
             begun = [asyncio.Event() for _ in lasting_s]
-            streams = [asyncio.create_task(slowly(url, *task)) for task in zip(begun, lasting_s, strict=True)]
-            await asyncio.wait_for(asyncio.gather(*(task.wait() for task in begun)), WITHIN_S)
+            streams = [asyncio.create_task(slowly(url, *pair)) for pair in zip(begun, lasting_s, strict=True)]
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), WITHIN_S)
             async with (
                 connect(f"{stack.urls[0].replace('http', 'ws')}/ws/cluster-status") as socket,
                 httpx.AsyncClient(base_url=stack.urls[0], trust_env=False, timeout=30) as direct,

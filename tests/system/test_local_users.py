@@ -49,12 +49,12 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
 
 def known_secrets(cluster: Cluster) -> set[str]:
     """Every password and token of this start."""
-    result = {shared.USER, *shared.CANARIES.values()}
+    all_secrets = {shared.USER, *shared.CANARIES.values()}
     for process in processes(cluster):
         environ = environ_of(process.pid)
-        result |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
+        all_secrets |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
     access = cluster.access()
-    return result | {access.operator_password, access.admin_token, access.broker_monitor_url.rpartition("/")[2]}
+    return all_secrets | {access.operator_password, access.admin_token, access.broker_monitor_url.rpartition("/")[2]}
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +89,15 @@ def test_every_password_has_its_process(cluster: Cluster) -> None:
     """Otherwise the tests below would search for nothing: 5 users of the broker, the administrator, the reader, the
     monitor's path.
     """
-    result = known_secrets(cluster)
-    assert len(result) >= 11, sorted(len(secret) for secret in result)
-    assert all(len(secret) >= 14 for secret in result)
+    all_secrets = known_secrets(cluster)
+    assert len(all_secrets) >= 11, sorted(len(secret) for secret in all_secrets)
+    assert all(len(secret) >= 14 for secret in all_secrets)
 
 
 def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: dict[str, Any]) -> None:
     port = cluster.access().broker_url.rpartition(":")[2]
-    outcome = attack["ports"][port]
-    assert (outcome["kind"], set(outcome["answers"])) == ("nats", {"refused"})
+    port_report = attack["ports"][port]
+    assert (port_report["kind"], set(port_report["answers"])) == ("nats", {"refused"})
 
 
 def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
@@ -105,15 +105,15 @@ def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any
     config = cluster.access().config_url.rpartition(":")[2]
     probes = {*OPEN, "/metrics"}
     allowed_at = {str(cluster.port): {*OPEN, "/"}, config: probes, str(cluster.worker_port): probes}
-    for port, outcome in attack["ports"].items():
-        if outcome["kind"] == "nats":
+    for port, port_report in attack["ports"].items():
+        if port_report["kind"] == "nats":
             continue
-        let_in = {path for path, status in outcome["answers"].items() if 200 <= status < 400}
+        let_in = {path for path, status in port_report["answers"].items() if 200 <= status < 400}
         allowed = allowed_at.get(port, {*probes, SCALING})
         assert let_in <= allowed, (port, let_in - allowed)
-        assert all(status in (200, 401, 403, 404, 405, 426) for status in outcome["answers"].values()), (
+        assert all(status in (200, 401, 403, 404, 405, 426) for status in port_report["answers"].values()), (
             port,
-            outcome["answers"],
+            port_report["answers"],
         )
     monitor = cluster.access().broker_monitor_url.rpartition("/")[0].rpartition(":")[2]
     assert set(attack["ports"][monitor]["answers"].values()) == {404}

@@ -105,13 +105,13 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
     """Its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
     before = encode(client)
     by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
-    vectors_expected = expected(lora)
+    expected_vectors = expected(lora)
     by_name = encode(client, lora="loras/random")  # of the folder in SIE_MODELS_DIR
     for answer in (by_request, by_profile, encode(client, lora=str(lora)), by_name, encode(client, profile="tuned")):
-        assert np.abs(vectors(answer) - vectors_expected).max() <= 1e-5
+        assert np.abs(vectors(answer) - expected_vectors).max() <= 1e-5
     base = vectors(before)
     assert np.abs(base - oracle.encode(TEXTS)).max() <= 1e-5
-    assert oracle.cosines(base, vectors_expected).max() < 0.99
+    assert oracle.cosines(base, expected_vectors).max() < 0.99
     assert encode(client).json()["items"] == before.json()["items"]
     assert by_request.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
     assert by_profile.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]

@@ -134,9 +134,9 @@ class Client(threading.Thread):
 def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
     """The toy model has random weights: it finds other neighbours."""
     alias(cluster, "strict", OLD)
-    output = sie(cluster, *migration("strict", OTHER, corpus), status=1)
-    assert "the widths differ" in output.stdout
-    assert "is below --min-agreement 0.5; the alias was not changed" in output.stderr
+    result = sie(cluster, *migration("strict", OTHER, corpus), status=1)
+    assert "the widths differ" in result.stdout
+    assert "is below --min-agreement 0.5; the alias was not changed" in result.stderr
     assert [revision["revision"] for revision in history(cluster, "strict")] == [1]
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
     for arguments, why in (
@@ -166,8 +166,8 @@ def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: 
     (tmp_path / "qrels" / "test.tsv").write_text(
         "query-id\tcorpus-id\tscore\n" + "\n".join(f"q{number}\td{number}\t1" for number in range(10))
     )
-    output = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
-    quality = json.loads(output.stdout)["quality"]
+    result = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
+    quality = json.loads(result.stdout)["quality"]
     assert 0.8 < quality["ndcg"]["old"] <= 1
     assert 0.8 < quality["ndcg"]["new"] <= 1
     assert 0.5 < quality["rank_correlation"] < 1
@@ -194,8 +194,8 @@ def test_an_index_never_gets_vectors_of_two_models(
     assert f"the collection docs of main has vectors of {OLD}" in refused.stderr
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == before
 
-    created = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}}, timeout=60)
-    assert created.status_code == 200, created.text
+    response = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}}, timeout=60)
+    assert response.status_code == 200, response.text
     paused = sie(cluster, *arguments, "foreign", status=1)
     assert "is paused by SINK_REFUSED" in paused.stderr
     assert "sie jobs resume" in paused.stderr
@@ -234,13 +234,13 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
         until(working, 120, "a job that runs", cluster.log)
         (gateway,) = cluster.pids("gateway")
         os.kill(gateway, signal.SIGKILL)
-        report, _ = process.communicate(timeout=240)
+        stdout, _ = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, report + cluster.log(40)
+    assert process.returncode == 0, stdout + cluster.log(40)
     assert cluster.pids("gateway") != [gateway]
-    assert f"{ROWS:,} of {ROWS:,} rows" in report
+    assert f"{ROWS:,} of {ROWS:,} rows" in stdout
     assert (output / "manifest.json").exists()
     assert len(history(cluster, "search")) == 1
     job = json.loads(sie(cluster, "jobs", "list", "--json").stdout)[0]
@@ -255,10 +255,10 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
         )
         until(lambda: len(history(cluster, "search")) == 2 or stopped.poll() is not None, 60, "a shadow", cluster.log)
         stopped.send_signal(signal.SIGINT)
-        report, _ = stopped.communicate(timeout=60)
-        assert stopped.returncode == 130, report
-        assert "stopped in the step shadow: the shadow stays; the same command goes on" in report
-        assert "the same `sie migrate`" not in report, "the job had ended"
+        stdout, _ = stopped.communicate(timeout=60)
+        assert stopped.returncode == 130, stdout
+        assert "stopped in the step shadow: the shadow stays; the same command goes on" in stdout
+        assert "the same `sie migrate`" not in stdout, "the job had ended"
         done = sie(cluster, *arguments, "--json")
         facts = json.loads(done.stdout)
         assert facts["embed"]["job"] == job["id"], "the same job"

@@ -153,7 +153,7 @@ class Writer(threading.Thread):
 
 def arguments(cluster: Cluster, alias: str, application: Application, *more: object) -> list[str]:
     how = ["--sink", "main", "--collection", application.collection, "--text", "{body}", "--sample", 40]
-    return [str(argument) for argument in (SIE, "migrate", alias, NEW, *how, "--data-dir", cluster.data_dir, *more)]
+    return [str(word) for word in (SIE, "migrate", alias, NEW, *how, "--data-dir", cluster.data_dir, *more)]
 
 
 def environ(application: Application) -> dict[str, str]:
@@ -178,8 +178,8 @@ def sie(
 
 def filled(cluster: Cluster, alias: str, application: Application, rows: int) -> None:
     """An index of the old model, and its alias."""
-    created = CliRunner().invoke(main, ["models", "alias", alias, OLD, "--data-dir", str(cluster.data_dir)])
-    assert created.exit_code == 0, created.output
+    result = CliRunner().invoke(main, ["models", "alias", alias, OLD, "--data-dir", str(cluster.data_dir)])
+    assert result.exit_code == 0, result.output
 
     def answers() -> bool:
         return httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}, timeout=60).status_code == 200

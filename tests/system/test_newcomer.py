@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.debian, pytest.mark.timeout(1200)]
 
 def test_a_fresh_clone_leads_to_a_vector(tmp_path: Path) -> None:
     """Without a hub, and without CUDA: README.md says how much disk it takes."""
-    measured = newcomer.measure(tmp_path)
-    assert measured.dims == 384
-    assert measured.installed_s < measured.ready_s < measured.answered_s
-    assert measured.disk_bytes < 2.5e9
+    measurement = newcomer.measure(tmp_path)
+    assert measurement.dims == 384
+    assert measurement.installed_s < measurement.ready_s < measurement.answered_s
+    assert measurement.disk_bytes < 2.5e9

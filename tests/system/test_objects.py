@@ -89,14 +89,14 @@ def test_objects_are_the_librarys_also_in_an_image_that_is_turned(
         given(b"no image"),
         {"images": [given(file)["images"][0]] * 2},
     ]
-    plain, turned, error, broken, two = asked(client, items)
+    plain, turned, text_result, broken, two = asked(client, items)
     expected = GroundingDino(open_models.weights / "grounding-dino")(SHOWN, LABELS)
     score, corner = _differences(plain["objects"], expected, LABELS, SHOWN.size)
     assert score <= CLOSE
     assert corner <= ROUNDED
     assert len(plain["objects"]) >= 5
     assert turned["objects"] == plain["objects"]
-    assert [result["error"]["reason"] for result in (error, broken, two)] == [
+    assert [result["error"]["reason"] for result in (text_result, broken, two)] == [
         "unsupported_modality",
         "invalid_media",
         "invalid_media",
@@ -108,7 +108,7 @@ def test_thresholds_are_read_where_the_contract_has_them(client: httpx.Client) -
     least = every["objects"][len(every["objects"]) // 2]["score"]
     for params in ({"threshold": least}, {"threshold": None, "box_threshold": least, "text_threshold": 0.0}):
         (result,) = asked(client, [given(png(SHOWN))], **params)
-        assert result["objects"] == [entry for entry in every["objects"] if entry["score"] >= least]
+        assert result["objects"] == [detection for detection in every["objects"] if detection["score"] >= least]
     body = {"items": [given(png(SHOWN))], "params": {"labels": LABELS, "score_threshold": 0.1}}
     refused = client.post(f"/v1/extract/{MODEL}", json=body)
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "unknown_option"), refused.text
@@ -140,6 +140,8 @@ def test_the_example_of_the_page_prints_and_draws_what_was_found(
     printed = run(example.code, open_cluster)
     file = (tmp_path / "street.jpg").read_bytes()
     (result,) = asked(client, [given(file)], labels=["a red car", "a traffic light"], threshold=None)
-    assert printed == [f"{entry['label']} {round(entry['score'], 2)} {entry['bbox']}" for entry in result["objects"]]
+    assert printed == [
+        f"{detection['label']} {round(detection['score'], 2)} {detection['bbox']}" for detection in result["objects"]
+    ]
     assert len(printed) >= 5
     assert Image.open("found.png").tobytes() == draw(file, result).tobytes()

@@ -61,8 +61,8 @@ def client(stack: Stack) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def document(client: httpx.Client) -> Document:
-    result: Document = client.get("/openapi.json").json()
-    return result
+    content: Document = client.get("/openapi.json").json()
+    return content
 
 
 def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
@@ -110,10 +110,10 @@ def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(doc
         ), path
         contents += [answer["content"] for status, answer in operation["responses"].items() if status in ("200", "201")]
         for content in contents:
-            media = content.get("application/json")
-            if media is not None and path != "/openapi.json":
-                assert "example" in media, (method, path)
-                schema_of(document, media["schema"]).validate(media["example"])
+            media_type = content.get("application/json")
+            if media_type is not None and path != "/openapi.json":
+                assert "example" in media_type, (method, path)
+                schema_of(document, media_type["schema"]).validate(media_type["example"])
         for parameter in operation.get("parameters", ()):
             assert parameter["in"] != "path" or "example" in parameter, (method, path)
 
@@ -150,11 +150,11 @@ def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
     page = client.get("/docs")
     assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
     needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert any("swagger-ui" in name for name in needed)
+    assert any("swagger-ui" in url for url in needed)
     for path in needed:
         assert path.startswith("/docs/static/"), path
-        response = client.get(path)
-        assert (response.status_code, bool(response.content)) == (200, True), path
+        answer = client.get(path)
+        assert (answer.status_code, bool(answer.content)) == (200, True), path
     assert "/openapi.json" in page.text
 
 
@@ -173,10 +173,10 @@ def aimed(document: Document) -> Document:
     """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON
     is, and no reservation that would take the only worker.
     """
-    document_inlined: Document = msgspec.json.decode(
+    aimed_document: Document = msgspec.json.decode(
         msgspec.json.encode({**document, "paths": api_page.inlined(document)})
     )
-    for _, path, operation in operations(document_inlined):
+    for _, path, operation in operations(aimed_document):
         for parameter in operation.get("parameters", ()):
             if parameter["name"] == "model":
                 parameter["schema"] = {"enum": [MODEL]}
@@ -195,13 +195,13 @@ def aimed(document: Document) -> Document:
                 "required": ["cpu"],
                 "properties": {"cpu": {"enum": [2, 3]}},
             }
-    return document_inlined
+    return aimed_document
 
 
 def _aim(schema: Document) -> None:
-    for option in (schema, *schema.get("anyOf", ())):
-        if "model" in option.get("properties", {}):
-            option["properties"]["model"] = {"enum": [MODEL]}
+    for variant in (schema, *schema.get("anyOf", ())):
+        if "model" in variant.get("properties", {}):
+            variant["properties"]["model"] = {"enum": [MODEL]}
 
 
 def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
@@ -209,11 +209,11 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
     not be answered.
     """
     schema = schemathesis.openapi.from_dict(aimed(document))
-    counts: Counter[tuple[str, int]] = Counter()
+    tally: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
     session = requests.Session()
-    for entry in schema.get_all_operations():
-        operation = entry.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
         if operation.path.startswith("/ws/"):  # a handshake, which tests/unit/test_status.py makes
             continue
         # a path alone is hardly ever wrong
@@ -234,28 +234,29 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
                 answer = case.call_and_validate(
                     base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S
                 )
-                counts[case.operation.label, answer.status_code] += 1
+                tally[case.operation.label, answer.status_code] += 1
 
             try:
                 ask()
             except FailureGroup as error:  # all operations are asked before anything is told
                 failures.append(f"{operation.label} ({mode.value}): {error}"[:3000])
     assert not failures, "\n\n".join(failures) + stack.log(100)
-    return counts
+    return tally
 
 
-def summed(counts: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
-    labels = sorted({label for label, _ in counts})
+def summed(tally: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
+    labels = sorted({label for label, _ in tally})
     return {
-        label: {status: count for (name, status), count in sorted(counts.items()) if name == label} for label in labels
+        label: {status: count for (operation, status), count in sorted(tally.items()) if operation == label}
+        for label in labels
     }
 
 
 @pytest.mark.timeout(300)
 def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
-    counts = asked(stack, document, 1)
-    print("\n", summed(counts))
-    succeeded = {label for label, status in counts if status < 300}
+    tally = asked(stack, document, 1)
+    print("\n", summed(tally))
+    succeeded = {label for label, status in tally if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
     assert sum(label.startswith("POST") for label in succeeded) >= 5  # so that what is generated does reach the models
 
@@ -264,6 +265,6 @@ def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Doc
 @pytest.mark.timeout(900)
 def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
     """20 of each kind: to make one takes schemathesis far longer than a gateway to answer it."""
-    counts = asked(stack, document, 20)
-    print("\n", summed(counts))
-    assert sum(counts.values()) > 1000
+    tally = asked(stack, document, 20)
+    print("\n", summed(tally))
+    assert sum(tally.values()) > 1000

@@ -167,12 +167,12 @@ class Figures:
 
 async def metric(stack: Stack, name: str) -> list[float]:
     """The sum of a sidecar's metric over all models, of each worker."""
-    figures = []
+    totals = []
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for worker in stack.workers:
             text = (await client.get(f"{worker.url}/metrics")).text
-            figures.append(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
-    return figures
+            totals.append(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
+    return totals
 
 
 async def loads(stack: Stack) -> float:

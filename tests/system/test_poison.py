@@ -118,12 +118,12 @@ class Sample:
 
 def sample(cluster: Cluster) -> Sample:
     def used_s(*roles: str) -> dict[int, float]:
-        reasons = {}
+        seconds = {}
         for pid in (pid for role in roles for pid in cluster.pids(role)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = psutil.Process(pid).cpu_times()
-                reasons[pid] = times.user + times.system
-        return reasons
+                seconds[pid] = times.user + times.system
+        return seconds
 
     return Sample(time.monotonic(), used_s("sidecar", "adapter"), used_s("gateway"))
 

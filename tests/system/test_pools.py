@@ -76,12 +76,12 @@ def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(sta
     for gateway in range(2):
         until(lambda gateway=gateway: workers_of(stack, "team", gateway), 60, "active")
     [mine] = workers_of(stack, "team")
-    [second] = {"w0", "w1"} - {mine}
+    [free_worker] = {"w0", "w1"} - {mine}
     for gateway in range(2):
         answers = [encode(stack, "team", gateway) for _ in range(3)]
         assert [(answer.status_code, answer.headers["x-sie-worker"]) for answer in answers] == [(200, mine)] * 3
         answers = [encode(stack, "", gateway) for _ in range(3)]
-        assert [(answer.status_code, answer.headers["x-sie-worker"]) for answer in answers] == [(200, second)] * 3
+        assert [(answer.status_code, answer.headers["x-sie-worker"]) for answer in answers] == [(200, free_worker)] * 3
     assert streams(stack) == {"WORK__default", "WORK_team"}
     until(lambda: call(stack, "GET", "/v1/pools/team").status_code == 404, 60, "the end of the lease")
     until(lambda: encode(stack, "team", 1).json().get("code") == "POOL_NOT_FOUND", 60, "also at the other gateway")
@@ -123,8 +123,8 @@ def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(sta
     for name in ("team", "spare"):
         assert call(stack, "POST", "/v1/pools", json={**SPEC, "name": name}).status_code == 201
         until(lambda name=name: workers_of(stack, name), 60, f"{name} is active")
-    [absent], [left] = workers_of(stack, "team"), workers_of(stack, "spare")
-    worker = stack.workers[int(absent.removeprefix("w"))]
+    [dead_worker], [left] = workers_of(stack, "team"), workers_of(stack, "spare")
+    worker = stack.workers[int(dead_worker.removeprefix("w"))]
     worker.sidecar.kill()
     worker.adapter.kill()
     until(lambda: call(stack, "GET", "/v1/pools/team").json()["status"]["state"] == "pending", 60, "pending")
@@ -140,6 +140,6 @@ def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(sta
     worker.sidecar.start()
     worker.adapter.wait_ready()
     worker.sidecar.wait_ready()
-    until(lambda: pool_of(stack, absent) == "_default", 60, "the first worker serves the default pool")
+    until(lambda: pool_of(stack, dead_worker) == "_default", 60, "the first worker serves the default pool")
     assert workers_of(stack, "team") == [left]
-    assert encode(stack, "").headers["x-sie-worker"] == absent
+    assert encode(stack, "").headers["x-sie-worker"] == dead_worker

@@ -133,5 +133,5 @@ def test_latencies_lead_to_traces(scraping: Prometheus) -> None:
             WAIT_S,
             "an exemplar",
         )
-        exemplars = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
-        assert {exemplar["labels"]["trace_id"] for series in exemplars for exemplar in series["exemplars"]} == {TRACE}
+        all_series = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
+        assert {exemplar["labels"]["trace_id"] for series in all_series for exemplar in series["exemplars"]} == {TRACE}

@@ -86,17 +86,17 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def libraries(open_cluster: Cluster, open_models: LocalModels) -> dict[str, SentenceTransformer]:
     """The models in the library. The cluster serves them too, by what inspection says of their folders."""
-    texts_read = {}
+    encoders = {}
     for name, default in DEFAULTS.items():
         folder = open_models.weights / name
         add_modules(build(folder, ARCHITECTURES["bert"]), [pooling("mean"), NORMALIZE], PROMPTS)
         settings = folder / "config_sentence_transformers.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"default_prompt_name": default}))
         open_models.add(name, {**msgspec.to_builtins(inspected(folder)), "load": {"precision": "float32"}})
-        texts_read[name] = SentenceTransformer(str(folder), device="cpu")
+        encoders[name] = SentenceTransformer(str(folder), device="cpu")
     for name in DEFAULTS:
         shared.wait_until_served(open_cluster, f"test/{name}")
-    return texts_read
+    return encoders
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,9 @@ def test_a_similarity_has_the_default_prompt_on_both_sides(
 ) -> None:
     inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
     for name, library in libraries.items():
-        source, *rest = library.encode(TEXTS)
-        scores = client.post(f"/tei/test/{name}/similarity", json={"inputs": inputs}).json()
-        np.testing.assert_allclose(scores, np.stack(rest) @ source, atol=NEAR)
+        source, *vectors = library.encode(TEXTS)
+        similarities = client.post(f"/tei/test/{name}/similarity", json={"inputs": inputs}).json()
+        np.testing.assert_allclose(similarities, np.stack(vectors) @ source, atol=NEAR)
 
 
 def test_a_prompt_that_nobody_named_is_a_warning_of_the_native_route(

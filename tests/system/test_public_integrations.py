@@ -54,7 +54,7 @@ def passed(name: str, python: str | Path, cluster: Cluster, folder: Path, enviro
 
 @pytest.mark.parametrize("name", QUICK)
 def test_an_integration_works_beside_the_tests_own_libraries(name: str, open_cluster: Cluster, tmp_path: Path) -> None:
-    path = os.pathsep.join(str(SDKS / entry) for entry in ("integrations", VERSION, "needs"))
+    path = os.pathsep.join(str(SDKS / folder) for folder in ("integrations", VERSION, "needs"))
     assert passed(name, sys.executable, open_cluster, tmp_path, {"PYTHONPATH": path}) == CASES[name]
 
 

@@ -51,16 +51,16 @@ async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, versio
         sdk = await asyncio.create_subprocess_exec(
             sys.executable, "-c", ENCODE, gateway.url, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        communication = asyncio.create_task(sdk.communicate())
+        task = asyncio.create_task(sdk.communicate())
         status = "202" if version in ("0.3.1", "0.6.4") else "503"
         async with asyncio.timeout(60):
             while not await gateway.metric("sie_gateway_requests_total", endpoint="encode", status=status):
-                assert not communication.done(), await communication
+                assert not task.done(), await task
         refused = await gateway.encode("x", **{"X-SIE-SDK-Version": version})
         assert (str(refused.status_code), int(refused.headers["retry-after"]) > 0) == (status, True)
         await cluster.sidecar(await cluster.adapter())
-        out, stderr = await asyncio.wait_for(communication, 100)
-    assert (out.decode().strip(), stderr.decode(), sdk.returncode) == ("8", "", 0)
+        out, err = await asyncio.wait_for(task, 100)
+    assert (out.decode().strip(), err.decode(), sdk.returncode) == ("8", "", 0)
 
 
 JOB = """
@@ -95,10 +95,10 @@ async def test_the_newest_sdk_submits_a_job_and_waits_for_its_end(tmp_path: Path
         sdk = await asyncio.create_subprocess_exec(
             sys.executable, "-c", JOB, gateway.url, str(rows), env=environ, stdout=-1, stderr=-1
         )
-        out, stderr = await asyncio.wait_for(sdk.communicate(), 100)
-    assert sdk.returncode == 0, stderr.decode()
+        out, err = await asyncio.wait_for(sdk.communicate(), 100)
+    assert sdk.returncode == 0, err.decode()
     kind, state, done, count, listed, refused, items = json.loads(out)
     assert (kind, state, done, count, listed) == ("job", "succeeded", 5, 5, ["succeeded"])
     assert "output_field: leave it out" in refused
     assert items == []
-    assert "results are incomplete: retrieved 0 of 5 items" in stderr.decode()
+    assert "results are incomplete: retrieved 0 of 5 items" in err.decode()

@@ -27,9 +27,9 @@ def sidecar(stack: Stack) -> Iterator[Part]:
     answer = httpx.post(f"{stack.urls[0]}/v1/encode/{MODEL}", json={"items": ["warm"]}, timeout=60)
     assert answer.status_code == 200, answer.text
     until(lambda: waiting(stack) == 0, 60, "an empty consumer")
-    result = stack.workers[0].sidecar
-    yield result
-    result.resume()
+    part = stack.workers[0].sidecar
+    yield part
+    part.resume()
 
 
 def waiting(stack: Stack) -> int:

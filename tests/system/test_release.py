@@ -160,7 +160,7 @@ def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
     assert [str(error) for error in validator.iter_errors(bill)] == []
     pins = audit.pinned(audit.CONSTRAINTS.read_text())
     versions = {component["name"]: component["version"].partition("+")[0] for component in bill["components"]}
-    assert {name: spread for name, spread in versions.items() if name in pins and spread != str(pins[name])} == {}
+    assert {name: number for name, number in versions.items() if name in pins and number != str(pins[name])} == {}
     assert {"torch", "nats-py", "fastapi", "transformers"} <= versions.keys()
     assert "sie-cluster" not in versions
 
@@ -173,14 +173,14 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = str(venv / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    arguments_wanted = [[f"{dist / WHEEL}[{extra}]"]]
+    batches = [[f"{dist / WHEEL}[{extra}]"]]
     if "torch" in extras.named(extra):
-        arguments_wanted.insert(0, [TORCH])
+        batches.insert(0, [TORCH])
     environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
     pins = tmp_path / "constraints.txt"
     pins.write_text(extras.constraints(extra))
-    for arguments in arguments_wanted:
-        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *arguments]
+    for batch in batches:
+        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *batch]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
@@ -193,13 +193,11 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
         done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, text=True, check=True, timeout=60)
-    installed = {canonicalize_name(load["name"]) for load in json.loads(listed.stdout)}
+    installed = {canonicalize_name(package["name"]) for package in json.loads(listed.stdout)}
     assert extras.named(extra) <= installed
     if extra == "cli":
-        process = subprocess.run(
-            [venv / "bin" / "sie", "gateway"], env=environ, capture_output=True, text=True, timeout=60
-        )
-        assert process.returncode == 2
-        assert process.stderr.endswith(" is not installed: pip install 'sie-cluster[gateway]'\n")
-        assert process.stderr.startswith("error: the package ")
-        assert process.stderr.count("\n") == 1
+        run = subprocess.run([venv / "bin" / "sie", "gateway"], env=environ, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 2
+        assert run.stderr.endswith(" is not installed: pip install 'sie-cluster[gateway]'\n")
+        assert run.stderr.startswith("error: the package ")
+        assert run.stderr.count("\n") == 1

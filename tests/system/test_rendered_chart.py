@@ -89,14 +89,16 @@ class Node:
         specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
         self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
         lines = [
-            f"{entry.address} {name} {name}.{NAMESPACE}.svc"
+            f"{member.address} {name} {name}.{NAMESPACE}.svc"
             for name in of_kind("Service", self.found)
-            for entry in self.behind(name)
+            for member in self.behind(name)
         ]
         for name, workload in workloads(self.found).items():
             service = workload["spec"].get("serviceName")
             lines += [
-                f"{entry.address} {entry.name}.{service}" for entry in self.pods if entry.workload == name and service
+                f"{member.address} {member.name}.{service}"
+                for member in self.pods
+                if member.workload == name and service
             ]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (self.folder / "passwd").write_text("root:x:0:0::/root:/bin/sh\nsie:x:10001:10001::/home/sie:/bin/sh\n")
@@ -106,7 +108,7 @@ class Node:
         labels = {
             name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(self.found).items()
         }
-        return [entry for entry in self.pods if selector.items() <= labels[entry.workload].items()]
+        return [member for member in self.pods if selector.items() <= labels[member.workload].items()]
 
     def url(self, service: str, port: int) -> str:
         """Return the URL of the first pod behind a service, whose ports are those of its pods."""
@@ -134,7 +136,7 @@ class Node:
         if "configMap" in volume:
             maps = {
                 **self.own_files,
-                **{key: config["data"] for key, config in of_kind("ConfigMap", self.found).items()},
+                **{key: config_map["data"] for key, config_map in of_kind("ConfigMap", self.found).items()},
             }
             for file, text in maps[volume["configMap"]["name"]].items():
                 (path / file).write_text(self.here(where, text))
@@ -147,18 +149,18 @@ class Node:
         return text.replace("0.0.0.0", where.address)
 
     def environ(self, where: Pod, container: Object) -> dict[str, str]:
-        values: dict[str, str] = {}
+        settings: dict[str, str] = {}
         for name, value in variables(container).items():
             if isinstance(value, str):
-                values[name] = re.sub(r"\$\((\w+)\)", lambda match: values.get(match[1], match[0]), value)
+                settings[name] = re.sub(r"\$\((\w+)\)", lambda match: settings.get(match[1], match[0]), value)
             elif "fieldRef" in value:
                 assert value["fieldRef"]["fieldPath"] == "metadata.name"
-                values[name] = where.name
+                settings[name] = where.name
             else:
-                values[name] = TOKENS[value["secretKeyRef"]["key"]]
+                settings[name] = TOKENS[value["secretKeyRef"]["key"]]
         # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the
         # setting lists some
-        return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **values}
+        return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **settings}
 
     def argv(self, where: Pod, container: Object) -> list[str]:
         command = container.get("command")
@@ -208,7 +210,7 @@ class Node:
             entry["name"]: entry["emptyDir"]["sizeLimit"] for entry in where.spec["volumes"] if "emptyDir" in entry
         }
         files = {name: (self.folder / where.name / name).rglob("*") for name in limits}
-        sizes = {name: sum(path.lstat().st_blocks * 512 for path in content) for name, content in files.items()}
+        sizes = {name: sum(path.lstat().st_blocks * 512 for path in paths) for name, paths in files.items()}
         return {name: (sizes[name], int(text[:-2]) * _UNITS[text[-2:]]) for name, text in limits.items()}
 
 
@@ -291,12 +293,12 @@ class Running:
 
     def connections(self) -> set[tuple[str, str, int]]:
         """Workload that connected, workload that took it, port, of all that are open now."""
-        owner = {entry.address: entry.workload for entry in self.node.pods}
+        owner = {member.address: member.workload for member in self.node.pods}
         ends = (
-            (container.where.workload, entry.laddr, entry.raddr)
+            (container.where.workload, connection.laddr, connection.raddr)
             for container in self.containers
-            for entry in container.sockets()
-            if entry.raddr
+            for connection in container.sockets()
+            if connection.raddr
         )
         return {(workload, owner[to.ip], to.port) for workload, at, to in ends if to.ip in owner and at.ip not in owner}
 
@@ -312,13 +314,15 @@ class Running:
         to nothing else.
         """
         declared = {
-            (entry.where.workload, port["containerPort"])
-            for entry in self.containers
-            for port in entry.told.get("ports", ())
+            (member.where.workload, port["containerPort"])
+            for member in self.containers
+            for port in member.told.get("ports", ())
         }
         for container in self.containers:
             listening = {
-                (entry.laddr.ip, entry.laddr.port) for entry in container.sockets() if entry.status == "LISTEN"
+                (connection.laddr.ip, connection.laddr.port)
+                for connection in container.sockets()
+                if connection.status == "LISTEN"
             }
             assert listening == {
                 (container.where.address, port["containerPort"]) for port in container.told.get("ports", ())
@@ -327,9 +331,9 @@ class Running:
         expected = {
             (source, *target) for source in sources for target in declared if allowed(self.node.found, source, *target)
         }
-        names: set[tuple[str, str, int]] = set()
-        until(lambda: names.update(self.connections()) or names >= expected, 30, f"connections: {expected}")
-        assert names == expected
+        observed: set[tuple[str, str, int]] = set()
+        until(lambda: observed.update(self.connections()) or observed >= expected, 30, f"connections: {expected}")
+        assert observed == expected
 
 
 @contextlib.contextmanager
@@ -384,8 +388,8 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         models.build(name)
     subprocess.run(["chmod", "-R", "a+rX", tmp_path], check=True, timeout=30)
     files = {file.name: file.read_text().replace(str(tmp_path), "/srv") for file in models.folder.iterdir()}
-    objects_rendered = objects(template("values-kind.yaml", VALUES))
-    node = Node(short, objects_rendered, {"own-models": files}, disk=tmp_path)
+    manifests = objects(template("values-kind.yaml", VALUES))
+    node = Node(short, manifests, {"own-models": files}, disk=tmp_path)
     with (
         started(node) as running,
         httpx.Client(base_url=node.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False) as client,
@@ -456,19 +460,19 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
 @pytest.mark.long
 def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
     """And one that is told to end sends its clients to the others."""
-    objects_rendered = [
-        entry
-        for entry in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
-        if "worker" not in entry["metadata"]["name"]
+    manifests = [
+        manifest
+        for manifest in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
+        if "worker" not in manifest["metadata"]["name"]
     ]
-    with started(Node(short, objects_rendered, replicas={"sie-nats": 3})) as running:
+    with started(Node(short, manifests, replicas={"sie-nats": 3})) as running:
         running.check_probes()
         running.check_connections()
         brokers = [container for container in running.containers if container.told["name"] == "nats"]
-        urls = [f"http://{broker.where.address}:8222" for broker in brokers]
+        monitor_urls = [f"http://{broker.where.address}:8222" for broker in brokers]
 
         def streams() -> list[Object]:
-            (account,) = httpx.get(f"{urls[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
+            (account,) = httpx.get(f"{monitor_urls[0]}/jsz?streams=1&config=1", trust_env=False, timeout=60).json()[
                 "account_details"
             ]
             return list(account.get("stream_detail", ()))
@@ -501,9 +505,9 @@ def publish(url: str, user: str, subject: str) -> None:
     with socket.create_connection(url.removeprefix("http://").split(":"), timeout=30) as wire:
         login = json.dumps({"user": user, "pass": TOKENS[f"nats-{user}"], "verbose": False})
         wire.sendall(f"CONNECT {login}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())
-        banner = b""
-        while b"PONG" not in banner:
+        reply = b""
+        while b"PONG" not in reply:
             piece = wire.recv(4096)
-            assert piece, f"the broker hung up on {user}: {banner!r}"
-            banner += piece
-    assert b"Permissions Violation" in banner
+            assert piece, f"the broker hung up on {user}: {reply!r}"
+            reply += piece
+    assert b"Permissions Violation" in reply

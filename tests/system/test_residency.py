@@ -47,8 +47,8 @@ def sie(cluster: Cluster, *args: str, token: str = ADMIN) -> Result:
 
 
 def info(cluster: Cluster, model: str) -> dict[str, object]:
-    report: dict[str, object] = httpx.get(f"{cluster.url}/v1/models/{model}", timeout=10).json()
-    return report
+    record: dict[str, object] = httpx.get(f"{cluster.url}/v1/models/{model}", timeout=10).json()
+    return record
 
 
 def scored(cluster: Cluster) -> object:
@@ -69,9 +69,9 @@ def test_a_model_is_loaded_before_its_first_request_and_unloaded_again(cluster: 
     before = scored(cluster)
     again = sie(cluster, "load", "test/cross")
     assert (again.exit_code, "test/cross: loaded in _default." in again.stderr) == (0, True), again.output
-    unloaded = sie(cluster, "unload", "test/cross", "--wait")
-    assert unloaded.exit_code == 0, unloaded.output
-    assert unloaded.stdout.startswith("test/cross: unloaded by "), unloaded.output
+    unload = sie(cluster, "unload", "test/cross", "--wait")
+    assert unload.exit_code == 0, unload.output
+    assert unload.stdout.startswith("test/cross: unloaded by "), unload.output
     assert info(cluster, "test/cross")["state"] == "available"
     assert "no worker has it loaded" in sie(cluster, "unload", "test/cross").stdout
     assert scored(cluster) == before  # the request loads it
@@ -90,7 +90,7 @@ def test_an_unload_leaves_a_request_that_runs_alone(cluster: Cluster) -> None:
         assert (reply.status_code, request.done()) == (202, False), reply.text
         answer = request.result()
     assert answer.status_code == 200, answer.text
-    assert [result for result in answer.json()["items"] if "dense" not in result] == []
+    assert [slot for slot in answer.json()["items"] if "dense" not in slot] == []
     until(lambda: info(cluster, MODEL)["state"] == "available", 30, "the unload", lambda: cluster.log())
     short = httpx.post(f"{cluster.url}/v1/encode/{MODEL}", json={"items": ["a"]}, timeout=120)
     assert short.status_code == 200, short.text

@@ -313,12 +313,12 @@ class Traffic:
         return {"sdk": self._encode, "score": self._score, "extract": self._extract, "large": self._large}
 
     async def _encode(self) -> Any:
-        vectors = await self._client.encode("test/mini", TEXTS[:8])
-        return np.stack([vector["dense"] for vector in vectors])
+        results = await self._client.encode("test/mini", TEXTS[:8])
+        return np.stack([result["dense"] for result in results])
 
     async def _score(self) -> Any:
-        scores = await self._client.score("test/cross", QUERY, TEXTS[8:14])
-        return np.array([entry["score"] for entry in sorted(scores["scores"], key=lambda entry: str(entry["item_id"]))])
+        reply = await self._client.score("test/cross", QUERY, TEXTS[8:14])
+        return np.array([entry["score"] for entry in sorted(reply["scores"], key=lambda entry: str(entry["item_id"]))])
 
     async def _extract(self) -> Any:
         answer = await self._http.post("/v1/extract/test/tags", json={"items": TEXTS[14:17]})
@@ -336,8 +336,8 @@ class Traffic:
     async def _repeat(self, name: str, pause_s: float) -> None:
         while not self._stopping:
             try:
-                reply = await self._asking[name]()
-                np.testing.assert_allclose(reply, self._expected[name], atol=1e-4)
+                values = await self._asking[name]()
+                np.testing.assert_allclose(values, self._expected[name], atol=1e-4)
             except (SIEError, httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{time.monotonic():.2f} {name}: {type(error).__name__}: {error}")
             self.counts[name] += 1
@@ -422,8 +422,8 @@ class Traffic:
             await eventually(functools.partial(has, url, workers), f"the workers at {name}")
 
 
-async def eventually(condition: Callable[[], object], event: str) -> None:
-    await asyncio.to_thread(until, condition, WITHIN_S, event)
+async def eventually(condition: Callable[[], object], description: str) -> None:
+    await asyncio.to_thread(until, condition, WITHIN_S, description)
 
 
 def is_at(gateway: str, revision: int) -> bool:
@@ -459,10 +459,10 @@ def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    result = local_models.under(tmp_path_factory.mktemp("models"))
+    local = local_models.under(tmp_path_factory.mktemp("models"))
     for name in ("mini", "cross", "tags"):
-        result.build(name)
-    return result
+        local.build(name)
+    return local
 
 
 @pytest.fixture

@@ -144,9 +144,9 @@ def test_a_text_alone_has_the_same_bytes_by_every_route(
     client: httpx.Client, route: Callable[[httpx.Client], Array]
 ) -> None:
     expected = native(client)
-    reply = route(client)
-    assert reply.dtype == np.float32
-    assert reply.tobytes() == expected.tobytes()
+    vector = route(client)
+    assert vector.dtype == np.float32
+    assert vector.tobytes() == expected.tobytes()
 
 
 async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Cluster, client: httpx.Client) -> None:
@@ -161,8 +161,8 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
 
     loads = [asyncio.create_task(load()) for _ in range(6)]
     for route in ROUTES:
-        reply = await asyncio.to_thread(route, client)
-        np.testing.assert_allclose(reply, expected, atol=UNDER_LOAD, err_msg=route.__name__)
+        vector = await asyncio.to_thread(route, client)
+        np.testing.assert_allclose(vector, expected, atol=UNDER_LOAD, err_msg=route.__name__)
     stop.set()
     await asyncio.gather(*loads)
 

@@ -99,9 +99,9 @@ def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
     shares = {row["label"]: row["score"] for row in results[0]["classifications"]}
     assert order.mood == max(("calm", "very angry"), key=lambda mood: shares[f"mood.{mood}"])
     assert order.is_late is (shares["is_late.true"] >= 0.5)
-    first = sie.extract(SPANS, TEXT, schema=PydanticOrder, threshold=0.3)["data"]
-    assert isinstance(first, PydanticOrder)
-    assert (first.mood, first.is_late, first.buyer) == (order.mood, order.is_late, order.buyer)
+    instance = sie.extract(SPANS, TEXT, schema=PydanticOrder, threshold=0.3)["data"]
+    assert isinstance(instance, PydanticOrder)
+    assert (instance.mood, instance.is_late, instance.buyer) == (order.mood, order.is_late, order.buyer)
     for model in (CLASSES, NLI):
         assert isinstance(sie.extract(model, TEXT, schema=Decided)["data"], Decided)
 
@@ -136,14 +136,19 @@ class MsgspecHour(msgspec.Struct, rename="camel"):
 
 def test_restrictions_that_no_model_obeys_are_checked_by_the_class(sie: SIEClient) -> None:
     text = "queue worker 12 river"
-    results = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
-    assert "day" in results["error"]["message"]  # a word of the text is no date
-    slot = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
-    assert isinstance(slot, Restricted)
-    assert (slot.hour, slot.day, slot.buyer in text, slot.colours <= set(Colour)) == (12, None, True, True)
+    result = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, on_item_error="slot")
+    assert "day" in result["error"]["message"]  # a word of the text is no date
+    instance = sie.extract(SPANS, text, schema=Restricted, threshold=0.0, label_thresholds={"day": 1.0})["data"]
+    assert isinstance(instance, Restricted)
+    assert (instance.hour, instance.day, instance.buyer in text, instance.colours <= set(Colour)) == (
+        12,
+        None,
+        True,
+        True,
+    )
     assert sie.extract(SPANS, text, schema=Hour, threshold=0.0)["data"] == Hour(12)
-    hour = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
-    assert (hour.at_hour, hour.colour in Colour) == (12, True)
+    msgspec_hour = sie.extract(SPANS, text, schema=MsgspecHour, threshold=0.0)["data"]
+    assert (msgspec_hour.at_hour, msgspec_hour.colour in Colour) == (12, True)
 
 
 class Impossible(msgspec.Struct):

@@ -382,8 +382,8 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
     for items in ([], None):
         assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
-    entry, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
-    assert (entry["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
+    id_slot, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
+    assert (id_slot["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
     assert ask(client, "score", "cross", {"query": "a", "items": [""]})["scores"][0]["score"] is not None
     assert client.post("/tei/test/dense/embed", json={"inputs": ""}).json() == [empty["dense"]["values"]]
     refused = client.post("/v1/embeddings", json={"model": "test/dense", "input": ""})
@@ -466,8 +466,8 @@ def test_three_hundred_documents_are_several_messages_and_score_as_alone(client:
 def test_a_decoder_answers_yes_as_its_model_card_computes_it(client: httpx.Client, every_family: LocalModels) -> None:
     texts = documents(4)
     default = local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
-    for fields, used in (({}, default), ({"instruction": "Find the river"}, "Find the river")):
-        reply = ask(client, "score", "reranker", {"query": PAIRED, "items": texts, **fields})
+    for parameters, used in (({}, default), ({"instruction": "Find the river"}, "Find the river")):
+        reply = ask(client, "score", "reranker", {"query": PAIRED, "items": texts, **parameters})
         expected = [
             local_models.yes_probability(every_family.weights / "reranker", used, PAIRED, text) for text in texts
         ]
@@ -490,33 +490,33 @@ def m3_scores(client: httpx.Client, texts: list[str]) -> dict[str, list[float]]:
     """Each mode by its formula, from the vectors."""
     query, *slots = vectors(client, "m3", [PAIRED, *texts], output_types=M3_OUTPUTS)
     weights = dict(zip(query["sparse"]["indices"].tolist(), query["sparse"]["values"].tolist(), strict=True))
-    outputs: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
+    scores: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
     for slot in slots:
-        outputs["dense"].append(float(query["dense"]["values"] @ slot["dense"]["values"]))
+        scores["dense"].append(float(query["dense"]["values"] @ slot["dense"]["values"]))
         shared = zip(slot["sparse"]["indices"].tolist(), slot["sparse"]["values"].tolist(), strict=True)
-        outputs["sparse"].append(sum(weight * weights.get(index, 0.0) for index, weight in shared))
+        scores["sparse"].append(sum(weight * weights.get(index, 0.0) for index, weight in shared))
         best = (query["multivector"]["values"] @ slot["multivector"]["values"].T).max(1)
-        outputs["colbert"].append(float(best.mean()))
-    outputs["hybrid"] = [
+        scores["colbert"].append(float(best.mean()))
+    scores["hybrid"] = [
         0.4 * a + 0.2 * b + 0.4 * c
-        for a, b, c in zip(outputs["dense"], outputs["sparse"], outputs["colbert"], strict=True)
+        for a, b, c in zip(scores["dense"], scores["sparse"], scores["colbert"], strict=True)
     ]
-    return outputs
+    return scores
 
 
 def test_the_score_modes_of_bge_m3(client: httpx.Client) -> None:
     texts = documents(10)
     expected = m3_scores(client, texts)
-    rerank = {"query": PAIRED, "items": texts}
-    assert by_position(ask(client, "score", "m3", rerank)) == pytest.approx(expected["dense"], abs=1e-5)
+    body = {"query": PAIRED, "items": texts}
+    assert by_position(ask(client, "score", "m3", body)) == pytest.approx(expected["dense"], abs=1e-5)
     for mode, scores in expected.items():
-        assert by_position(ask(client, "score", "m3", {**rerank, "options": {"score_mode": mode}})) == pytest.approx(
+        assert by_position(ask(client, "score", "m3", {**body, "options": {"score_mode": mode}})) == pytest.approx(
             scores, abs=1e-5
         )
     weighted = {"score_mode": "hybrid", "score_weights": {"dense": 1, "sparse": 3}}
     mixed = [(a + 3 * b) / 4 for a, b in zip(expected["dense"], expected["sparse"], strict=True)]
-    assert by_position(ask(client, "score", "m3", {**rerank, "options": weighted})) == pytest.approx(mixed, abs=1e-5)
-    assert refusal(client, "score", "m3", {**rerank, "options": {"score_mode": "best"}})[2] == "schema"
+    assert by_position(ask(client, "score", "m3", {**body, "options": weighted})) == pytest.approx(mixed, abs=1e-5)
+    assert refusal(client, "score", "m3", {**body, "options": {"score_mode": "best"}})[2] == "schema"
 
 
 # extract
@@ -594,13 +594,13 @@ def test_tags_become_entities_as_the_pipeline_merges_them(client: httpx.Client, 
     )
     for text, slot in zip([*TEXTS, *ODD], reply["items"], strict=True):
         expected = reference(text)
-        spans = [(vector["entity_group"], vector["start"], vector["end"]) for vector in expected]
+        spans = [(entity["entity_group"], entity["start"], entity["end"]) for entity in expected]
         assert [(entity["label"], entity["start"], entity["end"]) for entity in slot["entities"]] == spans
         assert [entity["score"] for entity in slot["entities"]] == pytest.approx(
-            [float(vector["score"]) for vector in expected], abs=1e-5
+            [float(entity["score"]) for entity in expected], abs=1e-5
         )
         assert [entity["text"] for entity in slot["entities"]] == [
-            text[vector["start"] : vector["end"]] for vector in expected
+            text[entity["start"] : entity["end"]] for entity in expected
         ]
     assert any(slot["entities"] for slot in reply["items"])
 
@@ -649,16 +649,16 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         ask(client, verb, model, {"query": "a", "items": ["a"], "labels": ["a"]})
     infos = {info["id"].removeprefix("test/"): info for info in client.get("/v1/models").json()["data"]}
     assert {"late:muvera", "mini:bf16"} <= set(infos)
-    report = {
+    summaries = {
         name: (info["outputs"], info["tasks"], info["score_scale"], info["supports_lora"])
         for name, info in infos.items()
     }
-    assert report["mini"] == (["dense"], ["encode"], None, True)
-    assert report["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine", True)
-    assert report["late"] == (["multivector", "score"], ["encode", "score"], "maxsim", True)
-    assert report["cross"] == (["score"], ["score"], "probability", True)
-    assert report["reranker"] == (["score"], ["score"], "probability", False)
-    assert report["zero-shot"] == (["json"], ["extract"], None, False)
+    assert summaries["mini"] == (["dense"], ["encode"], None, True)
+    assert summaries["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine", True)
+    assert summaries["late"] == (["multivector", "score"], ["encode", "score"], "maxsim", True)
+    assert summaries["cross"] == (["score"], ["score"], "probability", True)
+    assert summaries["reranker"] == (["score"], ["score"], "probability", False)
+    assert summaries["zero-shot"] == (["json"], ["extract"], None, False)
     assert infos["late:muvera"]["variant_of"] == "test/late"
     assert infos["late:muvera"]["dims"] == {"multivector": TOKEN_WIDTH, "dense": 96}
     assert (infos["m3"]["dims"]["dense"], infos["m3"]["matryoshka_dims"]) == (M3_WIDTH, [16])

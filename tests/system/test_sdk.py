@@ -69,7 +69,7 @@ def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
 def expected(count: int) -> NDArray[np.float32]:
     """The vectors of CLIENT's texts, in order."""
     encoded = Tokenizer.from_buffer(TOKENIZER).encode_batch_fast([f"text {number}" for number in range(count)])
-    return np.stack([vector_of(result.ids) for result in encoded])
+    return np.stack([vector_of(encoding.ids) for encoding in encoded])
 
 
 class Run:

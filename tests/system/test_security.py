@@ -159,7 +159,7 @@ def encode_of(item: Any, **fields: Any) -> Json:
 
 def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
     """Name, path, body and headers of requests with the mark in one place each; right ones and wrong ones."""
-    encode, path_of_model = f"/v1/encode/{MODEL}", f"/v1/encode/{NAMED}/{NAMED}"
+    encode, unknown_path = f"/v1/encode/{MODEL}", f"/v1/encode/{NAMED}/{NAMED}"
     item = {"text": f"{MARK} text", "id": f"{MARK}-id", "metadata": {f"{MARK}-key": [f"{MARK}-value"]}}
     right: list[tuple[str, Any]] = [
         ("all of an item", encode_of(item)),
@@ -184,7 +184,7 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
     for name, body in [*right, *wrong]:
         yield name, encode, body, {}
         yield f"{name}, msgpack", encode, msgspec.msgpack.encode(body), {"content-type": "application/msgpack"}
-        yield f"{name}, no such model", path_of_model, body, {}
+        yield f"{name}, no such model", unknown_path, body, {}
         yield f"{name}, failing", encode, body, {"x-sie-on-item-error": "fail", "x-sie-strict": "true"}
     yield "one good, one bad", encode, {"items": [MARK, {"id": MARK, "metadata": {"a": MARK}}]}, {}
     yield "a query", f"/v1/score/{MODEL}", {"query": MARK, "items": [{"text": MARK, "id": MARK}]}, {}
@@ -283,7 +283,7 @@ def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client
     until(lambda: all(cluster.said(f"encode {status} in") for status in (200, 400)), 60, "the log of all requests")
     sinks = {"the log": "\n".join(cluster.lines), "/health": client.get("/health").text}
     ports = [
-        port for line in cluster.lines if (url := line.partition("metrics on ")[2]).isdigit() for port in [int(url)]
+        port for line in cluster.lines if (hit := line.partition("metrics on ")[2]).isdigit() for port in [int(hit)]
     ]
     config = urlsplit(client.get("/health").json()["config_url"])
     sidecar = f"127.0.0.1:{cluster.worker_port}"
@@ -300,8 +300,8 @@ def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client
             sinks[f"command line of {role}"] = " ".join(psutil.Process(pid).cmdline())
     for sink, text in sinks.items():
         for secret in (MARK, NAMED, NAMED.upper(), USER, ADMIN):
-            url = text.find(secret)
-            assert url < 0, f"{sink}: ...{text[max(0, url - 200) : url + 200]}..."
+            hit = text.find(secret)
+            assert hit < 0, f"{sink}: ...{text[max(0, hit - 200) : hit + 200]}..."
 
 
 def cluster_call(cluster: Cluster, path: str, token: str) -> httpx.Response:
@@ -339,9 +339,9 @@ def head(path: str, *headers: str, method: str = "GET") -> bytes:
 @pytest.mark.parametrize("request_id", ["a\tb", "\x7f", "é", "x" * 129, "", "a\x00b"])
 def test_a_request_id_that_is_no_printable_ascii_is_not_echoed(cluster: Cluster, request_id: str) -> None:
     arrived = raw(cluster, head("/v1/models", f"x-request-id: {request_id}"))
-    fields = dict(line.split(b": ", 1) for line in arrived.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")[1:])
-    assert fields[b"x-request-id"] == fields[b"x-sie-request-id"]
-    assert len(fields[b"x-request-id"]) == 36
+    headers = dict(line.split(b": ", 1) for line in arrived.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")[1:])
+    assert headers[b"x-request-id"] == headers[b"x-sie-request-id"]
+    assert len(headers[b"x-request-id"]) == 36
 
 
 @pytest.mark.parametrize("request_id", ["good", "x" * 128, "a: b; c=d", '"><script>'])
@@ -586,13 +586,13 @@ def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
 def test_frames_that_nobody_wants_close_a_websocket(cluster: Cluster) -> None:
     """A peer sends far more than it has to say: it is cut off, others are not."""
     url = cluster.url.replace("http", "ws") + "/ws/cluster-status"
-    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}, max_size=None) as first:
-        first.recv(timeout=60)
+    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}, max_size=None) as sender:
+        sender.recv(timeout=60)
         with contextlib.suppress(Exception):  # it is closed while this is sent
-            first.send(struct.pack("d", 0.5) * (1 << 17))
-        until(lambda: _closed(first), 60, "it is closed")
-    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}) as entry:
-        assert entry.recv(timeout=60)
+            sender.send(struct.pack("d", 0.5) * (1 << 17))
+        until(lambda: _closed(sender), 60, "it is closed")
+    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}) as listener:
+        assert listener.recv(timeout=60)
 
 
 def _closed(connection: Any) -> bool:

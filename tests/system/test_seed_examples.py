@@ -34,8 +34,8 @@ def values(url: str, model: str) -> list[float]:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as result:
-        yield result
+    with Collector() as started:
+        yield started
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_the_production_example_serves(bucket: Place, collector: Collector, disk
             lambda spans: {"gateway", "sidecar", "adapter"} <= {span.component for span in spans},
             "spans of every component",
         )
-        logged = [json.loads(line) for line in cluster.lines]
-        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= logged[
+        records = [json.loads(line) for line in cluster.lines]
+        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= records[
             -1
         ].keys()
     assert list((DISK / "cache").rglob("*.safetensors"))

@@ -58,10 +58,10 @@ def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_pat
         argv = [SIE, "run", "org/late", "a cat", "a tax form", "--json", "--data-dir", str(tmp_path / "data")]
         ran = Forked("engine", argv, cluster.environ)
         with ran.stdout as output:
-            output_text = output.read()
-        assert ran.wait(100) == 0, output_text
-        assert output_text.startswith(f"added org/late, org/late@{COMMIT}: ")
-        assert '"model": "org/late"' in output_text
+            text = output.read()
+        assert ran.wait(100) == 0, text
+        assert text.startswith(f"added org/late, org/late@{COMMIT}: ")
+        assert '"model": "org/late"' in text
     finally:
         assert cluster.stop() == 0
 
@@ -69,10 +69,10 @@ def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_pat
 @pytest.mark.parametrize("mode", [(), ("--standalone",)])
 def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """The last line names the model and the cause; neither `ready` nor an example of a request is printed."""
-    absent = tmp_path / "gone"
+    missing_path = tmp_path / "gone"
     entry = {
         "id": "org/gone",
-        "weights": {"path": str(absent)},
+        "weights": {"path": str(missing_path)},
         "family": "text-encoder",
         "outputs": {"dense": 384},
         "max_tokens": 64,

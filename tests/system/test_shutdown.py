@@ -73,12 +73,12 @@ async def ended_under_load(process: subprocess.Popen[str], url: str, number: int
     assert psutil.wait_procs(children, timeout=GONE_S)[1] == []
     assert not load.wrong()
     under_way = [outcome for outcome in load.outcomes if outcome.sent_s < signalled_s < outcome.ended_s]
-    assert [task for task in under_way if task.status == 200], "nothing was in progress at the signal"
+    assert [outcome for outcome in under_way if outcome.status == 200], "nothing was in progress at the signal"
     # a request that was under way but not read yet is refused like any later one; none breaks off or fails otherwise
-    assert {task.code or task.failure for task in under_way if task.status != 200} <= {"SHUTTING_DOWN"}
-    assert {task.status for task in under_way} <= {200, 503}
+    assert {outcome.code or outcome.failure for outcome in under_way if outcome.status != 200} <= {"SHUTTING_DOWN"}
+    assert {outcome.status for outcome in under_way} <= {200, 503}
     later = [outcome for outcome in load.outcomes if outcome.sent_s >= signalled_s and outcome.status not in (0, 200)]
-    assert {task.code for task in later} <= {"SHUTTING_DOWN"}
+    assert {outcome.code for outcome in later} <= {"SHUTTING_DOWN"}
     assert {outcome.status for outcome in load.outcomes if outcome.ended_s <= signalled_s} == {200}
 
 

@@ -155,16 +155,16 @@ async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tm
         print(f"\nalone: {alone}\nbeside a load of {LOAD_S:.0f} s: {beside}")
         print(
             "clients of the slow model:",
-            ", ".join(f"answered at {sample.answered_s:.1f} s, refused {sample.refused}x" for sample in waited),
+            ", ".join(f"answered at {outcome.answered_s:.1f} s, refused {outcome.refused}x" for outcome in waited),
         )
         assert beside.p99_s <= alone.p99_s + BATCH_MS / 1000 + NOISE_S
         assert len(beside.took_s) == len(alone.took_s)
-        assert all(LOAD_S <= sample.answered_s < LOAD_S + RETRY_S + 1.0 for sample in waited)
+        assert all(LOAD_S <= outcome.answered_s < LOAD_S + RETRY_S + 1.0 for outcome in waited)
         assert waited[0].refused > 0
         assert waited[-1].refused == 0
         assert scraped(metrics, "sie_model_loads_total", model=SLOW) == 1
         assert scraped(metrics, "sie_adapter_deaths_total") == 0
-        assert {*alone.deliveries, *beside.deliveries, *(sample.deliveries for sample in waited)} == {1}
+        assert {*alone.deliveries, *beside.deliveries, *(outcome.deliveries for outcome in waited)} == {1}
         assert len(samples) > LOAD_S / 2
         assert max(sample["num_ack_pending"] for sample in samples) > 0
         assert max(sample["num_redelivered"] for sample in samples) == 0

@@ -40,12 +40,12 @@ def library(open_models: LocalModels) -> tuple[NDArray[np.float32], NDArray[np.f
 
     folder = open_models.weights / "clap"
     model, extractor = ClapModel.from_pretrained(folder).eval(), AutoFeatureExtractor.from_pretrained(folder)
-    waves = [soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in FILES.values()]
-    ids = AutoTokenizer.from_pretrained(folder)("a dog barks", return_tensors="pt").input_ids
+    recordings = [soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in FILES.values()]
+    token_ids = AutoTokenizer.from_pretrained(folder)("a dog barks", return_tensors="pt").input_ids
     with torch.inference_mode():
-        features = extractor(waves, sampling_rate=RATE, return_tensors="pt")
+        features = extractor(recordings, sampling_rate=RATE, return_tensors="pt")
         sounds = model.get_audio_features(**features).pooler_output.numpy()
-        text = model.get_text_features(input_ids=ids).pooler_output[0].numpy()
+        text = model.get_text_features(input_ids=token_ids).pooler_output[0].numpy()
     return sounds, text
 
 
@@ -56,15 +56,15 @@ def test_vectors_equal_the_library_and_a_file_that_is_no_sound_costs_its_own_slo
     items += [{"audio": base64.b64encode(b"no sound").decode()}, {"text": "a dog barks"}]
     answer = httpx.post(f"{open_cluster.url}/v1/encode/{CLAP}", json={"items": items}, timeout=60)
     assert answer.status_code == 200, answer.text
-    *results, wrong, error = answer.json()["items"]
-    vectors = np.stack([item["dense"]["values"] for item in results])
+    *sounds, wrong, text_slot = answer.json()["items"]
+    vectors = np.stack([item["dense"]["values"] for item in sounds])
     assert np.abs(vectors - library[0]).max() <= 2e-6
-    assert np.abs(np.asarray(error["dense"]["values"]) - library[1]).max() <= 2e-6
+    assert np.abs(np.asarray(text_slot["dense"]["values"]) - library[1]).max() <= 2e-6
     assert wrong["error"]["reason"] == "invalid_media"
     assert wrong["error"]["message"].startswith("audio: undecodable: the first bytes are of no supported sound format")
-    refused = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
+    refusal = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
     message = "test/clip takes text, image, not audio; models that take it: me/clap, test/clap"
-    assert message in refused.json()["error"]["message"]
+    assert message in refusal.json()["error"]["message"]
 
 
 def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
@@ -77,8 +77,8 @@ def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
     assert np.abs(np.asarray(answer.json()["data"][0]["embedding"]) - library[0][0]).max() <= 2e-6
     samples = soundfile.read(io.BytesIO(first), dtype="int16")[0]
     with SIEClient(open_cluster.url) as client:
-        result = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
-    assert np.abs(np.asarray(result["dense"]) - library[0][0]).max() <= 2e-6
+        reply = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
+    assert np.abs(np.asarray(reply["dense"]) - library[0][0]).max() <= 2e-6
 
 
 def test_sounds_are_found_by_words(
@@ -141,10 +141,10 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     recording = encoded(sound, "FLAC", rate=RATE)
     (tmp_path / "interview.flac").write_bytes(recording)
     monkeypatch.chdir(tmp_path)
-    wave = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
+    samples = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
     oracle = Oracle(whisper)
     with torch.inference_mode():
-        expected = oracle.segments(wave, asks(most=LIMIT - 3))
+        expected = oracle.segments(samples, asks(most=LIMIT - 3))
     lines = [
         f"{segment.start_s:.2f} {segment.end_s:.2f} {text}"
         for segment in expected
@@ -159,8 +159,8 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     audio = base64.b64encode(recording).decode()
     body = {"items": [{"text": "x"}, {"audio": audio}], "params": {"task": "translate", "max_new_tokens": 6}}
     answer = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
-    result, written = answer.json()["items"]
-    assert result["error"]["reason"] == "unsupported_modality"
+    text_slot, written = answer.json()["items"]
+    assert text_slot["error"]["reason"] == "unsupported_modality"
     assert {entity["label"] for entity in written["entities"]} <= {"translation"}
     assert written["data"]["finish_reason"] == "length"
     body = {"items": [{"audio": audio}], "params": {"language": "klingon"}}

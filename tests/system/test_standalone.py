@@ -36,19 +36,13 @@ def standalone(tmp_path_factory: pytest.TempPathFactory, every_family: LocalMode
         yield cluster
 
 
-def same(value: Any, expected_value: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Equal but for the last bits of numbers: each process chooses its kernels."""
-    if isinstance(value, dict):
-        return value.keys() == expected_value.keys() and all(
-            same(value[key], expected_value[key]) for key in value.keys() - OF_A_RUN
-        )
-    if isinstance(value, list):
-        return len(value) == len(expected_value) and all(map(same, value, expected_value))
-    return (
-        bool(value == pytest.approx(expected_value, abs=1e-5))
-        if isinstance(value, float)
-        else bool(value == expected_value)
-    )
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left.keys() - OF_A_RUN)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == pytest.approx(right, abs=1e-5)) if isinstance(left, float) else bool(left == right)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -117,20 +117,20 @@ def looking(cluster: Cluster, path: str, **headers: str) -> ClientConnection:
 
 
 def frame(socket: ClientConnection) -> dict[str, Any]:
-    frame_read: dict[str, Any] = json.loads(socket.recv(10))
-    return frame_read
+    message: dict[str, Any] = json.loads(socket.recv(10))
+    return message
 
 
 def samples(url: str) -> dict[str, list[tuple[set[str], float]]]:
     """Labels and values by name of a scrape. A metric without any series yet has its name all the same."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
-    samples_read: dict[str, list[tuple[set[str], float]]] = {}
+    series: dict[str, list[tuple[set[str], float]]] = {}
     for family in text_string_to_metric_families(text):
         suffix = {"counter": "_total", "histogram": "_count"}.get(family.type, "")
-        samples_read.setdefault(family.name + suffix, [])
+        series.setdefault(family.name + suffix, [])
         for sample in family.samples:
-            samples_read.setdefault(sample.name, []).append((set(sample.labels), sample.value))
-    return samples_read
+            series.setdefault(sample.name, []).append((set(sample.labels), sample.value))
+    return series
 
 
 def metrics_url(cluster: Cluster, role: str) -> str:
@@ -159,11 +159,11 @@ def test_every_stable_metric_is_there_and_moves_with_requests(
         60,
         f"{moving} above zero",
     )
-    samples_read = samples(url)
+    series = samples(url)
     for name, (labels, _) in names.items():
-        assert name in samples_read, name
-        for source, _ in samples_read[name]:
-            assert source == labels, name
+        assert name in series, name
+        for sample_labels, _ in series[name]:
+            assert sample_labels == labels, name
     text = httpx.get(f"{url}/metrics", timeout=30).text
     build = "sie_gateway_build_info" if role == "gateway" else "sie_build_info"
     assert f'{build}{{version="{sie_contracts.__version__}"}} 1.0' in text
@@ -177,24 +177,20 @@ def test_requests_are_counted_by_verb_and_route_at_the_worker(cluster: Cluster, 
     def counted() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
         """Return the labels for which each of the two metrics is 1."""
         text = httpx.get(f"http://127.0.0.1:{cluster.worker_port}/metrics", timeout=30).text
-        samples_read = [
+        series = [
             sample
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.value == 1 and sample.labels.get("model") in (ENCODER, LATE, EXTRACTOR)
         ]
         return (
-            {_labels(sample, "status") for sample in samples_read if sample.name == "sie_requests_total"},
-            {
-                _labels(sample, "phase")
-                for sample in samples_read
-                if sample.name == "sie_request_duration_seconds_count"
-            },
+            {_labels(sample, "status") for sample in series if sample.name == "sie_requests_total"},
+            {_labels(sample, "phase") for sample in series if sample.name == "sie_request_duration_seconds_count"},
         )
 
     expected = (
-        {(*frame_sent, "success") for frame_sent in sent},
-        {(*frame_sent, phase) for frame_sent in sent for phase in phases},
+        {(*call, "success") for call in sent},
+        {(*call, phase) for call in sent for phase in phases},
     )
     until(lambda: counted() == expected, 60, "one request each")
 
@@ -204,14 +200,14 @@ def test_the_frames_of_the_cluster_come_at_once_and_tell_what_health_tells(
 ) -> None:
     with looking(cluster, "/ws/cluster-status") as socket:
         until(lambda: {ENCODER, LATE, EXTRACTOR} <= _loaded(frame(socket)), 60, "the three models")
-        frame_read = frame(socket)
-        assert frame_read["cluster"]["models_loaded"] == len(_loaded(frame_read))
+        status = frame(socket)
+        assert status["cluster"]["models_loaded"] == len(_loaded(status))
     health = client.get("/health").json()
-    assert frame_read["version"] == health["version"] == sie_contracts.__version__
-    assert {model["name"] for model in frame_read["models"]} == {model["name"] for model in health["models"]}
-    assert [worker["name"] for worker in frame_read["workers"]] == [worker["name"] for worker in health["workers"]]
+    assert status["version"] == health["version"] == sie_contracts.__version__
+    assert {model["name"] for model in status["models"]} == {model["name"] for model in health["models"]}
+    assert [worker["name"] for worker in status["workers"]] == [worker["name"] for worker in health["workers"]]
     assert health["cluster"]["total_qps"] >= 0
-    assert ENCODER in frame_read["workers"][0]["loaded_models"]
+    assert ENCODER in status["workers"][0]["loaded_models"]
 
 
 def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluster, client: httpx.Client) -> None:
@@ -219,28 +215,28 @@ def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluste
     with looking(cluster, "/ws/status") as socket:
         first = frame(socket)
         later = [frame(socket) for _ in range(3)]
-        stamps = [report["timestamp"] for report in (first, *later)]
+        stamps = [snapshot["timestamp"] for snapshot in (first, *later)]
         assert stamps == sorted(set(stamps))
         until(
             lambda: frame(socket)["counters"].get("sie_requests_total", {}).get(ENCODER) == 2,
             60,
             "the metrics of the requests",
         )
-        frame_read = frame(socket)
-    server = frame_read["server"]
+        status = frame(socket)
+    server = status["server"]
     assert server["version"] == sie_contracts.__version__
     assert server["pid"] in {*cluster.pids("sidecar"), *cluster.pids("standalone")}
     assert server["user"] == psutil.Process().username()
     assert 0 < server["uptime_seconds"] < 3600
-    (device,) = frame_read["gpus"]
+    (device,) = status["gpus"]
     assert device["device"] == "cpu"
     assert 0 < device["memory_used_bytes"] < device["memory_total_bytes"]
     assert device["memory_threshold_pct"] == 85
     assert 0 <= device["utilization_pct"] <= 100
-    memory = [model["memory_bytes"] for model in frame_read["models"]]
+    memory = [model["memory_bytes"] for model in status["models"]]
     assert memory == sorted(memory, reverse=True)
-    loaded = {model["name"]: model for model in frame_read["models"] if model["state"] == "loaded"}
-    assert set(loaded) == set(frame_read["loaded_models"]) >= {ENCODER, LATE, EXTRACTOR}
+    loaded = {model["name"]: model for model in status["models"] if model["state"] == "loaded"}
+    assert set(loaded) == set(status["loaded_models"]) >= {ENCODER, LATE, EXTRACTOR}
     assert loaded[ENCODER]["config"]["dims"] == {"dense": 384}
     assert loaded[ENCODER]["device"] == "cpu"
     assert loaded[ENCODER]["config"]["max_sequence_length"] == 256
@@ -305,9 +301,9 @@ def check_the_end(cluster: Cluster) -> None:
     deaf.close()
 
 
-def _loaded(frame_read: dict[str, Any]) -> set[str]:
+def _loaded(status: dict[str, Any]) -> set[str]:
     """The models of a frame that are loaded."""
-    return {model["name"] for model in frame_read["models"] if model["state"] == "loaded"}
+    return {model["name"] for model in status["models"] if model["state"] == "loaded"}
 
 
 def _labels(sample: Sample, last: str) -> tuple[str, ...]:

@@ -40,11 +40,11 @@ class Traffic:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     """Two random BERT models of 230 MB in float32."""
-    result = local_models.under(tmp_path_factory.mktemp("swapping"))
+    toy_models = local_models.under(tmp_path_factory.mktemp("swapping"))
     for seed, model in enumerate(MODELS):
         name = model.removeprefix("test/")
         toys.save(
-            result.weights / name,
+            toy_models.weights / name,
             "bert",
             seed=seed,
             hidden_size=WIDTH,
@@ -53,16 +53,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
             num_attention_heads=12,
             initializer_range=0.04,
         )
-        result.add(
+        toy_models.add(
             name, {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}}
         )
-    return result
+    return toy_models
 
 
 @pytest.fixture(scope="module")
 def expected(models: LocalModels) -> dict[str, np.ndarray]:
     """The normalised mean of transformers' states, one text at a time: float32 [texts, width] of each model."""
-    loads = {}
+    vectors = {}
     for name in MODELS:
         folder = models.weights / name.removeprefix("test/")
         tokenizer, model = (
@@ -71,8 +71,8 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
         )
         with torch.inference_mode():
             means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in TEXTS]
-        loads[name] = torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
-    return loads
+        vectors[name] = torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
+    return vectors
 
 
 def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:

@@ -61,12 +61,12 @@ def native(client: httpx.Client, model: str, texts: list[str], **params: Any) ->
 
 def refused(client: httpx.Client, path: str, body: Any) -> tuple[int, str]:
     answer = client.post(path, json=body)
-    result = answer.json()
-    assert isinstance(result["error"], str)
-    assert set(result) - {"errors"} == {"error", "error_type", "code", "detail"}
-    assert result["error"] == result["detail"]["message"]
-    assert result["detail"]["code"] == result["code"] == answer.headers["x-sie-error-code"]
-    return answer.status_code, result["error_type"]
+    reply = answer.json()
+    assert isinstance(reply["error"], str)
+    assert set(reply) - {"errors"} == {"error", "error_type", "code", "detail"}
+    assert reply["error"] == reply["detail"]["message"]
+    assert reply["detail"]["code"] == reply["code"] == answer.headers["x-sie-error-code"]
+    return answer.status_code, reply["error_type"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/tei/test/dense", "/tei/test%2Fdense"])
@@ -90,8 +90,8 @@ def test_headers_are_whole_numbers(client: httpx.Client) -> None:
 def test_ids_of_a_model_are_the_text_they_stand_for(client: httpx.Client, every_family: LocalModels) -> None:
     tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    for token_id, values in zip(ids, native(client, "dense", TEXTS), strict=True):
-        assert ask(client, "/embed", {"inputs": token_id}) == [values]
+    for text_ids, values in zip(ids, native(client, "dense", TEXTS), strict=True):
+        assert ask(client, "/embed", {"inputs": text_ids}) == [values]
     assert len(ask(client, "/embed", {"inputs": ids})) == len(TEXTS)
     assert refused(client, "/embed", {"inputs": [[101, 10**7]]}) == (422, "Tokenizer")
 
@@ -109,48 +109,48 @@ def test_truncation_and_normalisation(client: httpx.Client) -> None:
 def test_a_row_for_each_token_not_normalised(client: httpx.Client, every_family: LocalModels) -> None:
     folder = every_family.weights / "dense"
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
-    result = ask(client, "/embed_all", {"inputs": TEXTS})
-    for text, rows in zip(TEXTS, result, strict=True):
+    matrices = ask(client, "/embed_all", {"inputs": TEXTS})
+    for text, rows in zip(TEXTS, matrices, strict=True):
         expected = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].detach().numpy()
         np.testing.assert_allclose(rows, expected, atol=2e-5)
 
 
 def test_sparse_vectors(client: httpx.Client) -> None:
-    rows = ask(client, "/embed_sparse", {"inputs": TEXTS[:1]})
+    vectors = ask(client, "/embed_sparse", {"inputs": TEXTS[:1]})
     slot = ask(client, "/v1/encode/test/sparse", {"items": TEXTS[:1], "output_types": ["sparse"]})["items"][0]["sparse"]
-    assert [entry["index"] for entry in rows[0]] == slot["indices"]
-    assert [entry["value"] for entry in rows[0]] == pytest.approx(slot["values"])
+    assert [weight["index"] for weight in vectors[0]] == slot["indices"]
+    assert [weight["value"] for weight in vectors[0]] == pytest.approx(slot["values"])
 
 
 def test_rerank(client: httpx.Client) -> None:
-    ranks = ask(client, "/rerank", {"query": TEXTS[0], "texts": TEXTS, "return_text": True})
+    ranking = ask(client, "/rerank", {"query": TEXTS[0], "texts": TEXTS, "return_text": True})
     scores = ask(client, "/v1/score/test/cross", {"query": TEXTS[0], "items": TEXTS})["scores"]
-    assert [(rank["index"], rank["score"]) for rank in ranks] == [
+    assert [(entry["index"], entry["score"]) for entry in ranking] == [
         (int(score["item_id"].removeprefix("item-")), pytest.approx(score["score"], abs=1e-6)) for score in scores
     ]
-    assert [rank["text"] for rank in ranks] == [TEXTS[rank["index"]] for rank in ranks]
+    assert [entry["text"] for entry in ranking] == [TEXTS[entry["index"]] for entry in ranking]
     assert "text" not in ask(client, "/rerank", {"query": "a", "texts": ["b"]})[0]
 
 
 def test_relevance_of_every_kind_of_score_is_between_0_and_1_and_in_its_order(client: httpx.Client) -> None:
     for name in ("cross", "reranker", "late", "m3"):
         raw = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
-        ranks = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
-        assert [rank["index"] for rank in ranks] == [score["index"] for score in raw], name
-        assert all(0 <= rank["score"] <= 1 for rank in ranks), name
+        ranking = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
+        assert [entry["index"] for entry in ranking] == [entry["index"] for entry in raw], name
+        assert all(0 <= entry["score"] <= 1 for entry in ranking), name
 
 
 def test_raw_scores_are_the_logits(client: httpx.Client, every_family: LocalModels) -> None:
     library = CrossEncoder(str(every_family.weights / "cross"), device="cpu", activation_fn=torch.nn.Identity())
     expected = library.predict([(TEXTS[0], text) for text in TEXTS])
-    ranks = ask(client, "/tei/test/cross/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
-    assert {rank["index"]: rank["score"] for rank in ranks} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
+    ranking = ask(client, "/tei/test/cross/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
+    assert {entry["index"]: entry["score"] for entry in ranking} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
 
 
 def test_classes_of_texts_and_pairs(client: httpx.Client, every_family: LocalModels) -> None:
     classify = pipeline("text-classification", model=str(every_family.weights / "classes"), top_k=None)
     for text in TEXTS:
-        expected = {entry["label"]: entry["score"] for entry in classify([text])[0]}
+        expected = {prediction["label"]: prediction["score"] for prediction in classify([text])[0]}
         predictions = ask(client, "/tei/test/classes/predict", {"inputs": text})
         assert [prediction["label"] for prediction in predictions] == sorted(
             expected, key=lambda label: -expected[label]
@@ -177,8 +177,8 @@ def test_similarity_is_the_cosine(client: httpx.Client) -> None:
 
 def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> None:
     tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
-    result = ask(client, "/tokenize", {"inputs": TEXTS})
-    for text, tokens in zip(TEXTS, result, strict=True):
+    token_lists = ask(client, "/tokenize", {"inputs": TEXTS})
+    for text, tokens in zip(TEXTS, token_lists, strict=True):
         assert [token["id"] for token in tokens] == tokenizer(text)["input_ids"]
         for token in tokens:
             if token["special"]:
@@ -189,7 +189,7 @@ def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> Non
     assert [token["id"] for token in bare[0]] == tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     assert ask(client, "/decode", {"ids": ids}) == [
-        tokenizer.decode(token_id, skip_special_tokens=True) for token_id in ids
+        tokenizer.decode(text_ids, skip_special_tokens=True) for text_ids in ids
     ]
     assert ask(client, "/decode", {"ids": ids[0], "skip_special_tokens": False}) == [tokenizer.decode(ids[0])]
 

@@ -29,8 +29,8 @@ WANTED = work_spec(settings_of(), LANE.pool)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats") as created:
-        yield created
+    with NatsServer(tmp_path / "nats") as nats_server:
+        yield nats_server
 
 
 def at(server: NatsServer, work: Callable[[NatsBroker], Awaitable[T]]) -> T:

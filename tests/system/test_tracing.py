@@ -90,9 +90,9 @@ def sharing(client: httpx.Client, verb: str) -> list[Asked]:
     """Requests at once, of which at least two ran in one batch."""
     with ThreadPoolExecutor(TOGETHER) as threads:
         for _ in range(ROUNDS):
-            requests_made = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
-            if any(request_made.mates > 1 for request_made in requests_made):
-                return requests_made
+            requests = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
+            if any(call.mates > 1 for call in requests):
+                return requests
     raise AssertionError(f"no two of {TOGETHER} requests shared a batch in {ROUNDS} rounds")
 
 
@@ -101,14 +101,12 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
     needed = {"work", "queue", "inference", "postprocess"}
 
     def complete(spans: list[Seen]) -> list[Seen]:
-        spans_of_trace = [span for span in spans if span.trace == trace]
-        names = {span.name for span in spans_of_trace}
-        return (
-            spans_of_trace if needed <= names and any(span.name.startswith("POST ") for span in spans_of_trace) else []
-        )
+        own_spans = [span for span in spans if span.trace == trace]
+        names = {span.name for span in own_spans}
+        return own_spans if needed <= names and any(span.name.startswith("POST ") for span in own_spans) else []
 
-    result: list[Seen] = collector.until(complete, f"the trace {trace}")
-    return result
+    trace_spans: list[Seen] = collector.until(complete, f"the trace {trace}")
+    return trace_spans
 
 
 @pytest.mark.parametrize("verb", BODIES)
@@ -155,14 +153,14 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
         assert forward.component == "adapter"
         assert forward.attributes["sie.batch"] == batch.attributes["sie.batch"]
         for trace, work_id in batch.links:
-            spans_by_name = {
+            adapter_spans = {
                 span.name: span
                 for span in collector.of(trace)
                 if span.component == "adapter" and span.parent == work_id
             }
-            assert spans_by_name.keys() == {"inference", "postprocess"}
-            assert all(span.links == ((forward.trace, forward.id),) for span in spans_by_name.values())
-            assert spans_by_name["inference"].end_ns <= forward.end_ns
+            assert adapter_spans.keys() == {"inference", "postprocess"}
+            assert all(span.links == ((forward.trace, forward.id),) for span in adapter_spans.values())
+            assert adapter_spans["inference"].end_ns <= forward.end_ns
     assert max(len(batch.links) for batch in batches) > 1
 
 
@@ -190,7 +188,7 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
         ),
     ]
     for answer in answers:
-        result = collector.until(
+        request_spans = collector.until(
             lambda spans, answer=answer: [
                 span
                 for span in spans
@@ -198,8 +196,8 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
             ],
             "its span",
         )
-        assert result[0].attributes["http.response.status_code"] == answer.status_code
-        assert result[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
+        assert request_spans[0].attributes["http.response.status_code"] == answer.status_code
+        assert request_spans[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 405, 200]
     assert CANARY.encode() not in collector.raw.lower()
 
@@ -217,8 +215,8 @@ def test_an_adapter_that_was_forked_again_traces_as_the_one_before(
 ) -> None:
     *_, serving = cluster.pids("adapter")
     cluster.signal(serving, 9)
-    request_made = Asked(client, "encode")
-    (inference,) = [span for span in whole(collector, request_made.trace) if span.name == "inference"]
+    call = Asked(client, "encode")
+    (inference,) = [span for span in whole(collector, call.trace) if span.name == "inference"]
     *_, now = cluster.pids("adapter")
     assert now != serving
     assert inference.resource["service.instance.id"].endswith(f"-{now}")

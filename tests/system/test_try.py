@@ -41,8 +41,8 @@ def test_vectors_have_the_cosines_of_the_public_library(open_cluster: Cluster) -
     vectors = oracle.encode(TEXTS)
     assert f"{MODEL}  encode\n\ndense: 384 numbers, float32\n" in text
     rows = [line.split() for line in text.partition("cosine of each pair\n")[2].splitlines()[1:4]]
-    cells = np.array([[float(cell) for cell in row[1:]] for row in rows])
-    assert np.abs(cells - np.asarray(vectors) @ np.asarray(vectors).T).max() < 2e-3
+    cosines = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    assert np.abs(cosines - np.asarray(vectors) @ np.asarray(vectors).T).max() < 2e-3
     assert re.search(r"^[\d.]+ m?s in total: [\d.]+ m?s queue, [\d.]+ m?s inference, .* other; 13 tokens$", text, re.M)
     assert "loaded for this request" not in text
 
@@ -63,7 +63,7 @@ def test_documents_are_ranked_as_the_api_ranks_them(open_cluster: Cluster) -> No
     text = answered(open_cluster, *args)
     shown = re.findall(r"^ +(\d)  (\d\.\d{4})  █*[▏▎▍▌▋▊▉]? +(\d)  (.+)$", text, re.M)
     assert [(int(rank) - 1, score, f"item-{int(place) - 1}") for rank, score, place, _ in shown] == [
-        (score["rank"], f"{score['score']:.4f}", score["item_id"]) for score in scores
+        (entry["rank"], f"{entry['score']:.4f}", entry["item_id"]) for entry in scores
     ]
     assert {name for *_, name in shown} == set(args[3:])
 
@@ -73,7 +73,7 @@ def test_what_is_found_stands_where_it_is_in_the_text(open_cluster: Cluster) -> 
     args = ("test/gliner", "-l", "person, place", "--threshold", "0.3", text)
     entities = json.loads(answered(open_cluster, *args, "--json"))["items"][0]["entities"]
     assert entities
-    assert all(text[entry["start"] : entry["end"]] == entry["text"] for entry in entities)
+    assert all(text[mention["start"] : mention["end"]] == mention["text"] for mention in entities)
     shown = answered(open_cluster, *args)
     for entity in entities:
         assert re.search(
@@ -92,7 +92,7 @@ def test_an_image_is_compared_with_a_text(open_cluster: Cluster, tmp_path: Path)
     image = tmp_path / "red.png"
     image.write_bytes(encoded(picture()))
     reply = json.loads(answered(open_cluster, "test/clip", f"@{image}", "red", "--json"))
-    image_vector, two = (np.array(result["dense"]["values"]) for result in reply["items"])
+    image_vector, two = (np.array(slot["dense"]["values"]) for slot in reply["items"])
     text = answered(open_cluster, "test/clip", f"@{image}", "red")
     assert f"{image_vector @ two / np.linalg.norm(image_vector) / np.linalg.norm(two):.3f}" in text
     refused = tried(open_cluster, "test/mini", f"@{image}")
@@ -128,8 +128,8 @@ def test_what_cannot_be_answered_says_what_to_do(open_cluster: Cluster, args: tu
 
 def test_a_pipe_that_closes_ends_it_without_a_traceback(open_cluster: Cluster) -> None:
     command = f"{SIE} try test/mini {' '.join(map(str, range(300)))} --json --url {open_cluster.url} | head -1"
-    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert (process.stdout, process.stderr) == ("{\n", "")
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (completed.stdout, completed.stderr) == ("{\n", "")
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -141,12 +141,12 @@ def test_a_terminal_has_colours_where_they_are_wanted(open_cluster: Cluster, no_
         args = [SIE, "try", "test/gliner", "-l", "person", "Ada", "--threshold", "0", "--url", open_cluster.url]
         process = subprocess.Popen(args, stdin=child, stdout=child, stderr=child, env=environ)
         os.close(child)
-        content = b""
+        output = b""
         with contextlib.suppress(OSError):  # EIO: the other side has ended
             while data := screen.read(65536):
-                content += data
-        assert process.wait(60) == 0, content
-    assert (b"[Ada]" in content, re.search(rb"\x1b\[[\d;]*4\dm", content) is None) == (no_color, no_color), content
+                output += data
+        assert process.wait(60) == 0, output
+    assert (b"[Ada]" in output, re.search(rb"\x1b\[[\d;]*4\dm", output) is None) == (no_color, no_color), output
 
 
 @shared.GUARDED

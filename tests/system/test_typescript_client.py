@@ -79,9 +79,9 @@ def test_the_suite_passes_in_chromium(
     (package / "page.html").write_text(PAGE.replace("BASE", cluster.url), "utf-8")
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
         page.open(f"{site}/page.html")
-        report = page.wait("window.told ?? null", lambda value: value is not None, timeout_s=240)
-    assert len(report) >= 15
-    assert set(report.values()) == {"passed"}, json.dumps(report, indent=2)
+        outcomes = page.wait("window.told ?? null", lambda value: value is not None, timeout_s=240)
+    assert len(outcomes) >= 15
+    assert set(outcomes.values()) == {"passed"}, json.dumps(outcomes, indent=2)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
@@ -93,6 +93,6 @@ def test_the_examples_of_the_readme_run(package: Path, cluster: Cluster, number:
     program = package / f"example-{number}.mjs"
     program.write_text(code, "utf-8")
     output = ran(["node", str(program)], package)
-    text = ("Float32Array", "no model named", "mood", "32000")[number]
-    assert text in output or number == 3, output
+    expected = ("Float32Array", "no model named", "mood", "32000")[number]
+    assert expected in output or number == 3, output
     assert output.strip()

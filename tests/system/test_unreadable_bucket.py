@@ -24,8 +24,8 @@ LIMITS = "max_payload: 1048576\nmax_pending: 1048576"
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     plan = Plan(models=(), workers=(), environ={"SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN})
-    with Stack(tmp_path / "stack", plan) as created:
-        yield created
+    with Stack(tmp_path / "stack", plan) as bucket_stack:
+        yield bucket_stack
 
 
 async def _write(url: str, bucket: str, value: bytes | None) -> None:
@@ -62,10 +62,10 @@ def test_the_bucket_that_cannot_be_read_is_named(stack: Stack, tmp_path: Path) -
     assert whys
     assert all(map(_matters, whys)), "`sie serve` passes them on"
     environ = {"SIE_GATEWAY_URL": stack.urls[0], "SIE_NATS_URL": stack.broker_urls, "SIE_AUTH_TOKEN": TOKEN}
-    examined = Examined(
+    examination = Examined(
         tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ, "SIE_CONFIG_SERVICE_URL": stack.config_url}
     )
-    examined.named("gateway", f"{JOBS_BUCKET} cannot be used: ", "nats-server")
+    examination.named("gateway", f"{JOBS_BUCKET} cannot be used: ", "nats-server")
 
     for bucket in (JOBS_BUCKET, KEYS_BUCKET):
         asyncio.run(_write(stack.broker_urls, bucket, None))

@@ -32,12 +32,12 @@ TEXT = " ".join(f"w{number}" for number in range(9))
 def serving_adapters(cluster: Cluster) -> list[int]:
     """The adapters that serve: each has the one that forks it as its parent."""
     pids = cluster.pids("adapter")
-    figures = []
+    adapter_pids = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(pid).ppid() in pids:
-                figures.append(pid)
-    return figures
+                adapter_pids.append(pid)
+    return adapter_pids
 
 
 def vector(url: str, model: str) -> np.ndarray:
@@ -83,20 +83,20 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
                 return []
 
             def told_by_both(bound: int) -> list[dict[str, Any]]:
-                result = downloads()
-                is_known = len(result) == 2 and all(figure["total_bytes"] for figure in result)
-                return result if is_known and max(figure["done_bytes"] for figure in result) >= bound else []
+                progress = downloads()
+                is_known = len(progress) == 2 and all(report["total_bytes"] for report in progress)
+                return progress if is_known and max(report["done_bytes"] for report in progress) >= bound else []
 
             starts = [0]
             for bound in bounds[:2]:
                 until(lambda bound=bound: on_disk() >= bound, WAIT_S, "so much is there")  # type: ignore[misc]
                 if len(starts) == 1:  # a heartbeat, which brings it, takes seconds to come
-                    figures = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
-                    assert isinstance(figures, list)
-                    assert {figure["total_bytes"] for figure in figures} == {
+                    reports = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
+                    assert isinstance(reports, list)
+                    assert {report["total_bytes"] for report in reports} == {
                         sum(map(len, hub.repositories[REPOSITORY].values()))
                     }
-                    assert {figure["worker"] for figure in figures} == {"worker-0", "worker-1"}
+                    assert {report["worker"] for report in reports} == {"worker-0", "worker-1"}
                 until(lambda: len(serving_adapters(cluster)) == 2, WAIT_S, "both adapters are there")
                 assert len(hub.of("/api/models/")) == len(starts)
                 killed = serving_adapters(cluster)

@@ -38,13 +38,13 @@ def found(
 
 
 def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
-    origin = found()
-    settings = origin.settings
+    cluster = found()
+    settings = cluster.settings
     assert (settings.nats_url, settings.nats_password) == ("nats://operator@127.0.0.1:9002", Secret("pw"))
     assert (settings.config_service_url, settings.admin_token) == ("http://127.0.0.1:9001", Secret("adm"))
     assert settings.gateway_url == HERE.gateway_url
-    assert origin.gateway_token == Secret("adm")
-    assert origin.sources["SIE_NATS_URL"] == SOURCE
+    assert cluster.gateway_token == Secret("adm")
+    assert cluster.sources["SIE_NATS_URL"] == SOURCE
 
 
 @pytest.mark.parametrize("where", ["flags", "environ"])
@@ -56,17 +56,17 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
         ("SIE_CONFIG_SERVICE_URL", "config_service_url", "http://127.0.0.1.evil.com:9001"),
         ("SIE_GATEWAY_URL", "gateway_url", "http://127.0.0.1:808"),
     ):
-        origin = found(**{where: {name: value}})
-        settings = origin.settings
+        cluster = found(**{where: {name: value}})
+        settings = cluster.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, origin.gateway_token) == (
+        assert (settings.nats_password, settings.admin_token, cluster.gateway_token) == (
             None,
             None,
             None,
         ), value
-        assert [entry for entry in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, entry)] == [
-            field
-        ]
+        assert [
+            setting for setting in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, setting)
+        ] == [field]
 
 
 def test_an_address_of_the_local_one_gets_its_credentials(home: Path) -> None:

@@ -76,20 +76,20 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
     peers = [Peers(broker, lambda: {(LANE, "bulk"): 500}, lambda: now_s) for broker in brokers]
     for peer in peers:
         await peer.start()
-    assert [entry.count() for entry in peers] == [1, 1, 1]
+    assert [member.count() for member in peers] == [1, 1, 1]
     peers[0].sent(LANE, "bulk", 10, 1000)
     peers[1].sent(LANE, "bulk", 10, 3000)
 
     async def announce(*some: Peers) -> None:
-        for client in some:
-            await brokers[0].send(topology.gateway_subject(client.id), messages.encode(client.beat()))
+        for announcer in some:
+            await brokers[0].send(topology.gateway_subject(announcer.id), messages.encode(announcer.beat()))
         await brokers[0].flush()
 
     now_s = 1.0
     await announce(*peers)
-    await until(lambda: [entry.count() for entry in peers] == [3, 3, 3], "three gateways")
-    await until(lambda: {mean_cost(entry.traffic(LANE, "bulk")) for entry in peers} == {200.0}, "one mean at all")
-    assert {sum(flow.waiting for flow in entry.traffic(LANE, "bulk")) for entry in peers} == {1500}
+    await until(lambda: [member.count() for member in peers] == [3, 3, 3], "three gateways")
+    await until(lambda: {mean_cost(member.traffic(LANE, "bulk")) for member in peers} == {200.0}, "one mean at all")
+    assert {sum(flow.waiting for flow in member.traffic(LANE, "bulk")) for member in peers} == {1500}
     assert mean_cost(peers[0].traffic(LANE, "interactive")) == 0.0
     peers[0].note(heartbeats.GatewayBeat(peers[2].id, leaving=True))
     assert peers[0].count() == 2
@@ -111,19 +111,19 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
         Admission(settings, broker, Fleet(broker, settings), Backlog(broker, ()), Metrics(), clock=lambda: now_s)
         for broker in brokers
     ]
-    for attempt in both:
-        await attempt.peers.start()
-        attempt._fleet.note(beat())
+    for admission in both:
+        await admission.peers.start()
+        admission._fleet.note(beat())
 
     async def announce() -> None:
-        for single in both:
-            await single.peers._send(single.peers.beat())
+        for sender in both:
+            await sender.peers._send(sender.peers.beat())
 
     await announce()
-    await until(lambda: [single.peers.count() for single in both] == [2, 2], "two gateways")
-    first, second = (single._place(LANE, "bulk", "toy/one") for single in both)
-    for attempt, place in zip(both, (first, second), strict=True):
-        attempt.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    await until(lambda: [member.peers.count() for member in both] == [2, 2], "two gateways")
+    first, second = (member._place(LANE, "bulk", "toy/one") for member in both)
+    for admission, place in zip(both, (first, second), strict=True):
+        admission.enter("key", LANE, "bulk", "toy/one", [100], 100)
         for number in range(8):
             place.drain.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
     both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
@@ -132,8 +132,8 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     await until(lambda: second.turns.promised(now_s) == 50, "the turn is known")
     assert second.everywhere(now_s, 100) == (500, 0.5)
     assert first.everywhere(now_s, 400) == (500, 0.5)
-    for attempt in both:
-        assert attempt.peers.pause_s() < 1
+    for admission in both:
+        assert admission.peers.pause_s() < 1
     await both[1].peers._send(heartbeats.GatewayBeat(both[1].peers.id, leaving=True))
     await until(lambda: both[0].peers.count() == 1, "the other has left")
     assert both[0].peers.beat().queued == ()
@@ -364,9 +364,9 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
         answer = await gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="3000")
         return answer.status_code, asyncio.get_running_loop().time() - begun_s
 
-    answers = await asyncio.gather(*map(one, range(60)))
-    statuses = [status for status, _ in answers]
-    refused_s = [ended_s for status, ended_s in answers if status == 503]
+    endings = await asyncio.gather(*map(one, range(60)))
+    statuses = [status for status, _ in endings]
+    refused_s = [ended_s for status, ended_s in endings if status == 503]
     assert statuses.count(200) >= 5
     assert len(refused_s) >= 10
     assert sorted(refused_s)[len(refused_s) // 2] < 2.4
@@ -385,9 +385,9 @@ async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess
     assert {(answer.json()["code"], answer.json()["error"]["queue_depth"]) for answer in refused} == {
         ("QUEUE_FULL", 20)
     }
-    pauses = [int(answer.headers["retry-after"]) for answer in refused]
-    assert min(pauses) >= 1
-    assert max(pauses) >= min(pauses) + 2
+    delays_s = [int(answer.headers["retry-after"]) for answer in refused]
+    assert min(delays_s) >= 1
+    assert max(delays_s) >= min(delays_s) + 2
     assert {answer.status_code for answer in await asyncio.gather(*open_ones)} == {200}
 
 
@@ -399,22 +399,20 @@ async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(clus
     every gateway.
     """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
-    plain, answer_of_sdk = await asyncio.gather(
-        gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4")
-    )
+    plain, reply = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4"))
     error = plain.json()["error"]
     assert (plain.status_code, error["code"], error["retryable"]) == (503, "PROVISIONING", True)
     assert (plain.headers["retry-after"], plain.headers["x-should-retry"]) == ("5", "true")
-    assert answer_of_sdk.status_code == 202
-    assert set(answer_of_sdk.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
-    assert (answer_of_sdk.json()["status"], answer_of_sdk.json()["gpu"], answer_of_sdk.json()["bundle"]) == (
+    assert reply.status_code == 202
+    assert set(reply.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
+    assert (reply.json()["status"], reply.json()["gpu"], reply.json()["bundle"]) == (
         "provisioning",
         "_default",
         "default",
     )
-    assert answer_of_sdk.headers["retry-after"] == "5"
+    assert reply.headers["retry-after"] == "5"
     assert {name: error[name] for name in ("status", "gpu", "bundle")} == {
-        name: answer_of_sdk.json()[name] for name in ("status", "gpu", "bundle")
+        name: reply.json()[name] for name in ("status", "gpu", "bundle")
     }
     assert not cluster.server.streams[STREAM].messages
     assert await gateways[0].metric("sie_gateway_provisioning_responses_total") == 2
@@ -437,10 +435,10 @@ async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start
     cluster: InProcess,
 ) -> None:
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
-    task = asyncio.create_task(gateway.encode("x"))
+    request_task = asyncio.create_task(gateway.encode("x"))
     await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
     await cluster.sidecar()
-    assert (await task).status_code == 200
+    assert (await request_task).status_code == 200
     assert cluster.server.streams[STREAM].last_sequence == 1
 
 
@@ -554,10 +552,10 @@ async def test_work_at_a_worker_that_was_moved_within_the_hold_is_waited_for(clu
         return (await gateway.get(SCALING)).json()["ready_workers"] == 1
 
     await until_told(is_known, "the worker is known")
-    task = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
+    request_task = asyncio.create_task(gateway.encode("x", X_SIE_Timeout_Ms="2000"))
     await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
     await tell(cluster, replace(beat(), pool="team", queue_depth=1))
-    answer = await task
+    answer = await request_task
     assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
     assert (await gateway.encode("x")).json()["error"]["code"] == "PROVISIONING", "of a request that arrives later"
 
@@ -736,7 +734,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
         2,
     )
     assert backlog.by_subject("_default") == {
-        of(*item): 1 for item in work for of in (topology.work_subject, topology.slot_subject)
+        of(*entry): 1 for entry in work for of in (topology.work_subject, topology.slot_subject)
     }
     server.disconnect()
     with pytest.raises(BrokerError):
@@ -757,17 +755,17 @@ async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(c
     await until(lambda: len(cluster.server.streams[STREAM].messages) == 2, "queued work")
 
     async def figures(gateway: GatewayProcess) -> dict[str, Any]:
-        body: dict[str, Any] = (await gateway.get(SCALING)).json()
-        return body
+        report: dict[str, Any] = (await gateway.get(SCALING)).json()
+        return report
 
     async with asyncio.timeout(30):
         while True:  # until each has heard of what the others sent
-            figures_read = [await figures(gateway) for gateway in gateways]
-            ages = [figures_of_gateway.pop("oldest_age_s") for figures_of_gateway in figures_read]
-            if all(figures_of_gateway["backlog_cost"] == 200 for figures_of_gateway in figures_read):
+            reports = [await figures(gateway) for gateway in gateways]
+            ages = [report.pop("oldest_age_s") for report in reports]
+            if all(report["backlog_cost"] == 200 for report in reports):
                 break
-    assert figures_read[0] == figures_read[1] == figures_read[2]
-    assert (figures_read[0]["backlog_items"], figures_read[0]["wanted_replicas"], figures_read[0]["demand"]) == (
+    assert reports[0] == reports[1] == reports[2]
+    assert (reports[0]["backlog_items"], reports[0]["wanted_replicas"], reports[0]["demand"]) == (
         2,
         1,
         1,

@@ -82,15 +82,15 @@ def test_the_rule_before_refuses_what_can_be_answered() -> None:
 
 def test_a_run_is_the_same_each_time() -> None:
     case = Case(0.1, 2e-3, 300, 1, requests=600)
-    first, second = (
+    first_run, second_run = (
         [(attempt.at_s, attempt.outcome, attempt.retry_s) for attempt in World(case).run().tries] for _ in range(2)
     )
-    assert first == second
+    assert first_run == second_run
 
 
 def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -> None:
     report = Report(Case(0.1, 2e-3, 1, 1, "slow"), begun_s=10.0, known_s=14.0)
-    outcomes = (
+    cases = (
         (1.0, 5.0, "answered"),
         (1.0, 12.0, "refused"),
         (9.0, 13.0, "answered"),
@@ -98,7 +98,7 @@ def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -
         (15.0, 20.0, "answered"),
     )
     report.tries = [
-        Try(end_s - 1, 8, end_s, 0, True, end_s, outcome, told_s=told_s) for told_s, end_s, outcome in outcomes
+        Try(end_s - 1, 8, end_s, 0, True, end_s, outcome, told_s=told_s) for told_s, end_s, outcome in cases
     ]
     assert report.returns() == (2, 2)
     assert report.returns(foreseen=False) == (1, 3)

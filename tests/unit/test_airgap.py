@@ -87,9 +87,9 @@ class Site:
 
     def entries(self) -> dict[str, ModelEntry]:
         return {
-            name: model
-            for name, (model, _) in Overlay(self.settings).folders().models.items()
-            if isinstance(model, ModelEntry)
+            name: entry
+            for name, (entry, _) in Overlay(self.settings).folders().models.items()
+            if isinstance(entry, ModelEntry)
         }
 
     def add(self, name: str, **fields: Any) -> None:
@@ -191,9 +191,9 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
     for name, entry in after.items():
         assert fingerprint(entry, entry.load, "float32") == fingerprint(before[name], before[name].load, "float32")
         assert entry.revision == before[name].revision
-        result = weight_sources(there.settings).folder(entry)
-        assert result.is_relative_to(folder)
-        names = {path.relative_to(result).as_posix() for path in result.rglob("*") if path.is_file()}
+        weights_folder = weight_sources(there.settings).folder(entry)
+        assert weights_folder.is_relative_to(folder)
+        names = {path.relative_to(weights_folder).as_posix() for path in weights_folder.rglob("*") if path.is_file()}
         assert names == {
             "config.json",
             "model.safetensors",
@@ -202,19 +202,19 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
             "1_Pooling/config.json",
             "LICENSE",
         }
-        assert (result / "model.safetensors").read_bytes() == WEIGHTS
+        assert (weights_folder / "model.safetensors").read_bytes() == WEIGHTS
     site.sie("verify", str(folder))
 
 
 @pytest.mark.long
 def test_equal_models_are_equal_archives(office: Site, tmp_path: Path) -> None:
     """Whatever their dates and the order in which they are named."""
-    single, two = tmp_path / "1.tar", tmp_path / "2.tar"
-    first = office.sie("create", "--models", "my/path,my/hub", "-o", str(single))
+    first_path, two = tmp_path / "1.tar", tmp_path / "2.tar"
+    first = office.sie("create", "--models", "my/path,my/hub", "-o", str(first_path))
     for path in (office.folder / "weights").rglob("*"):
         os.utime(path, (0, 0))
     second = office.sie("create", "--models", "my/hub,my/path", "-o", str(two))
-    assert single.read_bytes() == two.read_bytes()
+    assert first_path.read_bytes() == two.read_bytes()
     assert first.output.split("index ")[1].split(";")[0] == second.output.split("index ")[1].split(";")[0]
 
 

@@ -115,8 +115,8 @@ def test_it_is_read_from_a_pipe(folder: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_written_is_refused() -> None:
-    for data in (b"x", FILES["weights/my_2fmodel/config.json"] + b"x", b"[]"):
-        files = {**FILES, "weights/my_2fmodel/config.json": data}
+    for content in (b"x", FILES["weights/my_2fmodel/config.json"] + b"x", b"[]"):
+        files = {**FILES, "weights/my_2fmodel/config.json": content}
         with pytest.raises(CommandRefused, match=r"weights/my_2fmodel/config.json does not match its checksum"):
             write(io.BytesIO(), index_of(), lambda name, files=files: io.BytesIO(files[name]), silent)
 
@@ -136,7 +136,7 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
     load(data, folder)
     whole = held(folder)
     shutil.rmtree(folder)
-    size = 0
+    loads = 0
     for at in range(0, len(data), 47):
         damaged = bytearray(data)
         damaged[at] ^= 1 << at % 8
@@ -145,10 +145,10 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
         except CommandRefused:
             assert nothing_is_left(folder), at
             continue
-        size += 1
+        loads += 1
         assert held(folder) == whole, at
         shutil.rmtree(folder)
-    assert size < len(data) / 47 / 2  # most of it is no padding
+    assert loads < len(data) / 47 / 2  # most of it is no padding
 
 
 def tampered(change: Callable[[tarfile.TarFile, str, bytes], bool]) -> bytes:

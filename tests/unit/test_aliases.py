@@ -64,9 +64,9 @@ CATALOGUE = Catalogue.from_documents(
 
 
 def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
-    parsed = parse_document({"id": name, "alias": list(targets), **more})
-    assert isinstance(parsed, Alias)
-    return parsed
+    document = parse_document({"id": name, "alias": list(targets), **more})
+    assert isinstance(document, Alias)
+    return document
 
 
 def having(*aliases: Alias) -> Catalogue:
@@ -205,8 +205,8 @@ def test_whether_an_index_outlives_a_change_is_told(before: list[str], after: li
 
 def test_a_name_goes_through_an_alias() -> None:
     catalogue = having(alias("org/one", name="search"), alias("org/one:plain", name="fixed"))
-    resolved = catalogue.resolve("search")
-    assert (resolved.canonical, resolved.alias, resolved.requested) == ("org/one", "search", "search")
+    resolution = catalogue.resolve("search")
+    assert (resolution.canonical, resolution.alias, resolution.requested) == ("org/one", "search", "search")
     assert catalogue.resolve("SEARCH").alias == "search"
     assert catalogue.resolve("default:/search").requested == "search"
     assert catalogue.resolve("search:plain").canonical == catalogue.resolve("fixed").canonical == "org/one:plain"
@@ -230,8 +230,8 @@ def test_a_name_goes_through_an_alias() -> None:
 def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:
     parts: list[Any] = ["org/two", {"model": "org/one:plain", "weight": 5}]
     catalogue = having(alias(*parts, force=True))
-    assert [resolved.canonical for resolved in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
-    assert [resolved.canonical for resolved in resolve_all(catalogue, "org/one")] == ["org/one"]
+    assert [resolution.canonical for resolution in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
+    assert [resolution.canonical for resolution in resolve_all(catalogue, "org/one")] == ["org/one"]
 
 
 def test_a_profile_of_the_body_keeps_the_alias() -> None:
@@ -249,7 +249,7 @@ def test_a_gone_target_is_an_error_that_names_the_alias() -> None:
 def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
     two = CATALOGUE.with_model("search", alias("org/one"), 3, "test:2")
     three = two.with_model("search", alias("org/two"), 4, "test:3")
-    assert [alias_entry.resolve("search").entry.id for alias_entry in (two, three)] == ["org/one", "org/two"]
+    assert [catalogue.resolve("search").entry.id for catalogue in (two, three)] == ["org/one", "org/two"]
     assert (two.revisions["search"], two.entries, CATALOGUE.aliases) == (3, CATALOGUE.entries, {})
     assert (two.resolve("SEARCH").alias, two.near("serch")) == ("search", ["search"])
     four = three.with_model("search", None, 5, "test:4")
@@ -289,11 +289,11 @@ def split(*parts: int, name: str = "search") -> Alias:
 @given(weights)
 def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
     """Five standard deviations of a binomial: a right implementation fails once in a million runs."""
-    alias_entry = split(*parts)
-    counts = dict.fromkeys((target.model for target in alias_entry.alias), 0)
+    search_alias = split(*parts)
+    counts = dict.fromkeys((target.model for target in search_alias.alias), 0)
     for key in KEYS:
-        counts[choose(alias_entry, key).model] += 1
-    for target in alias_entry.alias:
+        counts[choose(search_alias, key).model] += 1
+    for target in search_alias.alias:
         share = target.weight / sum(parts)
         assert abs(counts[target.model] - share * len(KEYS)) <= 5 * (share * (1 - share) * len(KEYS)) ** 0.5 + 1
 
@@ -304,25 +304,25 @@ def test_a_key_keeps_its_target(parts: list[int], key: str, data: st.DataObject)
     """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no
     key away.
     """
-    alias_entry = split(*parts)
-    chosen = choose(alias_entry, key)
-    mixed = data.draw(st.permutations(alias_entry.alias))
+    search_alias = split(*parts)
+    chosen = choose(search_alias, key)
+    mixed = data.draw(st.permutations(search_alias.alias))
     if key:
-        assert choose(msgspec.structs.replace(alias_entry, alias=tuple(mixed), shadow=Shadow("org/x")), key) == chosen
+        assert choose(msgspec.structs.replace(search_alias, alias=tuple(mixed), shadow=Shadow("org/x")), key) == chosen
     pinned = msgspec.structs.replace(
-        alias_entry, alias=tuple(Target(f"{alia.model}@{COMMIT}", alia.weight) for alia in alias_entry.alias)
+        search_alias, alias=tuple(Target(f"{target.model}@{COMMIT}", target.weight) for target in search_alias.alias)
     )
     assert choose(pinned, key).model == f"{chosen.model}@{COMMIT}"
     more = tuple(
-        Target(alia.model, alia.weight + data.draw(st.integers(0, 50))) if alia == chosen else alia
-        for alia in alias_entry.alias
+        Target(target.model, target.weight + data.draw(st.integers(0, 50))) if target == chosen else target
+        for target in search_alias.alias
     )
-    assert choose(msgspec.structs.replace(alias_entry, alias=more), key).model == chosen.model
+    assert choose(msgspec.structs.replace(search_alias, alias=more), key).model == chosen.model
 
 
 def test_other_aliases_share_out_other_keys_and_nobody_gets_the_heaviest() -> None:
-    alias_entry, second_alias = split(50, 50), split(50, 50, name="find")
-    same = sum(choose(alias_entry, key).model == choose(second_alias, key).model for key in KEYS)
+    search_alias, find_alias = split(50, 50), split(50, 50, name="find")
+    same = sum(choose(search_alias, key).model == choose(find_alias, key).model for key in KEYS)
     assert 0.4 < same / len(KEYS) < 0.6
     assert choose(split(10, 90), "").model == "org/1"
     assert choose(split(50, 50), "").model == "org/0"
@@ -330,8 +330,8 @@ def test_other_aliases_share_out_other_keys_and_nobody_gets_the_heaviest() -> No
 
 def test_the_target_of_a_key_is_the_same_on_every_gateway_and_in_every_version() -> None:
     """These were written down: another hash would move the keys of those who have them."""
-    alias_entry = alias({"model": "org/one", "weight": 90}, {"model": "org/two", "weight": 10}, force=True)
-    assert "".join(choose(alias_entry, f"key {number}").model[-1] for number in range(40)) == GOLDEN
+    search_alias = alias({"model": "org/one", "weight": 90}, {"model": "org/two", "weight": 10}, force=True)
+    assert "".join(choose(search_alias, f"key {number}").model[-1] for number in range(40)) == GOLDEN
 
 
 GOLDEN = "eeeeeeeeeeeeoeeeeeeeeeeeeeeoeeeoeeeeeeee"  # the last letters of one and two

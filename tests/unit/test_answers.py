@@ -297,18 +297,18 @@ async def test_answers_are_erased_by_model_key_and_digest() -> None:
 
 def test_a_gateway_that_missed_an_erasure_erases_everything() -> None:
     erasures = PeerErasures()
-    erasure, two = AnswerErasure(model="a"), AnswerErasure(model="b")
+    first_erasure, two = AnswerErasure(model="a"), AnswerErasure(model="b")
     for beat, due in (
         (GatewayBeat("g"), None),
-        (GatewayBeat("g", erasure=erasure, erasures=1), erasure),
+        (GatewayBeat("g", erasure=first_erasure, erasures=1), first_erasure),
         (GatewayBeat("g", erasures=1), None),
         (GatewayBeat("h", erasure=two, erasures=1), two),
         (GatewayBeat("g", erasures=2), AnswerErasure()),  # the second one was missed
         (GatewayBeat("g", erasures=2), None),
         (GatewayBeat("g", erasure=two, erasures=4), AnswerErasure()),  # the third one was missed
-        (GatewayBeat("g", erasure=erasure, erasures=5), erasure),
+        (GatewayBeat("g", erasure=first_erasure, erasures=5), first_erasure),
         (GatewayBeat("g", leaving=True, erasures=6), AnswerErasure()),
-        (GatewayBeat("new", erasure=erasure, erasures=2), AnswerErasure()),
+        (GatewayBeat("new", erasure=first_erasure, erasures=2), AnswerErasure()),
     ):
         assert erasures.due(beat) == due, beat
 

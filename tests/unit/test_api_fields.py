@@ -73,15 +73,15 @@ async def test_dialects_read_the_fields_that_are_declared_and_no_others(
         assert route.body is not None
         declared = getattr(route.body.type, "__origin__", route.body.type)
         model = MODELS.get(route.endpoint, "toy/wide")
-        fields = {name: value for name, value in declared.EXAMPLE.items() if name != "top_n"}  # in place of top_k
+        example = {name: value for name, value in declared.EXAMPLE.items() if name != "top_n"}  # in place of top_k
         more = {"parameters": {"truncate": True}} if route.endpoint == "similarity" else {}
-        body = Recorded({**fields, **more, "model": model})
+        body = Recorded({**example, **more, "model": model})
         monkeypatch.setattr(bodies, "decode", lambda raw, *, msgpack, body=body: body)
         answer = await gateway.client.post(route.path.replace("{model:path}", model), json={})
         assert answer.status_code == 503, answer.text  # read to its end
         assert body.asked == _fields(declared), route.path
         for name, below in body.below.items():
-            (inner,) = (entry for entry in _types(declared, name) if hasattr(entry, "__struct_fields__"))
+            (inner,) = (struct for struct in _types(declared, name) if hasattr(struct, "__struct_fields__"))
             assert below.asked == _fields(inner), (route.path, name)
 
 
@@ -111,7 +111,7 @@ def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
 
 def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
     def values(struct: Any, name: str) -> set[str]:
-        return {value for arg in get_args(get_type_hints(struct)[name]) for value in get_args(arg)}
+        return {value for hint in get_args(get_type_hints(struct)[name]) for value in get_args(hint)}
 
     assert values(inference.EncodeParams, "pooling") == set(entries.POOLING_OPTIONS)
     assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)

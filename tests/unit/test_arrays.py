@@ -47,9 +47,9 @@ def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None
     """Five entries, keys of type bin, in this order."""
     assert len(data) == size
     assert encoded(array) == data
-    result = decoded(data)
-    assert result.dtype == np.float32
-    np.testing.assert_array_equal(result, array)
+    output_array = decoded(data)
+    assert output_array.dtype == np.float32
+    np.testing.assert_array_equal(output_array, array)
 
 
 @given(
@@ -59,8 +59,12 @@ def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None
     )
 )
 def test_what_is_emitted_reads_back_bit_for_bit(array: np.ndarray) -> None:
-    array_read = np.asarray(decoded(encoded(array)))
-    assert (array_read.dtype, array_read.shape, array_read.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    output_array = np.asarray(decoded(encoded(array)))
+    assert (output_array.dtype, output_array.shape, output_array.tobytes()) == (
+        array.dtype,
+        array.shape,
+        array.tobytes(),
+    )
 
 
 @given(
@@ -70,8 +74,12 @@ def test_what_is_emitted_reads_back_bit_for_bit(array: np.ndarray) -> None:
 def test_every_accepted_dtype_is_read_with_either_kind_of_keys(array: np.ndarray, text_keys: bool) -> None:
     fields = a_map(type=array.dtype.str, shape=list(array.shape), data=array.tobytes())
     raw: dict[Any, Any] = fields if text_keys else {key.encode(): value for key, value in fields.items()}
-    result = decoded(msgspec.msgpack.encode(raw))
-    assert (result.dtype, result.shape, result.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    output_array = decoded(msgspec.msgpack.encode(raw))
+    assert (output_array.dtype, output_array.shape, output_array.tobytes()) == (
+        array.dtype,
+        array.shape,
+        array.tobytes(),
+    )
 
 
 def test_order_and_endianness_of_memory_do_not_travel() -> None:
@@ -82,9 +90,9 @@ def test_order_and_endianness_of_memory_do_not_travel() -> None:
 
 
 def test_what_is_read_belongs_to_the_caller() -> None:
-    value = decoded(THREE)
-    value[0] = 7.0
-    assert value.tolist() == [7.0, -0.25, 1.0]
+    output_array = decoded(THREE)
+    output_array[0] = 7.0
+    assert output_array.tolist() == [7.0, -0.25, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +159,9 @@ def test_a_numpy_scalar_is_a_map_of_three() -> None:
 
 def test_arrays_are_found_at_any_depth_and_all_else_is_left_alone() -> None:
     body = {"a": [1, {"b": arrays.pack(np.ones(2, np.int8))}], "nd": "text", "c": {"nd": 1}, b"raw": b"\x00"}
-    value = decoded(msgspec.msgpack.encode(body))
-    assert value["a"][1]["b"].tolist() == [1, 1]
-    assert {key: value[key] for key in ("nd", "c", b"raw")} == {"nd": "text", "c": {"nd": 1}, b"raw": b"\x00"}
+    content = decoded(msgspec.msgpack.encode(body))
+    assert content["a"][1]["b"].tolist() == [1, 1]
+    assert {key: content[key] for key in ("nd", "c", b"raw")} == {"nd": "text", "c": {"nd": 1}, b"raw": b"\x00"}
 
 
 def extended(payload: bytes, code: int = arrays.NUMPY_EXT) -> bytes:
@@ -163,8 +171,12 @@ def extended(payload: bytes, code: int = arrays.NUMPY_EXT) -> bytes:
 @given(hnp.arrays(st.sampled_from(["<f4", "<i4"]), hnp.array_shapes(max_dims=4, min_side=0, max_side=4)))
 def test_the_ext_type_of_javascript_clients(array: np.ndarray) -> None:
     payload = f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode() + array.tobytes()
-    value = decoded(extended(payload))
-    assert (value.dtype, value.shape, value.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    output_array = decoded(extended(payload))
+    assert (output_array.dtype, output_array.shape, output_array.tobytes()) == (
+        array.dtype,
+        array.shape,
+        array.tobytes(),
+    )
 
 
 def test_the_documented_ext_example() -> None:
@@ -232,11 +244,11 @@ def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> 
     if len(array):
         forms.append(array.tolist())
     for form in forms:
-        rows = arrays.multivector(form)
-        assert (rows.dtype.str, rows.shape) == ("<f4", array.shape)
-        np.testing.assert_array_equal(rows, expected)
-        assert Vectors.from_array(rows) == Vectors(len(array), array.shape[1], expected.tobytes())
-        assert Vectors.from_array(rows).fits
+        matrix = arrays.multivector(form)
+        assert (matrix.dtype.str, matrix.shape) == ("<f4", array.shape)
+        np.testing.assert_array_equal(matrix, expected)
+        assert Vectors.from_array(matrix) == Vectors(len(array), array.shape[1], expected.tobytes())
+        assert Vectors.from_array(matrix).fits
 
 
 @pytest.mark.parametrize(

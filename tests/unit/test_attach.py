@@ -48,8 +48,8 @@ class Client:
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def follow(self, span: Any) -> None:
-        self.labels.update(span.labels)
+    def follow(self, source: Any) -> None:
+        self.labels.update(source.labels)
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -214,12 +214,12 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many runs, and bytes of bodies, wait at most."""
     runs = Runs()
-    runs_away = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
+    tasks = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
         await (await runs.away(Client(), b"one more"))
     assert runs.table.count == reattach.MAX_AWAY
     runs.table.close()
-    assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*runs_away, return_exceptions=True))
+    assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*tasks, return_exceptions=True))
     large = Runs()
     body = bytes(reattach.MAX_AWAY_BYTES // 2 + 1)
     held = await large.away(Client(), body)
@@ -351,7 +351,7 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     inference = inference_of(gateway, window_s=60.0)
     for _ in range(2):
         client = await Connection.ask(gateway, "hello")
-        await adapter.until(lambda state: state.running, "a batch")
+        await adapter.until(lambda fake: fake.running, "a batch")
         await until(lambda: not inference.away.count, "a client is there")
         await client.leave()
         await until(lambda: inference.away.count == 1, "the gateway has noticed")
@@ -369,17 +369,17 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await cluster.gateway()
     inference = inference_of(gateway, window_s=60.0)
-    arguments = {
+    request_fields = {
         "path": "/rerank",
         "body": {"model": "toy/score", "query": "q", "texts": ["a"]},
         "X_SIE_Timeout_Ms": "2400",
     }
-    client = await Connection.ask(gateway, **arguments)
+    client = await Connection.ask(gateway, **request_fields)
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    status, answer = await (await Connection.ask(gateway, **arguments)).answer()
-    assert (status, answer["code"], type(answer["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
+    status, body = await (await Connection.ask(gateway, **request_fields)).answer()
+    assert (status, body["code"], type(body["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
 
 
 async def test_a_request_is_in_progress_until_its_reply_is_sent(
@@ -404,14 +404,14 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
     gateway, adapter = await held(cluster)
     inference = inference_of(gateway, window_s=60.0)
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda state: state.running, "a batch")
+    await adapter.until(lambda fake: fake.running, "a batch")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
-    connections = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
+    variants = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
     await until(lambda: inference.in_progress == 3, "three runs")
     assert inference.away.joined == 0
     adapter.let_go()
-    assert [(await connection.answer())[0] for connection in connections] == [200, 200]
+    assert [(await variant.answer())[0] for variant in variants] == [200, 200]
 
 
 async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
@@ -552,7 +552,7 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
     server.lose_stream(STREAM)
     await queues[1].ensure_pool("_default")
     theirs = await queues[1].publish(lane, items[1:], time.perf_counter() + 60)
-    assert [entry.sequence for entry in stored] == [entry.sequence for entry in theirs]
+    assert [receipt.sequence for receipt in stored] == [receipt.sequence for receipt in theirs]
     await queues[0].withdraw("_default", stored)
     assert server.streams[STREAM].state().messages == 1
     await queues[1].withdraw("_default", theirs)
@@ -565,12 +565,12 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
 
 
 def calls() -> list[Call]:
-    return [entry for entry in gc.get_objects() if type(entry) is Call]
+    return [candidate for candidate in gc.get_objects() if type(candidate) is Call]
 
 
 async def ended_answered(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda state: state.running, "a batch")
+    await adapter.until(lambda fake: fake.running, "a batch")
     await asyncio.sleep(0.05)  # beyond the time at which its client is watched
     adapter.let_go()
     assert (await client.answer())[0] == 200
@@ -589,7 +589,7 @@ async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
 
 async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     client = await Connection.ask(gateway, "hello")
-    await adapter.until(lambda state: state.running, "a batch")
+    await adapter.until(lambda fake: fake.running, "a batch")
     await client.leave()
     inference = inference_of(gateway, window_s=0.05)
     await until(lambda: not inference.in_progress, "the run is given up")
@@ -599,7 +599,7 @@ async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: Fak
     """One that left, and another that takes its place and gets its error."""
     inference = inference_of(gateway, window_s=60.0)
     client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
-    await adapter.until(lambda state: state.running, "a batch")
+    await adapter.until(lambda fake: fake.running, "a batch")
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
     assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")).answer())[0] == 504

@@ -116,11 +116,11 @@ def key_with(*scopes: str, expires_s: float = 0.0, limits: KeyLimits = records.N
     return records.create("a test", scopes, now_s=time.time(), expires_s=expires_s, limits=limits)
 
 
-async def keys_of(*records_of_keys: records.Key, clock: BrokerClock | None = None) -> Keys:
+async def keys_of(*key_records: records.Key, clock: BrokerClock | None = None) -> Keys:
     """The keys of a gateway that has read these from a broker."""
     server = MemoryServer()
     bucket = await records.bucket_of(server.connect("operator"), 1).open()
-    for key in records_of_keys:
+    for key in key_records:
         await bucket.write([Write(key.id, records.encode(key))])
     keys, stop = Keys(server.connect("gateway"), 1, clock or clock_at()), Stop()
     following = asyncio.create_task(keys.run(stop))
@@ -168,7 +168,7 @@ def test_the_table_refuses_a_second_row_and_a_scope_that_does_not_exist() -> Non
     ],
 )
 def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
-    assert {method.path for method in Table(ROUTES).match(path).methods.values()} == {row}
+    assert {route.path for route in Table(ROUTES).match(path).methods.values()} == {row}
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str
 async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
     """Each route, method and credential, in each mode, against a rule that is written here once more."""
     subsets = [combination for count in range(1, 6) for combination in itertools.combinations(SCOPES, count)]
-    keys_made = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
+    key_triples = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
     expired_key, expired = key_with(*SCOPES, expires_s=time.time() - 1)
     revoked_key, revoked = key_with(*SCOPES)
-    keys = await keys_of(*(key for _, key, _ in keys_made), expired_key, replace(revoked_key, revoked_s=time.time()))
+    keys = await keys_of(*(key for _, key, _ in key_triples), expired_key, replace(revoked_key, revoked_s=time.time()))
     everybody: list[tuple[str, frozenset[str] | None]] = [
         ("", None),
         ("wrong", None),
@@ -227,7 +227,7 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
         (ADMIN, frozenset(SCOPES)),
         (READER, None),
     ]
-    of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in keys_made]
+    of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in key_triples]
     gates = {
         "none": (Gate(settings_of(**TOKENS)), everybody),
         "static": (Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS)), everybody),
@@ -247,9 +247,9 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
                     expected = PermissionDenied
                 else:
                     expected = HTTPException if not row.served else Grant
-                result = outcome(gate, method, path, token)
-                result = type(result) if isinstance(result, Grant) else result
-                assert result is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
+                verdict = outcome(gate, method, path, token)
+                verdict = type(verdict) if isinstance(verdict, Grant) else verdict
+                assert verdict is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
                 count += 1
     assert count > 3000
 
@@ -287,7 +287,7 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
     await bucket.write([Write(key.id, records.encode(key))])
     everything, user = list(SCOPES), ["infer", "read", "pools"]
     unguarded = ["infer", "read", "metrics", "pools"]
-    for mode, role, expectations in (
+    for mode, role, expected_scopes in (
         ("none", "user", {"": unguarded, "wrong": unguarded, USER: unguarded, ADMIN: everything}),
         ("none", "admin", {"": ["infer", "read", "metrics"], ADMIN: everything}),
         ("static", "user", {"": None, "wrong": None, USER: user, READER: [], ADMIN: everything}),
@@ -295,15 +295,15 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
         ("token", "user", {"": None, "wrong": None, token: ["infer", "metrics"], USER: user}),
     ):
         gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)
-        answers = await statuses(gateway, [("GET", "/v1/whoami", entry) for entry in expectations])
-        for (expected_names, scopes), answer in zip(expectations.items(), answers, strict=True):
+        answers = await statuses(gateway, [("GET", "/v1/whoami", bearer) for bearer in expected_scopes])
+        for (credential, scopes), answer in zip(expected_scopes.items(), answers, strict=True):
             if scopes is None:
                 assert answer.status_code == 401
                 continue
             body = answer.json()
-            assert (answer.status_code, body["scopes"], body["auth_mode"]) == (200, scopes, mode), expected_names
-            assert not expected_names or expected_names not in answer.text
-            if expected_names == token:
+            assert (answer.status_code, body["scopes"], body["auth_mode"]) == (200, scopes, mode), credential
+            assert not credential or credential not in answer.text
+            if credential == token:
                 assert body["name"] == key.id
 
 
@@ -314,9 +314,12 @@ async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
     grant = gate.check("POST", "/v1/encode/m", f"bearer  {token} ")
     assert (grant.key, grant.limits) == (key.id, limits)
-    grants = [gate.check("POST", "/v1/encode/m", expected_names) for expected_names in (USER, ADMIN)]
-    assert len({grant.key, *(second.key for second in grants)}) == 3
-    assert all(second.limits == records.NO_LIMITS and second.key not in (USER, ADMIN) for second in grants)
+    static_grants = [gate.check("POST", "/v1/encode/m", static_token) for static_token in (USER, ADMIN)]
+    assert len({grant.key, *(static_grant.key for static_grant in static_grants)}) == 3
+    assert all(
+        static_grant.limits == records.NO_LIMITS and static_grant.key not in (USER, ADMIN)
+        for static_grant in static_grants
+    )
 
 
 @pytest.mark.parametrize("now_s", [1e3, 1e11])  # years behind the clock of this machine, and ahead of it
@@ -346,14 +349,14 @@ async def test_a_key_that_expires_waits_for_the_time_of_the_broker() -> None:
 
 
 @pytest.mark.parametrize(
-    "token",
+    "header",
     ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"],
 )
-def test_what_is_no_token_is_not_let_in(token: str) -> None:
+def test_what_is_no_token_is_not_let_in(header: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
     with pytest.raises(Unauthenticated) as caught:
-        gate.check("GET", "/v1/models", token)
-    assert token.strip() not in caught.value.message or token.strip() == "Bearer"
+        gate.check("GET", "/v1/models", header)
+    assert header.strip() not in caught.value.message or header.strip() == "Bearer"
 
 
 def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
@@ -371,9 +374,9 @@ def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
     )
     assert (started.exit_code, "SIE_AUTH_MODE: token keeps its keys in a broker" in started.output) == (2, True)
     keys = Keys(MemoryServer().connect("gateway"), 1, clock_at())
-    for settings, keys_set in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
+    for settings, key_source in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
         with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
-            Gate(settings, keys_set)
+            Gate(settings, key_source)
 
 
 # over HTTP
@@ -404,9 +407,9 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
     refuses.
     """
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
-    own, statuses_second = {}, {}
+    own, rest_tokens = {}, {}
     for scope in SCOPES:
-        for tokens, scopes in ((own, (scope,)), (statuses_second, tuple(entry for entry in SCOPES if entry != scope))):
+        for tokens, scopes in ((own, (scope,)), (rest_tokens, tuple(name for name in SCOPES if name != scope))):
             key, tokens[scope] = key_with(*scopes)
             await bucket.write([Write(key.id, records.encode(key))])
     gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_GATEWAY_REQUEST_TIMEOUT="2", SIE_LOAD_HOLD_S="0", **TOKENS)
@@ -417,18 +420,18 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
         for token, status in (
             ("", 401),
             ("not-a-token", 401),
-            *([(own[row.scope], 0), (statuses_second[row.scope], 403)] if row.scope in SCOPES and has_keys else []),
+            *([(own[row.scope], 0), (rest_tokens[row.scope], 403)] if row.scope in SCOPES and has_keys else []),
             *([(USER, 0 if row.scope in (ANY, *USER_SCOPES) else 403), (ADMIN, 0)] if row.scope else []),
         ):
             requests.append((method, path, token))
             expected.append(status if guarded else 0)
     answers = await statuses(gateway, requests)
-    for (method, path, token), expected_value, answer in zip(requests, expected, answers, strict=True):
+    for (method, path, token), expected_status, answer in zip(requests, expected, answers, strict=True):
         message = f"{mode}: {method} {path} with {token[:4]!r}: {answer.status_code} {answer.text[:200]}"
-        if expected_value:
-            assert answer.status_code == expected_value, message
-            assert answer.headers.get("www-authenticate") == ("Bearer" if expected_value == 401 else None), message
-            assert answer.json()["code"] == ("UNAUTHENTICATED" if expected_value == 401 else "PERMISSION_DENIED"), (
+        if expected_status:
+            assert answer.status_code == expected_status, message
+            assert answer.headers.get("www-authenticate") == ("Bearer" if expected_status == 401 else None), message
+            assert answer.json()["code"] == ("UNAUTHENTICATED" if expected_status == 401 else "PERMISSION_DENIED"), (
                 message
             )
         else:

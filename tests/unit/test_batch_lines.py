@@ -51,18 +51,18 @@ def test_every_request_is_in_one_part_however_the_bytes_come(
         patch.setattr(envelope, "SHARD_LINES", shard_lines)
         patch.setattr(envelope, "SHARD_BYTES", shard_bytes)
         plan = planned(text, cuts)
-    requests_read = [requests_of(text[span.start : span.end], span) for span in plan.spans]
-    assert [request for part in requests_read for request in part] == expected
-    assert [len(part) for part in requests_read] == [span.rows for span in plan.spans] == list(plan.rows)
+    parts = [requests_of(text[span.start : span.end], span) for span in plan.spans]
+    assert [request for part in parts for request in part] == expected
+    assert [len(part) for part in parts] == [span.rows for span in plan.spans] == list(plan.rows)
     assert all(0 < span.rows <= shard_lines for span in plan.spans)
-    names: set[str] = set()
+    custom_ids: set[str] = set()
     repeated = []
     for number, line in expected:
         id_ = envelope.custom_id_of(line)
-        if id_ in names:
+        if id_ in custom_ids:
             repeated.append(number)
         elif id_ is not None:
-            names.add(id_)
+            custom_ids.add(id_)
     assert list(plan.repeated) == repeated
 
 

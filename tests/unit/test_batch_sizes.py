@@ -177,13 +177,13 @@ def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twi
 
 
 def waiting(entries: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
-    result: Waiting[int] = Waiting()
+    queue: Waiting[int] = Waiting()
     for entry in entries:
-        result.add(entry)
+        queue.add(entry)
     for tokens in (8, 64, 512) if times else ():
         key = entries[0].key
-        result.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
-    return result
+        queue.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
+    return queue
 
 
 def entry(
@@ -202,7 +202,7 @@ def test_the_first_jobs_run_and_the_others_keep_their_places() -> None:
     queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     first = taken(queue)
     assert 10 <= len(first.entries) <= 16
-    assert [element.work for element in first.entries] == list(range(len(first.entries)))
+    assert [job.work for job in first.entries] == list(range(len(first.entries)))
     assert len(queue) == 64 - len(first.entries)
     assert queue.cost == 8 * len(queue)
     assert taken(queue).entries[0].work == len(first.entries)
@@ -212,8 +212,8 @@ def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size()
     padded = KEY._replace(padded=True)
     queue = waiting([entry(number, now_s=1.0, key=padded, cost=12 if number % 2 else 6) for number in range(64)])
     batch = taken(queue)
-    assert 0 in {element.work for element in batch.entries}
-    assert {element.cost for element in batch.entries} == {6}
+    assert 0 in {job.work for job in batch.entries}
+    assert {job.cost for job in batch.entries} == {6}
     assert len(batch.entries) < 32
 
 
@@ -328,11 +328,11 @@ def closed_loop(
         batch = taken(queue, now_s)
         began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
         queue.ran(batch, now_s - began_s)
-        for element in batch.entries:
-            in_time, late = counts[element.work]
-            is_late = now_s > element.deadline_s
-            counts[element.work] = (in_time + (not is_late), late + is_late)
-            ask(element.work)
+        for job in batch.entries:
+            in_time, late = counts[job.work]
+            is_late = now_s > job.deadline_s
+            counts[job.work] = (in_time + (not is_late), late + is_late)
+            ask(job.work)
     return counts
 
 
@@ -341,7 +341,7 @@ def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> 
     alone = closed_loop([60.0] * 200, 0.02, 2e-4, 60.0)
     for tiny_s in (0.001, 0.05, 0.1, 0.5):
         beside = closed_loop([tiny_s, *[60.0] * 199], 0.02, 2e-4, 60.0)
-        assert sum(result for result, _ in beside[1:]) >= 0.98 * sum(result for result, _ in alone[1:])
+        assert sum(in_time for in_time, _ in beside[1:]) >= 0.98 * sum(in_time for in_time, _ in alone[1:])
         assert all(late == 0 for _, late in beside[1:])
 
 

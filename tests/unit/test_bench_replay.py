@@ -133,7 +133,7 @@ def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> Non
     assert gathered.calls < 0.8 * alone.calls
     assert gathered.host_s < alone.host_s
     for percent in (50, 99):
-        least, most = sorted(percentile(sorted(plan.latency_s), percent) for plan in (gathered, alone))
+        least, most = sorted(percentile(sorted(outcome.latency_s), percent) for outcome in (gathered, alone))
         assert most <= 1.01 * least
     quiet = generate("poisson:rate=20,length=40,seconds=30")
     assert runs(quiet, PLAN, machine) == runs(quiet, none, machine)
@@ -143,24 +143,24 @@ def test_more_workers_and_a_faster_device_are_never_slower_where_every_batch_is_
     # one queue, so that the order is that of arrival
     requests = generate("poisson:rate=90,length=60,seconds=10,seed=4")
     alone = dataclasses.replace(PLAN, max_batch_requests=1)
-    results = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
+    replays = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
     for percent in (50, 99):
-        latencies = [percentile(sorted(result.latency_s), percent) for result in results]
+        latencies = [percentile(sorted(outcome.latency_s), percent) for outcome in replays]
         assert latencies == sorted(latencies, reverse=True)
         assert latencies[0] > latencies[-1]
-    assert len({round(result.device_s, 6) for result in results}) == 1
+    assert len({round(outcome.device_s, 6) for outcome in replays}) == 1
     quick = runs(requests, alone, Machine(0.005, 0.0001))
-    assert all(fast <= slow + 1e-9 for fast, slow in zip(quick.latency_s, results[0].latency_s, strict=True))
+    assert all(fast <= slow + 1e-9 for fast, slow in zip(quick.latency_s, replays[0].latency_s, strict=True))
 
 
 def test_a_longer_wait_makes_fewer_and_larger_batches_where_there_is_load() -> None:
     requests = generate("poisson:rate=300,length=20,seconds=10,seed=2")
-    results = [
+    replays = [
         runs(requests, dataclasses.replace(PLAN, max_wait_ms=wait, max_batch_requests=64)) for wait in (0, 10, 40)
     ]
-    assert [result.batches for result in results] == sorted((result.batches for result in results), reverse=True)
-    assert results[0].batches > results[-1].batches
-    assert results[-1].device_s < results[0].device_s
+    assert [outcome.batches for outcome in replays] == sorted((outcome.batches for outcome in replays), reverse=True)
+    assert replays[0].batches > replays[-1].batches
+    assert replays[-1].device_s < replays[0].device_s
 
 
 @settings(max_examples=25)

@@ -76,15 +76,15 @@ def outcome(folder: Path, file: str, case: str) -> bool:
 
 def mutations(data: bytes, values: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
     """Each field with each value, and without it."""
-    result = json.loads(data)
-    places = list(enumerate(result)) if isinstance(result, list) else [(None, result)]
+    document = json.loads(data)
+    places = list(enumerate(document)) if isinstance(document, list) else [(None, document)]
     for number, fields in places:
         for name in fields:
             for value in (*values, ...):
-                changed = {key: entry for key, entry in fields.items() if key != name}
+                changed = {key: field_value for key, field_value in fields.items() if key != name}
                 if value is not ...:
                     changed[name] = value
-                whole = changed if number is None else [*result[:number], changed, *result[number + 1 :]]
+                whole = changed if number is None else [*document[:number], changed, *document[number + 1 :]]
                 yield f"{number} {name}: {value!r}", json.dumps(whole).encode()
 
 

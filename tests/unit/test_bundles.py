@@ -38,8 +38,8 @@ def entry(model: str, family: str = "toy", bundle: str = "", **more: Any) -> Mod
 
 CATALOGUE = Catalogue(
     {
-        model.id: model
-        for model in (
+        model_entry.id: model_entry
+        for model_entry in (
             entry("org/free", profiles={"plain": {"run": {"normalize": False}}}),
             entry("org/pinned", bundle="spare"),
             entry("org/eye", "eye"),
@@ -71,7 +71,7 @@ def test_built_in_stands_for_every_row_that_needs_no_environment_of_its_own() ->
     packaged = read_bundles(packaged_folder() / "bundles")
     assert packaged["default"].families == built_in
     assert not packaged["default"].serves("mine")
-    assert {name for model in packaged.values() for name in model.families} == {*FAMILIES}
+    assert {name for bundle in packaged.values() for name in bundle.families} == {*FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> 
 
 def test_a_model_is_listed_with_all_its_bundles_and_without_one() -> None:
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
-    bundles = [model_info(CATALOGUE, fleet, CATALOGUE.entries[model])["bundles"] for model in ("org/free", "org/lost")]
-    assert bundles == [["texts", "spare"], []]
+    listings = [model_info(CATALOGUE, fleet, CATALOGUE.entries[model])["bundles"] for model in ("org/free", "org/lost")]
+    assert listings == [["texts", "spare"], []]
 
 
 @pytest.mark.parametrize(

@@ -538,7 +538,7 @@ def _fingerprints(entry: ModelEntry) -> set[str]:
     """All fingerprints that answers with this entry can have."""
     load = Catalogue.resolve_profile(entry, "default", entry.id).load
     loaded = [fingerprint(entry, load, precision) for precision in PRECISIONS]
-    profiles = [profile_fingerprint(model, entry, "default") for model in loaded]
+    profiles = [profile_fingerprint(base, entry, "default") for base in loaded]
     return {answer_fingerprint(profile, digest, "") for profile in profiles for digest in ("", *DIGESTS)}
 
 
@@ -620,8 +620,8 @@ async def test_no_answer_is_stale_or_mixed_in_any_interleaving(seed: int) -> Non
         signed, during = finished.fingerprint, slice(began, ends[task] + 1)
         assert vectors(finished) == [vector(signed, options.prefix + text) for text in texts], "mixed"
         targets = set(cluster.targets[during]) if name == ALIAS else {name}
-        for function in (cluster.in_use, cluster.of_entry):
-            assert any(signed in at[target] for at in function[during] for target in targets), "stale"
+        for history in (cluster.in_use, cluster.of_entry):
+            assert any(signed in at[target] for at in history[during] for target in targets), "stale"
     assert hits
     assert not cluster.runs._flights
 

@@ -48,8 +48,8 @@ def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
     """Bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
     bundle.
     """
-    resolved = CATALOGUE.resolve(spec)
-    assert (resolved.canonical, resolved.requested) == (canonical, requested)
+    resolution = CATALOGUE.resolve(spec)
+    assert (resolution.canonical, resolution.requested) == (canonical, requested)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str,
         CATALOGUE.resolve(spec)
     assert caught.value.reason == reason
     assert caught.value.param == "model"
-    result = caught.value.extras
-    assert result == extras or (
-        reason == "" and extras["suggestions"] == result["suggestions"][: len(extras["suggestions"])]
+    details = caught.value.extras
+    assert details == extras or (
+        reason == "" and extras["suggestions"] == details["suggestions"][: len(extras["suggestions"])]
     )
 
 
@@ -341,36 +341,36 @@ def test_what_an_entry_says_of_itself() -> None:
 
 
 def test_a_snapshot_is_replaced_and_never_edited() -> None:
-    catalogue_one = Catalogue({"a": entry("a")}, {"a": 1}, {}, "e:1")
-    two = catalogue_one.with_model("b", entry("b"), 2, "e:2")
+    first_snapshot = Catalogue({"a": entry("a")}, {"a": 1}, {}, "e:1")
+    two = first_snapshot.with_model("b", entry("b"), 2, "e:2")
     three = two.with_model("a", None, 3, "e:3")
-    assert [sorted(catalogue.entries) for catalogue in (catalogue_one, two, three)] == [["a"], ["a", "b"], ["b"]]
-    assert [dict(catalogue.revisions) for catalogue in (catalogue_one, two, three)] == [
+    assert [sorted(catalogue.entries) for catalogue in (first_snapshot, two, three)] == [["a"], ["a", "b"], ["b"]]
+    assert [dict(catalogue.revisions) for catalogue in (first_snapshot, two, three)] == [
         {"a": 1},
         {"a": 1, "b": 2},
         {"b": 2},
     ]
-    assert [catalogue.epoch for catalogue in (catalogue_one, two, three)] == ["e:1", "e:2", "e:3"]
+    assert [catalogue.epoch for catalogue in (first_snapshot, two, three)] == ["e:1", "e:2", "e:3"]
 
 
 def test_the_packaged_catalogue_is_sound() -> None:
     catalogue = packaged_catalogue()
     assert catalogue.entries.keys() == read_folder(packaged_folder() / "models").keys() != set()
-    for model, entry_found in catalogue.entries.items():
+    for model, model_entry in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
-        (bundle,) = catalogue.bundles_of(entry_found)
+        (bundle,) = catalogue.bundles_of(model_entry)
         assert catalogue.resolve(model).bundles == (bundle,)
-        assert entry_found.description
-        assert entry_found.license
-        assert entry_found.languages or (
-            entry_found.inputs != ("text",) and entry_found.family in ("docling", "detector")
+        assert model_entry.description
+        assert model_entry.license
+        assert model_entry.languages or (
+            model_entry.inputs != ("text",) and model_entry.family in ("docling", "detector")
         )
 
 
 def test_who_classifies_by_classes_of_its_own() -> None:
     own = entry("org/own", family="text-classifier", outputs={"classifications": 0})
-    classifier = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
-    assert [(classifies(model), needs_labels(model)) for model in (own, classifier, NER)] == [
+    zero_shot = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
+    assert [(classifies(model), needs_labels(model)) for model in (own, zero_shot, NER)] == [
         (True, False),
         (False, True),
         (False, False),

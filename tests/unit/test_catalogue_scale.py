@@ -89,18 +89,18 @@ def test_suggestions_among_many_are_those_among_few(monkeypatch: pytest.MonkeyPa
     """
     packaged = packaged_catalogue()
     monkeypatch.setattr(names, "ALL_COMPARED", len(packaged.entries))
-    rest = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
-    many = NameIndex([*packaged.entries, *rest])
-    for name in (
+    fillers = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
+    many = NameIndex([*packaged.entries, *fillers])
+    for typo in (
         "bge-m4",
         "BAAI/bge-reranker-v2-m",
         "sentence-transformer/all-minilm-l6",
         "gte-modernbert",
         "intfloat/e5-smal-v2",
     ):
-        few = packaged.near(name)
+        few = packaged.near(typo)
         assert few
-        assert many.near(name)[0] == few[0]
+        assert many.near(typo)[0] == few[0]
     assert many.near("") == many.near("\n\n\n") == []
 
 

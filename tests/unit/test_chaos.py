@@ -68,10 +68,7 @@ def test_requests_that_an_election_touched_stand_apart() -> None:
 
 
 def answer(ids: list[str], vectors: list[np.ndarray]) -> bytes:
-    slots = [
-        {"id": token_id, "dense": {"values": arrays.pack(vector)}}
-        for token_id, vector in zip(ids, vectors, strict=True)
-    ]
+    slots = [{"id": id_, "dense": {"values": arrays.pack(vector)}} for id_, vector in zip(ids, vectors, strict=True)]
     return msgspec.msgpack.encode({"items": slots})
 
 

@@ -25,14 +25,14 @@ LIMITS = chunk.ChunkLimits(cost=4096, payload_bytes=1 << 20, result_bytes=1 << 2
 
 
 def entry(**changes: Any) -> ModelEntry:
-    document = {
+    fields = {
         "id": "org/m",
         "weights": {"hub": "org/m", "revision": "abc"},
         "family": "text-encoder",
         "outputs": {"dense": 4, "sparse": 100, "multivector": 2},
         "max_tokens": 128,
     }
-    return parse_entry({**document, **changes})
+    return parse_entry({**fields, **changes})
 
 
 def read(chunks: Any, text: str | None = TEXT, **fields: Any) -> RequestItem:
@@ -202,8 +202,8 @@ def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
     family: str, operation: Operation, run: RunOptions, reason: str
 ) -> None:
     entries = {model: entry(id=model, outputs={"dense": 4}, run={"pooling": "mean"}) for model in ("b/b", "a/a")}
-    entries_all = {"org/cls": entry(id="org/cls", outputs={"dense": 4}, run={"pooling": "cls"}), **entries}
-    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=entries_all)))
+    models = {"org/cls": entry(id="org/cls", outputs={"dense": 4}, run={"pooling": "cls"}), **entries}
+    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=models)))
     resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family=family, inputs=("text",), outputs={"dense": 4}))
     request = cast(Any, SimpleNamespace(resolved=resolved, operation=operation, options=SimpleNamespace(run=run)))
     refused = runner._unusable(read([[0, 5]]), request, runner._Takers(feed, operation))

@@ -39,10 +39,10 @@ def test_no_server_warns_of_the_variables_of_clients() -> None:
 def test_commands_ask_the_gateway_and_send_the_key_of_the_environment(
     environ: dict[str, str], url: str, token: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    answer = cluster(environ, monkeypatch, tmp_path)
-    secret = answer.gateway_token
-    assert (answer.gateway_urls, secret.reveal() if secret else None) == ([url], token)
-    assert answer.is_given(GATEWAY_URL) == ("SIE_BASE_URL" in environ or "SIE_GATEWAY_URL" in environ)
+    target = cluster(environ, monkeypatch, tmp_path)
+    secret = target.gateway_token
+    assert (target.gateway_urls, secret.reveal() if secret else None) == ([url], token)
+    assert target.is_given(GATEWAY_URL) == ("SIE_BASE_URL" in environ or "SIE_GATEWAY_URL" in environ)
 
 
 def test_empty_variables_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,11 @@ def test_whatever_asks_a_server_takes_its_address_as_url_or_a_data_directory() -
     for path, command in commands(main, ("sie",)):
         if path[1] in PROCESSES:
             continue
-        options_read = options(command)
-        assert "--gateway" not in options_read, path
-        if options_read & ADDRESSES or "--url" in options_read:
+        flags = options(command)
+        assert "--gateway" not in flags, path
+        if flags & ADDRESSES or "--url" in flags:
             names |= {" ".join(path), " ".join(path[:2])}
-            assert {"--url", "--data-dir"} <= options_read, path
+            assert {"--url", "--data-dir"} <= flags, path
     assert names >= BROWSED
 
 
@@ -144,24 +144,24 @@ def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> Non
 def sections(command: click.Command) -> dict[str, list[str]]:
     """The options that --help shows, by heading."""
     lines = CliRunner().invoke(main, [str(command.name), "--help-all"]).output.splitlines()
-    names: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for line in lines:
         if re.fullmatch(r"[A-Z].*:", line):
-            names[line.removesuffix(":")] = []
-        elif line.startswith("  -") and names:
-            names[list(names)[-1]].append(line.split()[0].strip(","))
-    return names
+            groups[line.removesuffix(":")] = []
+        elif line.startswith("  -") and groups:
+            groups[list(groups)[-1]].append(line.split()[0].strip(","))
+    return groups
 
 
 def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest() -> None:
-    sections_read = sections(main.commands["serve"])
+    groups = sections(main.commands["serve"])
     headings = list(dict.fromkeys(row.heading for row in ROWS))
-    assert list(sections_read) == ["Most used options", "Options", *headings]
-    assert tuple(sections_read["Most used options"]) == FIRST
+    assert list(groups) == ["Most used options", "Options", *headings]
+    assert tuple(groups["Most used options"]) == FIRST
     for heading in headings:
-        assert sections_read[heading] == sorted(sections_read[heading])
+        assert groups[heading] == sorted(groups[heading])
         flags = {row.flag for row in ROWS if row.heading == heading and row.name.startswith("SIE_") and not row.secret}
-        assert flags - set(FIRST) == set(sections_read[heading]), heading
+        assert flags - set(FIRST) == set(groups[heading]), heading
 
 
 # what somebody decides who starts a server: where it listens and who may ask, where its files and models are, what it
@@ -214,8 +214,8 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
             == "the `sie serve` that runs reads this folder: it serves the model within seconds"
         )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
-        readers = who_reads(folder, cluster)
-    assert f"does not read this folder, it reads {tmp_path / 'other'}" in readers
+        advice = who_reads(folder, cluster)
+    assert f"does not read this folder, it reads {tmp_path / 'other'}" in advice
 
 
 def test_a_command_of_a_group_is_found_without_it() -> None:

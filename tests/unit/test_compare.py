@@ -54,10 +54,10 @@ def test_recall_is_that_of_a_plain_sort(own: bool) -> None:
     random = np.random.default_rng(5)
     rows = [random.normal(size=(24, width)).astype(np.float32) for width in (8, 12)]
     asking = rows if own else [random.normal(size=(9, width)).astype(np.float32) for width in (8, 12)]
-    near = [nearest(similarities(ask, row, own=own), 20) for ask, row in zip(asking, rows, strict=True)]
-    agreement = agreement_at(*near)
+    near = [nearest(similarities(ask, documents, own=own), 20) for ask, documents in zip(asking, rows, strict=True)]
+    recalls = agreement_at(*near)
     for k in range(1, 21):
-        assert agreement[k - 1] == pytest.approx(naive((asking[0], rows[0]), (asking[1], rows[1]), k, own=own))
+        assert recalls[k - 1] == pytest.approx(naive((asking[0], rows[0]), (asking[1], rows[1]), k, own=own))
     assert agreement_at(near[0], near[0]) == pytest.approx([1.0] * 20)
 
 
@@ -93,8 +93,8 @@ def test_what_is_told_and_drawn() -> None:
     assert lines(ranked)[-1] == "rank correlation of 2: mean 0.7500, median 0.7500, p5 0.5250, min 0.5000"
     narrow = Agreement(("a", "b"), (4, 8), ("x", "y"), [], [1.0], [1.0])
     assert figures(narrow)["cosine"] is None
-    for result, panels, bars in ((same, 2, comparing.BINS), (ranked, 1, comparing.BINS), (narrow, 1, 0)):
-        root = ET.fromstring(svg(result))
+    for agreement, panels, bars in ((same, 2, comparing.BINS), (ranked, 1, comparing.BINS), (narrow, 1, 0)):
+        root = ET.fromstring(svg(agreement))
         space = "{http://www.w3.org/2000/svg}"
         assert len(root.findall(f"{space}g")) == panels
         assert len(root.findall(f".//{space}g/{space}rect")) == bars
@@ -121,18 +121,18 @@ async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path
         await cluster.sidecar()
         same = await asked(url, "toy/one", "toy/same", "--sample", sample, "--json")
         assert same.exit_code == 0, same.output
-        requests = json.loads(same.stdout)
-        assert requests["cosine"]["min"] == pytest.approx(1.0, abs=1e-6)
-        assert set(requests["recall"].values()) == {1.0}
-        assert requests["rank_correlation"]["min"] == pytest.approx(1.0)
-        assert requests["rank_correlation"]["count"] == len(TEXTS)
-        assert len(requests["recall"]) == len(TEXTS) - 1
-        assert "do not belong into one index" in requests["notes"][0]
-        process = await asked(url, "toy/one", "toy/two", "--sample", sample, "--queries", queries, "--plot", plot)
-        assert process.exit_code == 0, process.output
-        assert "cosine of 30: mean" in process.stdout
-        assert "recall@10: " in process.stdout
-        assert "rank correlation of 4: mean" in process.stdout
+        report = json.loads(same.stdout)
+        assert report["cosine"]["min"] == pytest.approx(1.0, abs=1e-6)
+        assert set(report["recall"].values()) == {1.0}
+        assert report["rank_correlation"]["min"] == pytest.approx(1.0)
+        assert report["rank_correlation"]["count"] == len(TEXTS)
+        assert len(report["recall"]) == len(TEXTS) - 1
+        assert "do not belong into one index" in report["notes"][0]
+        comparison = await asked(url, "toy/one", "toy/two", "--sample", sample, "--queries", queries, "--plot", plot)
+        assert comparison.exit_code == 0, comparison.output
+        assert "cosine of 30: mean" in comparison.stdout
+        assert "recall@10: " in comparison.stdout
+        assert "rank correlation of 4: mean" in comparison.stdout
         ET.parse(plot)
         for arguments, message in (
             (("toy/one", "toy/gone", "--sample", sample), "no model named 'toy/gone'"),
@@ -150,10 +150,10 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
     sample: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only to the gateway that the same environment names; a client's token is for whichever gateway is asked."""
-    entry: list[tuple[str, str | None]] = []
+    calls: list[tuple[str, str | None]] = []
 
     def noted(url: str, *, api_key: str | None, connection_budget_s: float) -> None:
-        entry.append((url, api_key))
+        calls.append((url, api_key))
         raise SIEError("enough")
 
     monkeypatch.setattr("sie_client.SIEClient", noted)
@@ -167,7 +167,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
         (admin | auth, ()),
     ):
         CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=environ)
-    assert entry == [
+    assert calls == [
         (here, "admin"),
         (there, None),
         (GATEWAY, None),
@@ -193,14 +193,14 @@ class Client:
         scores = [
             {"item_id": f"item-{number}", "score": self.rules[model](text)} for number, text in enumerate(documents)
         ]
-        return {"scores": sorted(scores, key=lambda comparison: -comparison["score"]), "fingerprint": model}
+        return {"scores": sorted(scores, key=lambda row: -row["score"]), "fingerprint": model}
 
 
 def test_rerankers_are_compared_by_rank() -> None:
     client = Client({"a": ["score"], "b": ["score"]}, {"a": len, "b": lambda text: -len(text)})
     sample = ComparisonSample(("x", "xx", "xxx", "xxxx"))
-    comparison = comparing._compared(client, ("a", "b"), sample, ())  # type: ignore[arg-type]
-    assert comparison.ranks == pytest.approx([-1.0] * 4)  # each text is asked among the others
+    agreement = comparing._compared(client, ("a", "b"), sample, ())  # type: ignore[arg-type]
+    assert agreement.ranks == pytest.approx([-1.0] * 4)  # each text is asked among the others
     assert {count for *_, count in client.calls} == {3}
     own = ComparisonSample((), (("q", ("x", "xx", "xxx")), ("few", ("x",))))
     assert comparing._compared(client, ("a", "a"), own, ()).ranks == pytest.approx([1.0])  # type: ignore[arg-type]

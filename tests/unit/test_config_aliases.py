@@ -65,10 +65,10 @@ async def served(api: Api, name: str = "search") -> str:
 
 
 async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api) -> None:
-    created = await api.call(
+    receipt = await api.call(
         "POST", MODELS, {"id": "search", "alias": "org/one", "description": "what the site uses"}, 201
     )
-    assert (created["revision"], created["warnings"], created["routable_bundles_by_profile"]) == (
+    assert (receipt["revision"], receipt["warnings"], receipt["routable_bundles_by_profile"]) == (
         1,
         [],
         {"default": ["default"]},
@@ -98,7 +98,7 @@ async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api)
     shown = await api.call("GET", SEARCH)
     assert (await api.call("POST", MODELS, {**shown, "id": "find"}, 201))["revision"] == 1
     assert (await api.call("PUT", SEARCH, shown))["revision"] == 1  # nothing changed
-    listed = {model["model_id"]: model for model in (await api.call("GET", MODELS))["models"]}
+    listed = {row["model_id"]: row for row in (await api.call("GET", MODELS))["models"]}
     assert listed["search"]["alias"] == document["alias"]
     assert "alias" not in listed["org/one"]
     resolved = await api.call("POST", "/v1/configs/resolve", {"model": "search"})
@@ -115,14 +115,14 @@ async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api:
     await api.call("DELETE", SEARCH)
     await api.call("DELETE", f"{MODELS}/org/two")
     await until(lambda: len(api.deltas) == 5, "all deltas")
-    value = before
+    catalogue = before
     for delta in api.deltas:
-        assert delta.previous == value.epoch
-        value = value.with_model(
+        assert delta.previous == catalogue.epoch
+        catalogue = catalogue.with_model(
             delta.model, None if delta.entry is None else parse_document(delta.entry), delta.revision, delta.epoch
         )
     now = await snapshot(await api.store.export())
-    assert (value.epoch, value.entries, value.aliases) == (now.epoch, now.entries, now.aliases)
+    assert (catalogue.epoch, catalogue.entries, catalogue.aliases) == (now.epoch, now.entries, now.aliases)
 
 
 async def test_the_epoch_s_hashes_know_nothing_of_aliases(api: Api) -> None:
@@ -202,7 +202,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(
-    ("method", "model", "body", "named"), NEEDED, ids=[f"{name[0]} {name[1]} {name[2]}" for name in NEEDED]
+    ("method", "model", "body", "named"), NEEDED, ids=[f"{case[0]} {case[1]} {case[2]}" for case in NEEDED]
 )
 async def test_a_model_that_aliases_need_stays_as_they_need_it(
     api: Api, method: str, model: str, body: dict[str, Any] | None, named: list[str]
@@ -265,23 +265,23 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
     """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is
     refused.
     """
-    second = await Api(api.server).start()
+    second_api = await Api(api.server).start()
     outcomes = set()
     for number in range(12):
         model, alias = f"org/m{number}", f"alias-{number}"
         await api.call("POST", MODELS, entry(model), 201)
         writes = [
             api.client.post(MODELS, json={"id": alias, "alias": model}),
-            second.client.delete(f"{MODELS}/{model}"),
+            second_api.client.delete(f"{MODELS}/{model}"),
         ]
-        winner, removed = await asyncio.gather(*(writes if number % 2 else reversed(writes)))
+        creation, removed = await asyncio.gather(*(writes if number % 2 else reversed(writes)))
         if not number % 2:
-            winner, removed = removed, winner
-        outcomes.add((winner.status_code, removed.status_code))
+            creation, removed = removed, creation
+        outcomes.add((creation.status_code, removed.status_code))
         catalogue = await snapshot(await api.store.export())
-        assert (alias in catalogue.aliases) is (model in catalogue.entries), (winner.text, removed.text)
+        assert (alias in catalogue.aliases) is (model in catalogue.entries), (creation.text, removed.text)
     assert outcomes <= {(201, 409), (422, 200)}
-    await second.client.aclose()
+    await second_api.client.aclose()
 
 
 async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:

@@ -129,9 +129,9 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
 )
 def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line: int, says: str) -> None:
     assert ENTRY.count(old) == 1
-    fault_read = fault(ENTRY.replace(old, new))
-    assert (fault_read["loc"], fault_read["line"]) == (loc, line)
-    assert says in fault_read["message"]
+    details = fault(ENTRY.replace(old, new))
+    assert (details["loc"], details["line"]) == (loc, line)
+    assert says in details["message"]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line
     ],
 )
 def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
-    fault_read = fault(body, "application/json")
-    assert fault_read["loc"] == loc
-    assert says in fault_read["message"]
-    assert "line" not in fault_read
+    details = fault(body, "application/json")
+    assert details["loc"] == loc
+    assert says in details["message"]
+    assert "line" not in details
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/x-yaml"])

@@ -74,22 +74,22 @@ async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follo
     replica: Replica,
 ) -> None:
     """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
-    second = await Replica(replica.server).start()
+    peer = await Replica(replica.server).start()
     start = await replica.store.epoch()
     for number in range(6):
-        await (replica, second)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
+        await (replica, peer)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
         before = await replica.store.epoch()
         await replica.keep_reply()
-        assert await replica.store.epoch() == await second.store.epoch() == before
+        assert await replica.store.epoch() == await peer.store.epoch() == before
     await until(lambda: len(replica.deltas) == 6, "the deltas")
     deltas = [delta for _, delta in replica.deltas]
     assert [delta.previous for delta in deltas] == [start, *(delta.epoch for delta in deltas[:-1])]
-    assert deltas[-1].epoch == await second.store.epoch()
+    assert deltas[-1].epoch == await peer.store.epoch()
 
 
 async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: Replica) -> None:
-    second = await Replica(replica.server).start()
-    await second.store.snapshot()
+    peer = await Replica(replica.server).start()
+    await peer.store.snapshot()
     held = await replica.put("a/one", entry("a/one"))
     await replica.put("a/two", entry("a/two", "vision"))
     await replica.put("a/two", None)
@@ -97,7 +97,7 @@ async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: 
         await replica.put("a/one", entry("a/one", tokens=number + 2))
     await replica.store.seed_bundles({"default": BundleEntry("default", priority=5)})
     fresh = await (await Replica(replica.server).start()).store.snapshot()
-    followed = await second.store.snapshot()
+    followed = await peer.store.snapshot()
     assert set(followed.bundles) == {"default", "vision"}  # the one that started brought them back
     assert (followed.epoch, followed.held, followed.bundles) == (fresh.epoch, fresh.held, fresh.bundles)
     assert (followed.held["a/two"].revision, followed.held["a/two"].entry, list(followed.live)) == (2, None, ["a/one"])
@@ -178,7 +178,7 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         service.workers.note_gateway(GatewayBeat(name, config_epoch=epoch))
     service.workers.note_gateway(GatewayBeat("g5", config_epoch=now, leaving=True))
     held, revision_at = await replica.store.held("a/one"), await replica.store.revisions_at("a/one")
-    report = configs.model_status(
+    status = configs.model_status(
         "a/one",
         held.revision,
         now,
@@ -188,11 +188,11 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         revision_at,
         "api",
     )
-    assert report["revision"] == 3
-    acks = {
-        process["id"]: (process["revision"], process["acked"]) for process in report["gateways"] + report["workers"]
+    assert status["revision"] == 3
+    revisions = {
+        member["id"]: (member["revision"], member["acked"]) for member in status["gateways"] + status["workers"]
     }
-    assert acks == {
+    assert revisions == {
         "g0": (3, True),
         "g1": (1, False),
         "g2": (0, False),
@@ -201,9 +201,9 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         "w0": (3, True),
         "w1": (2, False),
     }
-    (bundle,) = report["bundles"]
-    assert (bundle["acked_workers"], bundle["pending_workers"], report["all_bundles_acked"]) == (["w0"], ["w1"], False)
-    assert {(worker["bundle"], worker["state"], worker["fingerprint"]) for worker in report["workers"]} == {
+    (bundle,) = status["bundles"]
+    assert (bundle["acked_workers"], bundle["pending_workers"], status["all_bundles_acked"]) == (["w0"], ["w1"], False)
+    assert {(worker["bundle"], worker["state"], worker["fingerprint"]) for worker in status["workers"]} == {
         ("default", "available", "")
     }
 

@@ -65,11 +65,12 @@ class Api(config_api.Api):
 
     async def revisions(self) -> list[tuple[int, str]]:
         """Return the revisions of org/one, oldest first."""
-        report = (await self.call("GET", f"{ONE}/history"))["revisions"]
+        history = (await self.call("GET", f"{ONE}/history"))["revisions"]
         assert all(
-            set(revision) == {"revision", "created_at", "operation", "author", "note", "changes"} for revision in report
+            set(revision) == {"revision", "created_at", "operation", "author", "note", "changes"}
+            for revision in history
         )
-        return [(revision["revision"], revision["operation"]) for revision in reversed(report)]
+        return [(revision["revision"], revision["operation"]) for revision in reversed(history)]
 
 
 @pytest.fixture
@@ -80,9 +81,9 @@ async def api() -> AsyncIterator[Api]:
 
 
 async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: Api) -> None:
-    created = await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    assert created.pop("router_id").startswith("sie-config-")
-    assert created == {
+    reply = await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    assert reply.pop("router_id").startswith("sie-config-")
+    assert reply == {
         "model_id": "org/one",
         "revision": 1,
         "unchanged": False,
@@ -98,8 +99,8 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     assert (await api.call("GET", ONE))["run"] == {"normalize": True}
     assert (await api.call("POST", f"{ONE}/rollback", {"revision": 1}))["revision"] == 4
     assert await api.call("GET", ONE) == normalised(parse_entry(ENTRY))
-    deleted = await api.call("DELETE", ONE)
-    assert (deleted["revision"], deleted["routable_bundles_by_profile"], deleted["unchanged"]) == (5, {}, False)
+    removal = await api.call("DELETE", ONE)
+    assert (removal["revision"], removal["routable_bundles_by_profile"], removal["unchanged"]) == (5, {}, False)
     again = await api.call("DELETE", ONE)
     assert (again["revision"], again["unchanged"]) == (5, True)
     assert (await api.call("DELETE", "/v1/configs/models/org/two", status=404))["detail"]["error"] == "model_not_found"
@@ -147,9 +148,9 @@ async def sent(api: Api, method: str, path: str, text: str, **headers: str) -> h
 
 
 async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api) -> None:
-    created = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
-    assert (created.status_code, created.json()["created_profiles"]) == (201, ["default", "raw"])
-    assert created.json()["warnings"] == [
+    answer = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
+    assert (answer.status_code, answer.json()["created_profiles"]) == (201, ["default", "raw"])
+    assert answer.json()["warnings"] == [
         "profiles.default.max_batch_tokens: ignored, SIE_MAX_BATCH_COST bounds a batch"
     ]
     stored = await catalogue.call("GET", PUBLIC_MODEL)
@@ -164,14 +165,14 @@ async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api
     }
     again = (await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)).json()
     assert (again["unchanged"], again["existing_profiles_skipped"]) == (True, ["default", "raw"])
-    second = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC.replace("dim: 4", "dim: 8"))
-    assert (second.status_code, second.json()["detail"]["error"]) == (409, "content_conflict")
-    assert second.json()["error"]["diff"] == [{"path": "$.outputs.dense", "before": 4, "after": 8}]
+    conflict = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC.replace("dim: 4", "dim: 8"))
+    assert (conflict.status_code, conflict.json()["detail"]["error"]) == (409, "content_conflict")
+    assert conflict.json()["error"]["diff"] == [{"path": "$.outputs.dense", "before": 4, "after": 8}]
     put = await sent(catalogue, "PUT", PUBLIC_MODEL, PUBLIC.replace("sie_id: org/public\n", "").replace("16", "8"))
     assert put.status_code == 200
     assert (await catalogue.call("GET", PUBLIC_MODEL))["max_tokens"] == 8
-    response = await catalogue.client.get(PUBLIC_MODEL, headers={"Accept": "application/x-yaml"})
-    assert (response.headers["content-type"], yaml.safe_load(response.text)["id"]) == (
+    model_file = await catalogue.client.get(PUBLIC_MODEL, headers={"Accept": "application/x-yaml"})
+    assert (model_file.headers["content-type"], yaml.safe_load(model_file.text)["id"]) == (
         "application/x-yaml",
         "org/public",
     )
@@ -265,15 +266,15 @@ async def test_post_only_adds(api: Api) -> None:
         2,
     )
     assert set((await api.call("GET", ONE))["profiles"]) == {"plain", "short"}
-    second = await api.call(
+    refusal = await api.call(
         "POST", "/v1/configs/models", {**ENTRY, "profiles": {"plain": {"run": {"normalize": True}}}}, 409
     )
-    assert (second["code"], second["error"]["revision"], second["error"]["profiles"]) == (
+    assert (refusal["code"], refusal["error"]["revision"], refusal["error"]["profiles"]) == (
         "CONTENT_CONFLICT",
         2,
         ["plain"],
     )
-    assert second["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
+    assert refusal["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
     assert await api.revisions() == [(1, "create"), (2, "create")]
 
 
@@ -349,16 +350,16 @@ def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
 
 async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
     """Each patch changes another field; every one is there at the end."""
-    second_api = await Api(api.server, **TOKENS).start()
+    replica = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     calls = [
-        (api, second_api)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x {{text}}"}})
+        (api, replica)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x {{text}}"}})
         for number in range(40)
     ]
     answers = await asyncio.gather(*calls)
     assert sorted(answer["revision"] for answer in answers) == list(range(2, 42))
-    assert set((await second_api.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
-    await second_api.client.aclose()
+    assert set((await replica.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
+    await replica.client.aclose()
 
 
 async def test_history_keeps_the_last_revisions(api: Api) -> None:
@@ -483,10 +484,10 @@ async def test_status_names_the_workers_that_lag(api: Api) -> None:
         ("d", old, True, "other"),
     ):
         api.service.workers.note(Heartbeat(worker, "_default", "cpu", bundle, ready, "1", config_epoch=epoch))
-    report = await api.call("GET", f"{ONE}/status")
-    bundle_told, late = report["bundles"]
+    status = await api.call("GET", f"{ONE}/status")
+    bundle_told, late = status["bundles"]
     assert (late["bundle_id"], late["total_eligible_workers"], late["acked"]) == ("late", 0, True)
-    assert (report["all_bundles_acked"], report["no_bundles"], report["source"]) == (False, False, "api")
+    assert (status["all_bundles_acked"], status["no_bundles"], status["source"]) == (False, False, "api")
     assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (
         2,
         ["a"],
@@ -513,8 +514,8 @@ async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
 
 
 async def test_many_models_are_seeded_in_batches_that_a_broker_takes(api: Api) -> None:
-    models = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
-    assert len(await api.store.seed(models)) == 450
+    entries = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
+    assert len(await api.store.seed(entries)) == 450
     assert len((await snapshot(await api.store.export())).entries) == 450
 
 
@@ -535,9 +536,9 @@ async def test_a_write_that_fails_before_it_is_stored_is_done_by_its_retry(api: 
     finally:
         arm("")
     assert await api.call("GET", "/v1/configs/models") == {"models": []}
-    created = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
-    assert created["revision"] == 1
-    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == created
+    reply = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
+    assert reply["revision"] == 1
+    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == reply
 
 
 async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> None:
@@ -565,15 +566,13 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
     """Fail closed, where nothing is configured too."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
-    closed = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
-    for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, closed)):
+    refusals = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
+    for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, refusals)):
         api = Api(MemoryServer(), **environ)
         for token, statuses in expected.items():
             answer = await api.client.request(method, path, headers={"Authorization": f"Bearer {token}"})
-            expected_statuses = statuses[not reads]
-            assert (
-                answer.status_code == expected_statuses if expected_statuses else answer.status_code not in (401, 403)
-            ), (environ, token)
+            status = statuses[not reads]
+            assert answer.status_code == status if status else answer.status_code not in (401, 403), (environ, token)
         await api.client.aclose()
 
 

@@ -42,10 +42,10 @@ class Clock:
 
 @pytest.fixture
 async def server() -> AsyncIterator[MemoryServer]:
-    created = MemoryServer()
-    broker = created.connect("owner")
+    memory_server = MemoryServer()
+    broker = memory_server.connect("owner")
     await broker.ensure_stream(stream_of(LANE.pool), owner=True)
-    yield created
+    yield memory_server
     await broker.close()
 
 
@@ -88,7 +88,7 @@ def test_a_consumer_rests_from_when_it_was_first_seen_to_do_nothing() -> None:
     st.lists(
         st.lists(
             st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)),
-            unique_by=lambda pair: pair[0],
+            unique_by=lambda entry: entry[0],
         ),
         min_size=1,
         max_size=12,
@@ -98,18 +98,18 @@ def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list
     """Over any history of observations a minute apart: whatever is deleted was seen unchanged, empty and unleased for
     the time.
     """
-    expected_names: dict[str, Rest] = {}
-    for minute, samples in enumerate(history):
-        expected_names = rests(
-            expected_names,
-            [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in samples],
+    rest_by_name: dict[str, Rest] = {}
+    for minute, states in enumerate(history):
+        rest_by_name = rests(
+            rest_by_name,
+            [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in states],
             minute * 60.0,
         )
-        assert set(expected_names) == {name for name, *_ in samples}
-        for name in given_up(expected_names, minute * 60.0, 1000, 180.0):
+        assert set(rest_by_name) == {name for name, *_ in states}
+        for name in given_up(rest_by_name, minute * 60.0, 1000, 180.0):
             last = [
-                next((entry for entry in sample if entry[0] == name), None)
-                for sample in history[minute - 3 : minute + 1]
+                next((entry for entry in snapshot if entry[0] == name), None)
+                for snapshot in history[minute - 3 : minute + 1]
             ]
             assert None not in last
             assert len({entry[1] for entry in last if entry}) == 1
@@ -191,13 +191,13 @@ async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServe
 
 async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server: MemoryServer) -> None:
     clock = Clock()
-    stream, second = await gateway(server, clock), server.connect("other")
+    stream, broker = await gateway(server, clock), server.connect("other")
     open_, done = routed(stream, "toy/open", 1100.0).consumer, routed(stream, "toy/done", 1001.0).consumer
     for spec in (open_, done):
         await stream.ensure(spec)
     clock.now_s += 50.0
     for spec in (open_, done):
-        assert await second.delete_consumer(STREAM, spec.name)
+        assert await broker.delete_consumer(STREAM, spec.name)
     await until(lambda: names(server) == {open_.name}, "the consumer of the open request")
 
 
@@ -241,9 +241,9 @@ async def test_lost_notices_are_made_up_for_by_the_next_round(server: MemoryServ
 async def test_a_subject_of_another_form_is_told_and_does_not_stop_the_round(
     server: MemoryServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream, second = await gateway(server, Clock()), server.connect("other")
-    await second.publish("sie.work._default.odd", b"x", "1")
-    await second.publish(topology.work_subject(LANE, "bulk", "toy/a"), b"x", "2")
+    stream, broker = await gateway(server, Clock()), server.connect("other")
+    await broker.publish("sie.work._default.odd", b"x", "1")
+    await broker.publish(topology.work_subject(LANE, "bulk", "toy/a"), b"x", "2")
     await stream.refresh(10.0)
     assert names(server) == {topology.work_consumer(LANE, "bulk", "toy/a", 10.0).name}
     assert "no worker will get" in caplog.text
@@ -282,7 +282,7 @@ async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(serv
     round.
     """
     clock = Clock()
-    collector, second = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
+    collector, second_collector = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
     spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
     broker = server.connect("publisher")
     await broker.ensure_consumer(spec)
@@ -291,7 +291,7 @@ async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(serv
     with pytest.raises(FailpointError):
         await collector.sweep(10.0)
     assert not names(server)
-    await second.refresh(10.0)
+    await second_collector.refresh(10.0)
     assert names(server) == {spec.name}
 
 
@@ -301,14 +301,14 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: i
     leaves.
     """
     server = MemoryServer()
-    created: list[Broker] = []
+    brokers: list[Broker] = []
 
     async def connect(name: str) -> Broker:
-        created.append(server.connect(name))
-        return created[-1]
+        brokers.append(server.connect(name))
+        return brokers[-1]
 
     outcome = await race(connect, deletions)
-    for broker in created:
+    for broker in brokers:
         await broker.close()
     assert outcome.deleted >= deletions
     assert outcome.left == 0
@@ -324,12 +324,12 @@ async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
     clock = Clock()
     gateways = [WorkConsumers(server.connect(name), settings_of(), idle_s=0.0, clock=clock) for name in "ab"]
     broker = server.connect("c")
-    for entry in gateways:
-        await entry.follow(LANE.pool)
+    for collector in gateways:
+        await collector.follow(LANE.pool)
     deleted = []
     for _ in range(3):
         await broker.ensure_consumer(topology.work_consumer(LANE, "bulk", "toy/a", 10.0))
-        deleted.append([await element.take_turn() for element in gateways])
+        deleted.append([await stream.take_turn() for stream in gateways])
         clock.now_s += 40.0
     assert deleted == [[1, 0], [0, 0], [1, 0]]
 

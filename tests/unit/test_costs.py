@@ -42,10 +42,10 @@ def test_layers_that_attend_to_a_window_take_time_by_tokens() -> None:
 
 
 def place(crossover: int) -> ModelQueue:
-    model_queue = ModelQueue(LANE, "interactive", "m", KeyWindow(Shares(), 4096))
-    model_queue.crossover_tokens = crossover
-    model_queue.hosted_by([HOST])
-    return model_queue
+    queue = ModelQueue(LANE, "interactive", "m", KeyWindow(Shares(), 4096))
+    queue.crossover_tokens = crossover
+    queue.hosted_by([HOST])
+    return queue
 
 
 def result(number: int, tokens: int, length: int, seconds: float) -> WorkResult:

@@ -63,9 +63,9 @@ def entry(tmp_path: Path) -> ModelEntry:
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     words.save(str(folder / "tokenizer.json"))
-    result = parse_entry(yaml.safe_load(FILES["models/me/static.yaml"]))
-    assert result.weights.path
-    return msgspec.structs.replace(result, weights=msgspec.structs.replace(result.weights, path=str(folder)))
+    model_entry = parse_entry(yaml.safe_load(FILES["models/me/static.yaml"]))
+    assert model_entry.weights.path
+    return msgspec.structs.replace(model_entry, weights=msgspec.structs.replace(model_entry.weights, path=str(folder)))
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def expected(*words: str) -> Any:
 @pytest.mark.usefixtures("installed")
 def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelEntry) -> None:
     texts = ["river runs", "north", "north river river"]
-    rows = run(engine, entry, "encode", texts)
-    for row, text in zip(rows, texts, strict=True):
-        assert np.abs(row["dense"] - expected(*text.split())).max() <= 1e-6
+    outputs = run(engine, entry, "encode", texts)
+    for output, text in zip(outputs, texts, strict=True):
+        assert np.abs(output["dense"] - expected(*text.split())).max() <= 1e-6
     (query,) = run(engine, entry, "encode", ["river"], is_query=True)
     assert np.abs(query["dense"] - expected("query", ":", "river")).max() <= 1e-6
     (model,) = engine.describe().models
@@ -95,9 +95,9 @@ def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelE
 @pytest.mark.usefixtures("installed")
 def test_output_options_act_on_what_it_gives(engine: AdapterEngine, entry: ModelEntry) -> None:
     short = msgspec.structs.replace(entry, run=msgspec.structs.replace(entry.run, dimensions=(4,)))
-    (row,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
-    assert row["dense"].dtype == np.float16
-    assert np.array_equal(row["dense"], TABLE[2, :4])
+    (output,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
+    assert output["dense"].dtype == np.float16
+    assert np.array_equal(output["dense"], TABLE[2, :4])
 
 
 @pytest.mark.usefixtures("installed")

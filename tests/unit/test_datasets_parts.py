@@ -64,30 +64,30 @@ def dense(dtype: str) -> list[RowAnswer]:
 def test_dense_vectors_are_exact_in_each_format(dtype: str) -> None:
     """Null, absent, or zeros with `failed` where a row has an error."""
     answers = dense(dtype)
-    shard_made = shard(answers)
+    answer_shard = shard(answers)
     vectors = [None if answer.error else answer.arrays["dense"].tolist() for answer in answers]
-    table = table_of(encode(shard_made, "parquet"))
+    table = table_of(encode(answer_shard, "parquet"))
     value = table.schema.field("dense").type
     assert pa.types.is_fixed_size_list(value)
     assert value.list_size == 8
     assert value.value_type.to_pandas_dtype() == np.dtype(dtype)
     assert table["dense"].to_pylist() == vectors
-    lines = lines_of(encode(shard_made, "jsonl"))
+    lines = lines_of(encode(answer_shard, "jsonl"))
     assert [line.get("dense") for line in lines] == [
         None if vector is None else pytest.approx(vector, rel=1e-7) for vector in vectors
     ]
-    archive = npz_of(encode(shard_made, "npy"))
+    archive = npz_of(encode(answer_shard, "npy"))
     assert archive["dense"].dtype == np.dtype(dtype)
     assert archive["failed"].tolist() == [False, True, False, False, False]
     assert archive["dense"].tolist() == [vector or [0] * 8 for vector in vectors]
     for name in ("dense_scale", "dense_offset"):
-        expected_values = [answer.arrays.get(name.replace("_", ".")) for answer in answers]
-        if any(entry is not None for entry in expected_values):
-            expected = [None if entry is None else float(entry[0]) for entry in expected_values]
+        arrays = [answer.arrays.get(name.replace("_", ".")) for answer in answers]
+        if any(array is not None for array in arrays):
+            expected = [None if array is None else float(array[0]) for array in arrays]
             assert table[name].to_pylist() == expected
-            assert [None if np.isnan(row) else row for row in archive[name]] == expected
+            assert [None if np.isnan(number) else number for number in archive[name]] == expected
             values = [line.get(name) for line in lines]
-            assert values == [None if row is None else pytest.approx(row) for row in expected]
+            assert values == [None if number is None else pytest.approx(number) for number in expected]
         else:
             assert name not in table.column_names
 
@@ -111,40 +111,40 @@ def test_ragged_outputs_keep_their_rows() -> None:
         for count in (3, 0, 2)
     ]
     answers.insert(1, FAILED)
-    shard_made = shard(answers)
-    table = table_of(encode(shard_made, "parquet"))
-    lines, archive = lines_of(encode(shard_made, "jsonl")), npz_of(encode(shard_made, "npy"))
+    answer_shard = shard(answers)
+    table = table_of(encode(answer_shard, "parquet"))
+    lines, archive = lines_of(encode(answer_shard, "jsonl")), npz_of(encode(answer_shard, "npy"))
     for name, column in (
         ("sparse.indices", "sparse_indices"),
         ("sparse.values", "sparse_values"),
         ("multivector", "multivector"),
     ):
-        expected_values = [None if answer.error else answer.arrays[name].tolist() for answer in answers]
-        assert table[column].to_pylist() == expected_values
-        assert [line.get(column) for line in lines] == expected_values
+        expected = [None if answer.error else answer.arrays[name].tolist() for answer in answers]
+        assert table[column].to_pylist() == expected
+        assert [line.get(column) for line in lines] == expected
         bounds = archive[f"{column}_rows"]
         got = [archive[column][start:end].tolist() for start, end in pairwise(bounds)]
-        assert got == [value or [] for value in expected_values]
+        assert got == [vectors or [] for vectors in expected]
     assert table.schema.field("sparse_indices").type.value_type == pa.int32()
     inner = table.schema.field("multivector").type.value_type
     assert (inner.list_size, inner.value_type) == (4, pa.float16())
 
 
 def test_scores_and_extractions() -> None:
-    document = {"entities": [{"text": "Köln", "label": "city"}], "data": {"x": [1]}}
-    shard_made = shard([RowAnswer(score=0.25), FAILED, RowAnswer(score=-1.5)])
-    assert table_of(encode(shard_made, "parquet"))["score"].to_pylist() == [0.25, None, -1.5]
-    assert [line.get("score") for line in lines_of(encode(shard_made, "jsonl"))] == [0.25, None, -1.5]
-    assert npz_of(encode(shard_made, "npy"))["score"][[0, 2]].tolist() == [0.25, -1.5]
-    shard_made = shard([RowAnswer(data=document), FAILED, RowAnswer(data={"entities": []})])
-    table = table_of(encode(shard_made, "parquet"))
-    assert [text and json.loads(text) for text in table["entities"].to_pylist()] == [document["entities"], None, []]
-    assert [text and json.loads(text) for text in table["data"].to_pylist()] == [{"x": [1]}, None, None]
+    extraction = {"entities": [{"text": "Köln", "label": "city"}], "data": {"x": [1]}}
+    answer_shard = shard([RowAnswer(score=0.25), FAILED, RowAnswer(score=-1.5)])
+    assert table_of(encode(answer_shard, "parquet"))["score"].to_pylist() == [0.25, None, -1.5]
+    assert [line.get("score") for line in lines_of(encode(answer_shard, "jsonl"))] == [0.25, None, -1.5]
+    assert npz_of(encode(answer_shard, "npy"))["score"][[0, 2]].tolist() == [0.25, -1.5]
+    answer_shard = shard([RowAnswer(data=extraction), FAILED, RowAnswer(data={"entities": []})])
+    table = table_of(encode(answer_shard, "parquet"))
+    assert [cell and json.loads(cell) for cell in table["entities"].to_pylist()] == [extraction["entities"], None, []]
+    assert [cell and json.loads(cell) for cell in table["data"].to_pylist()] == [{"x": [1]}, None, None]
     assert "relations" not in table.column_names
     for kind in ("jsonl", "npy"):
-        data = encode(shard_made, kind)  # type: ignore[arg-type]
+        data = encode(answer_shard, kind)  # type: ignore[arg-type]
         lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
-        assert [line.get("entities") for line in lines] == [document["entities"], None, []]
+        assert [line.get("entities") for line in lines] == [extraction["entities"], None, []]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -212,11 +212,11 @@ def test_encode_writes_a_line_for_each_chunk_and_outcomes_reads_one_for_each_row
         lines = table_of(data).to_pylist()
     else:
         lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
-    rows_read = [
+    chunk_fields = [
         tuple(line.get(name) for name in ("id", "chunk", "start", "end", "text", "tokens", "row_tokens"))
         for line in lines
     ]
-    assert rows_read == [
+    assert chunk_fields == [
         ("x", 0, 0, 4, "éa b", 3, 9),
         ("x", 1, 4, 9, " c de", 4, 9),
         ("y", None, None, None, None, 0, None),
@@ -224,8 +224,8 @@ def test_encode_writes_a_line_for_each_chunk_and_outcomes_reads_one_for_each_row
     ]
     assert [line["chunk_"] for line in lines] == ["x", "x", "y", "z"]
     vectors = npz_of(data)["dense"][[0, 1, 3]] if kind == "npy" else [lines[at]["dense"] for at in (0, 1, 3)]
-    vectors_expected = np.concatenate([answers[0].arrays["dense"], answers[2].arrays["dense"]])
-    assert np.array_equal(np.array(vectors, np.float32), vectors_expected)
+    expected_vectors = np.concatenate([answers[0].arrays["dense"], answers[2].arrays["dense"]])
+    assert np.array_equal(np.array(vectors, np.float32), expected_vectors)
     if kind != "npy":
         assert [line.get("dense_scale") for line in lines] == [0, 1, None, 0]
         assert [line.get("sparse_indices") for line in lines] == [[0, 1, 2], [3, 4, 5, 6], None, [0]]
@@ -249,8 +249,8 @@ def test_encode_writes_page_and_heading_of_the_first_word_of_a_chunk_of_a_docume
         assert [str(table_of(data).schema.field(name).type) for name in ("page", "heading")] == ["int32", "string"]
     else:
         lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
-    rows_read = [tuple(line.get(name) for name in ("id", "chunk", "text", "page", "heading")) for line in lines]
-    assert rows_read == [("x", 0, text[:8], 1, "A"), ("x", 1, text[8:], 2, "B"), ("y", None, None, None, None)]
+    fields = [tuple(line.get(name) for name in ("id", "chunk", "text", "page", "heading")) for line in lines]
+    assert fields == [("x", 0, text[:8], 1, "A"), ("x", 1, text[8:], 2, "B"), ("y", None, None, None, None)]
     assert [row.id for row in outcomes(data, kind)] == ["x", "y"]
 
 
@@ -330,15 +330,15 @@ def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_bein
         own = [InputRow(f"{number}-{at}", copied={"c": value}) for at, value in enumerate(column)]
         data = encode(shard_of(ABOUT, own, dense("float32")[2:4], ("c",)), "parquet")
         (tmp_path / f"part-0000{number}.parquet").write_bytes(data)
-    table_read = dataset.dataset(tmp_path)
-    schema = pa.unify_schemas([part.physical_schema for part in table_read.get_fragments()])
+    parts = dataset.dataset(tmp_path)
+    schema = pa.unify_schemas([part.physical_schema for part in parts.get_fragments()])
     table = dataset.dataset(tmp_path, schema=schema).to_table()
     copied = [msgspec.json.encode(value).decode() if isinstance(value, dict) else value for value in values]
     assert table["c"].to_pylist() in ([None, None, *copied], [*copied, None, None])
     tables = [parquet.read_table(path) for path in sorted(tmp_path.iterdir())]
     assert pa.concat_tables(tables, promote_options="default").equals(table)
     if not null_first:
-        assert table_read.to_table().equals(table)
+        assert parts.to_table().equals(table)
 
 
 def test_vectors_that_do_not_fit_together_are_refused() -> None:

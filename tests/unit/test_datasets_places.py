@@ -98,9 +98,9 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
     (inside / "folder").symlink_to(outside)
     (inside / "near.jsonl").symlink_to(inside / "real" / "rows.jsonl")
     place, source = Place.opened(f"{inside}/", (str(inside),)), JobInput(url="u", text="{t}")
-    planned = [span async for span in plans.plan(place, source, 10)]
-    broken = [span for span in planned if isinstance(span, plans.Broken)]
-    assert {span.error.reason for span in broken} == {"not_allowed"}
+    planned = [entry async for entry in plans.plan(place, source, 10)]
+    broken = [entry for entry in planned if isinstance(entry, plans.Broken)]
+    assert {fault.error.reason for fault in broken} == {"not_allowed"}
     spans = [span for entry in planned if isinstance(entry, list) for span in entry]
     assert [span.source for span in spans] == ["near.jsonl", "real/rows.jsonl"]
     assert [row.text for span in spans for row in await rows.read(place, span, source)] == ["own", "own"]

@@ -39,21 +39,21 @@ def place(tmp_path: Path) -> Place:
 
 
 async def spans_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[RowSpan]:
-    planned = [span async for span in plan(place, source, shard_rows)]
-    assert not [span for span in planned if isinstance(span, Broken)], planned
+    planned = [entry async for entry in plan(place, source, shard_rows)]
+    assert not [entry for entry in planned if isinstance(entry, Broken)], planned
     return [span for entry in planned if isinstance(entry, list) for span in entry]
 
 
 async def rows_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[InputRow]:
     """All rows, and that each span is one of at most `shard_rows` that survives its encoding."""
-    rows_read = []
+    collected = []
     for span in await spans_of(place, source, shard_rows):
         assert span.rows <= shard_rows
         span = msgspec.msgpack.decode(msgspec.msgpack.encode(span), type=RowSpan)
         part = await read(place, span, source)
         assert len(part) == span.rows
-        rows_read += part
-    return rows_read
+        collected += part
+    return collected
 
 
 def write_jsonl(path: Path, objects: list[Any], end: str = "\n") -> None:
@@ -72,10 +72,10 @@ async def test_all_formats_give_the_same_rows(tmp_path: Path, place: Place) -> N
     for name in (".hidden.jsonl", "_SUCCESS", "_x.csv", "manifest.json", "README.md"):
         (tmp_path / name).write_text("nothing")
     source = JobInput(url="u", text="{t}|{n}", id="id", keep=("n",))
-    rows_read = await rows_of(place, source)
-    assert [(row.id, row.text) for row in rows_read] == [(row["id"], f"{row['t']}|{row['n']}") for row in own] * 4
-    assert [row.copied["n"] for row in rows_read] == [*range(11), *map(str, range(11)), *range(11), *range(11)]
-    assert {row.fault for row in rows_read} == {None}
+    input_rows = await rows_of(place, source)
+    assert [(row.id, row.text) for row in input_rows] == [(row["id"], f"{row['t']}|{row['n']}") for row in own] * 4
+    assert [row.copied["n"] for row in input_rows] == [*range(11), *map(str, range(11)), *range(11), *range(11)]
+    assert {row.fault for row in input_rows} == {None}
     names = [row.id for row in await rows_of(place, TEXT)]
     assert names == [f"{name}#{at}" for name in ("a.jsonl", "b.csv", "c.parquet", "sub/d.ndjson") for at in range(11)]
 
@@ -95,9 +95,9 @@ async def test_a_row_that_cannot_be_used_is_a_fault_in_its_place(tmp_path: Path,
         '{"t": "last"}',
     ]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"t": "\xff"}\n\x00')
-    rows_read = await rows_of(place, TEXT)
-    assert [row.text for row in rows_read if row.fault is None] == ["good", "last"]
-    assert [(row.fault.reason, row.fault.param) if row.fault else None for row in rows_read] == [
+    input_rows = await rows_of(place, TEXT)
+    assert [row.text for row in input_rows if row.fault is None] == ["good", "last"]
+    assert [(row.fault.reason, row.fault.param) if row.fault else None for row in input_rows] == [
         None,
         ("malformed", ""),
         ("malformed", ""),
@@ -110,24 +110,24 @@ async def test_a_row_that_cannot_be_used_is_a_fault_in_its_place(tmp_path: Path,
         ("malformed", ""),
         ("malformed", ""),
     ]
-    assert [row.id for row in rows_read] == [f"a.jsonl#{at}" for at in range(11)]
-    assert secret not in str([row.fault for row in rows_read])
+    assert [row.id for row in input_rows] == [f"a.jsonl#{at}" for at in range(11)]
+    assert secret not in str([row.fault for row in input_rows])
 
 
 async def test_a_csv_row_of_another_width_is_a_fault(tmp_path: Path, place: Place) -> None:
     (tmp_path / "a.csv").write_text('t,u\na,b\nc\nd,e,f\ng,"h"i\nj,k\n')
-    rows_read = await rows_of(place, TEXT)
-    assert [row.text for row in rows_read] == ["a", None, None, None, "j"]
-    assert {row.fault.reason for row in rows_read if row.fault} == {"malformed"}
+    input_rows = await rows_of(place, TEXT)
+    assert [row.text for row in input_rows] == ["a", None, None, None, "j"]
+    assert {row.fault.reason for row in input_rows if row.fault} == {"malformed"}
 
 
 async def test_ids_that_are_missing_or_too_long_are_faults(tmp_path: Path, place: Place) -> None:
     write_jsonl(
         tmp_path / "a.jsonl", [{"t": "a", "i": 7}, {"t": "b"}, {"t": "c", "i": "x" * 1025}, {"t": "d", "i": ""}]
     )
-    rows_read = await rows_of(place, JobInput(url="u", text="{t}", id="i"))
-    assert [row.id for row in rows_read] == ["7", "a.jsonl#1", "a.jsonl#2", "a.jsonl#3"]
-    assert [row.fault.param if row.fault else "" for row in rows_read] == ["", "input.id", "input.id", "input.id"]
+    input_rows = await rows_of(place, JobInput(url="u", text="{t}", id="i"))
+    assert [row.id for row in input_rows] == ["7", "a.jsonl#1", "a.jsonl#2", "a.jsonl#3"]
+    assert [row.fault.param if row.fault else "" for row in input_rows] == ["", "input.id", "input.id", "input.id"]
 
 
 async def test_scores_read_a_query_and_a_document(tmp_path: Path, place: Place) -> None:
@@ -150,8 +150,8 @@ async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
     parquet.write_table(pa.table({"i": [IMAGE, None]}), tmp_path / "b.parquet")
     parquet.write_table(pa.table({"i": [{"bytes": IMAGE, "path": "x"}]}), tmp_path / "c.parquet")
     parquet.write_table(pa.table({"i": [[IMAGE, IMAGE], []]}), tmp_path / "d.parquet")
-    rows_read = await rows_of(place, JobInput(url="u", image="i"))
-    assert [row.images for row in rows_read] == [
+    input_rows = await rows_of(place, JobInput(url="u", image="i"))
+    assert [row.images for row in input_rows] == [
         *[(IMAGE,)] * 2,
         (),
         (),
@@ -161,16 +161,16 @@ async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
         (IMAGE, IMAGE),
         (),
     ]
-    assert [row.fault.param for row in rows_read if not row.images and row.fault] == ["input.image"] * 4
+    assert [row.fault.param for row in input_rows if not row.images and row.fault] == ["input.image"] * 4
 
 
 async def test_a_file_of_a_document_is_read_as_it_is_and_a_missing_one_is_a_fault(tmp_path: Path, place: Place) -> None:
     forms = ["eA==", {"data": "eA==", "format": "csv"}, None]
     write_jsonl(tmp_path / "a.jsonl", [*({"f": form} for form in forms), {}])
     parquet.write_table(pa.table({"f": [b"x", None]}), tmp_path / "b.parquet")
-    rows_read = await rows_of(place, JobInput(url="u", documents="f", chunks=JobChunkRule(9)))
-    assert [row.file for row in rows_read] == [*forms, None, b"x", None]
-    assert [row.fault.param if row.fault else "" for row in rows_read] == [
+    input_rows = await rows_of(place, JobInput(url="u", documents="f", chunks=JobChunkRule(9)))
+    assert [row.file for row in input_rows] == [*forms, None, b"x", None]
+    assert [row.fault.param if row.fault else "" for row in input_rows] == [
         "",
         "",
         *["input.documents"] * 2,
@@ -206,8 +206,8 @@ async def test_rows_that_are_read_again_after_a_failure_of_the_store_count_once(
 
     monkeypatch.setattr(footers, "read", breaks_off)
     monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 3000)
-    rows_read = await read(replace(place, patience=RetryPolicy(pause_s=0.001)), span, TEXT)
-    assert (attempts, [row.text for row in rows_read]) == (2, ["x" * 100] * 10)
+    input_rows = await read(replace(place, patience=RetryPolicy(pause_s=0.001)), span, TEXT)
+    assert (attempts, [row.text for row in input_rows]) == (2, ["x" * 100] * 10)
 
 
 async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place) -> None:
@@ -217,10 +217,10 @@ async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place)
         (tmp_path / name).write_bytes(name.encode())
     (tmp_path / "labels.csv").write_text("x")
     (tmp_path / ".x.png").write_text("x")
-    rows_read = await rows_of(place, JobInput(url="u/", format="images"))
-    assert [(row.id, row.images) for row in rows_read] == [(name, (name.encode(),)) for name in names]
-    place_of_file = Place.opened(f"{tmp_path}/03.png", (str(tmp_path),))
-    assert await rows_of(place_of_file, JobInput(url="u/03.png")) == [InputRow("03.png", images=(b"03.png",))]
+    input_rows = await rows_of(place, JobInput(url="u/", format="images"))
+    assert [(row.id, row.images) for row in input_rows] == [(name, (name.encode(),)) for name in names]
+    file_place = Place.opened(f"{tmp_path}/03.png", (str(tmp_path),))
+    assert await rows_of(file_place, JobInput(url="u/03.png")) == [InputRow("03.png", images=(b"03.png",))]
 
 
 async def test_a_folder_of_images_that_changes_is_refused(tmp_path: Path, place: Place) -> None:
@@ -262,9 +262,9 @@ async def test_a_copy_of_a_folder_has_the_same_objects(tmp_path: Path, keeps_tim
     source = JobInput(url="u", text="{t}")
     whole = await spans_of(Place.opened(f"{first}/", (str(first),)), source)
     store = obstore.store.LocalStore(str(tmp_path))
-    spans_of_one = [await spans_of(Place(store, "one/", name, digest="d"), source) for name in names]
+    span_lists = [await spans_of(Place(store, "one/", name, digest="d"), source) for name in names]
     shutil.copytree(first, second, copy_function=shutil.copy2 if keeps_times else shutil.copyfile)
-    for name, (span,) in zip(names, spans_of_one, strict=True):
+    for name, (span,) in zip(names, span_lists, strict=True):
         assert [row.text for row in await read(Place(store, "two/", name, digest="d"), span, source)] == ["a"]
     copy = Place.opened(f"{second}/", (str(second),))
     for span in whole:
@@ -281,9 +281,9 @@ async def test_columns_of_one_name_are_refused_by_name(tmp_path: Path, place: Pl
     if name == "a.csv":
         (tmp_path / name).write_text('t,"x",t\n1,2,3\n')
     else:
-        columns = [pa.array([letter]) for letter in "123"]
+        columns = [pa.array([digit]) for digit in "123"]
         parquet.write_table(pa.Table.from_arrays(columns, ["t", "x", "t"]), tmp_path / name)
-    (broken,) = [span async for span in plan(place, TEXT, 4)]
+    (broken,) = [entry async for entry in plan(place, TEXT, 4)]
     assert isinstance(broken, Broken)
     assert broken.error.message == f"{name}: 2 columns have the name 't': name each column differently"
 
@@ -323,11 +323,9 @@ async def test_broken_objects_do_not_stop_the_others(tmp_path: Path, place: Plac
     (tmp_path / "schema.parquet").write_bytes(data.replace(b"\x01t", b"\x01u"))
     (tmp_path / "empty.jsonl").write_bytes(b"")
     planned = {}
-    async for span in plan(place, TEXT, 10_000):
-        planned[span.source if isinstance(span, Broken) else span[0].source if span else ""] = span
-    reasons = {
-        name: plan_of_name.error.reason for name, plan_of_name in planned.items() if isinstance(plan_of_name, Broken)
-    }
+    async for entry in plan(place, TEXT, 10_000):
+        planned[entry.source if isinstance(entry, Broken) else entry[0].source if entry else ""] = entry
+    reasons = {name: part.error.reason for name, part in planned.items() if isinstance(part, Broken)}
     assert reasons == {
         "cut.parquet": "malformed",
         "short.parquet": "malformed",
@@ -351,7 +349,7 @@ async def test_a_column_that_no_object_of_json_has_is_named_and_one_that_some_ha
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"title": "a"}, 7, {"title": "b", "t": "c"}])
     wrong = JobInput(url="u", text="{titel}", id="key", keep=("year",))
-    (broken,) = [span async for span in plan(place, wrong, 4)]
+    (broken,) = [entry async for entry in plan(place, wrong, 4)]
     assert isinstance(broken, Broken)
     assert broken.error.param == "input.text"
     assert broken.error.message == "input.text: a.jsonl has no column 'titel'; it has title, t"
@@ -403,7 +401,7 @@ async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
             await spans_of(place, source)
         assert caught.value.reason == "input_missing"
     missing = Place.opened(f"{tmp_path}/absent.jsonl", (str(tmp_path),))
-    (broken,) = [span async for span in plan(missing, TEXT, 10)]
+    (broken,) = [entry async for entry in plan(missing, TEXT, 10)]
     assert isinstance(broken, Broken)
     assert broken.error.reason == "input_missing"
 
@@ -468,9 +466,9 @@ async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_lar
     monkeypatch.setattr(plans, "SPAN_BYTES", 1000)
     monkeypatch.setattr(rows, "MAX_SPAN_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl", [{"t": "a"}, {"t": "b" * 2000}, {"t": "c"}])
-    rows_read = await rows_of(place, TEXT)
-    assert [row.text for row in rows_read] == ["a", None, "c"]
-    assert rows_read[1].fault is not None
+    input_rows = await rows_of(place, TEXT)
+    assert [row.text for row in input_rows] == ["a", None, "c"]
+    assert input_rows[1].fault is not None
     assert [span.rows for span in await spans_of(place, TEXT)] == [1, 1, 1]
 
 
@@ -478,7 +476,7 @@ async def test_a_span_is_bounded_by_its_text_too(tmp_path: Path, place: Place) -
     """In each format: answers may take much more memory than rows."""
     write_jsonl(tmp_path / "a.jsonl", [{"t": "a" * 90}] * 20)
     parquet.write_table(pa.table({"t": [f"{number:090}" for number in range(20)]}), tmp_path / "b.parquet")
-    planned = [span async for span in plan(place, TEXT, 1000, text_bytes=520)]
+    planned = [entry async for entry in plan(place, TEXT, 1000, text_bytes=520)]
     for spans in planned:
         assert isinstance(spans, list)
         assert sum(span.rows for span in spans) == 20
@@ -515,13 +513,13 @@ async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
         return await get_async(store, path, options={"range": (start, end)})
 
     monkeypatch.setattr(obstore, "get_async", cut_short)
-    planned = [span async for span in plan(replace(place, patience=RetryPolicy(pause_s=0.001)), TEXT, 100)]
+    planned = [entry async for entry in plan(replace(place, patience=RetryPolicy(pause_s=0.001)), TEXT, 100)]
     monkeypatch.undo()
     assert cuts == 2
     (spans,) = planned
     assert isinstance(spans, list)
-    texts_read = [row.text for span in spans for row in await read(place, span, TEXT)]
-    assert texts_read == [f"{number}" for number in range(1000)]
+    texts = [row.text for span in spans for row in await read(place, span, TEXT)]
+    assert texts == [f"{number}" for number in range(1000)]
 
 
 MAPS = b"[" + b",".join([b"{}"] * 300_000) + b"]"
@@ -599,8 +597,8 @@ async def test_a_span_has_as_many_rows_as_its_values_allow(
         else:
             parquet.write_table(pa.Table.from_pylist(own), tmp_path / name)
     source = JobInput(url="u", text="{t}", keep=copied)
-    rows_read = await rows_of(place, source, 10_000)
-    assert [row.text for row in rows_read] == [row["t"] for row in own]
+    input_rows = await rows_of(place, source, 10_000)
+    assert [row.text for row in input_rows] == [row["t"] for row in own]
     assert all(span.rows < 100 for span in await spans_of(place, source, 10_000))
 
 
@@ -645,7 +643,7 @@ async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
     parquet.write_table(pa.table({"t": texts, name: lists}), tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 10_000
     source = JobInput(url="u", text="{t}", keep=(name,))
-    (broken,) = [span async for span in plan(place, source, 4)]
+    (broken,) = [entry async for entry in plan(place, source, 4)]
     assert isinstance(broken, Broken)
     assert broken.error.reason == "too_large"
     assert f"column '{name}' has 200000" in broken.error.message
@@ -677,8 +675,8 @@ async def test_a_value_that_could_not_be_encoded_again_is_a_fault_of_its_row(tmp
     lines = [b'{"t":"a","k":%s}' % (b"[" * depth + b"]" * depth) for depth in (1, 700, 830, 5000)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     source = JobInput(url="u", text="{t}", keep=("k",))
-    rows_read = await rows_of(place, source)
-    assert [row.fault and row.fault.message for row in rows_read] == [None, None, *["the line is no valid JSON"] * 2]
+    input_rows = await rows_of(place, source)
+    assert [row.fault and row.fault.message for row in input_rows] == [None, None, *["the line is no valid JSON"] * 2]
 
 
 async def test_rows_of_long_lists_are_read_a_few_at_a_time(tmp_path: Path, place: Place) -> None:

@@ -158,18 +158,18 @@ async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
     }.items():
         obstore.put(store, name, data)
     place, source = Place.opened(f"{url}/in/", (url,)), JobInput(url="u/", text="{t}")
-    planned = [span async for span in plans.plan(place, source, 1000)]
-    assert not [span for span in planned if isinstance(span, plans.Broken)]
+    planned = [entry async for entry in plans.plan(place, source, 1000)]
+    assert not [entry for entry in planned if isinstance(entry, plans.Broken)]
     spans = [span for entry in planned if isinstance(entry, list) for span in entry]
-    rows_read = [row for span in spans for row in await rows.read(place, span, source)]
+    input_rows = [row for span in spans for row in await rows.read(place, span, source)]
     texts = [str(number) for number in range(2500)] + [f"p{number}" for number in range(50)] + ["x\r\ny", "z"]
-    assert [row.text for row in rows_read] == texts
-    assert rows_read[0].id == "a b/100% ü#1.jsonl#0"
+    assert [row.text for row in input_rows] == texts
+    assert input_rows[0].id == "a b/100% ü#1.jsonl#0"
     path = "in/a%20b/100%25%20%C3%BC%231.jsonl" if "://" in url else "in/a b/100% ü#1.jsonl"
-    place_of_file = Place.opened(f"{url}/{path}", (url,))
-    (single,) = [span async for span in plans.plan(place_of_file, source, 5000)]
+    file_place = Place.opened(f"{url}/{path}", (url,))
+    (single,) = [entry async for entry in plans.plan(file_place, source, 5000)]
     assert isinstance(single, list)
-    assert [row.text for row in await rows.read(place_of_file, single[0], source)] == texts[:2500]
+    assert [row.text for row in await rows.read(file_place, single[0], source)] == texts[:2500]
 
 
 async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,18 +180,18 @@ async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: 
     for name in names:
         await obstore.put_async(store, f"in/{name}", name.encode())
     place, source = Place.opened(f"{url}/in/", (url,)), JobInput(url="u/", format="images")
-    planned = [span async for span in plans.plan(place, source, 40)]
+    planned = [entry async for entry in plans.plan(place, source, 40)]
     spans = [span for entry in planned if isinstance(entry, list) for span in entry]
     assert [span.rows for span in spans] == [40, 40, 30]
-    rows_read = [row for span in (spans[1], spans[2]) for row in await rows.read(place, span, source)]
-    assert [(row.id, row.images) for row in rows_read] == [(name, (name.encode(),)) for name in names[40:]]
+    input_rows = [row for span in (spans[1], spans[2]) for row in await rows.read(place, span, source)]
+    assert [(row.id, row.images) for row in input_rows] == [(name, (name.encode(),)) for name in names[40:]]
 
 
 async def test_an_object_that_changes_while_it_is_read_is_refused(url: str) -> None:
     store = output(url).store
     obstore.put(store, "in/a.jsonl", b'{"t": "old"}\n')
     place, source = Place.opened(f"{url}/in/a.jsonl", (url,)), JobInput(url="u", text="{t}")
-    (planned,) = [span async for span in plans.plan(place, source, 10)]
+    (planned,) = [entry async for entry in plans.plan(place, source, 10)]
     assert isinstance(planned, list)
     obstore.put(store, "in/a.jsonl", b'{"t": "new"}\n')
     with pytest.raises(rows.InvalidInput) as caught:
@@ -216,7 +216,7 @@ async def test_a_store_that_refuses_is_an_error_of_the_store_and_not_of_an_objec
 
     monkeypatch.setattr(obstore, "head_async", refused)
     with pytest.raises(AccessRefused):
-        _ = [span async for span in plans.plan(replace(place, patience=FAST), JobInput(url="u/", text="{t}"), 10)]
+        _ = [entry async for entry in plans.plan(replace(place, patience=FAST), JobInput(url="u/", text="{t}"), 10)]
 
 
 @pytest.fixture

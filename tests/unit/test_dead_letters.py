@@ -83,10 +83,10 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
         report = await ask(gateway, "GET")
         return report if report["letters"] else None
 
-    page = await until_told(listed, "a dead letter")
-    (letter,) = page["letters"]
-    assert (page["total"], page["examined"], page["next"]) == (1, 1, None)
-    assert page["counts"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
+    listing = await until_told(listed, "a dead letter")
+    (letter,) = listing["letters"]
+    assert (listing["total"], listing["examined"], listing["next"]) == (1, 1, None)
+    assert listing["counts"] == [{"code": "INFERENCE_ERROR", "reason": "poison", "count": 1}]
     assert (letter["model"], letter["lane"], letter["inputs"], letter["deaths"]) == ("toy/one", str(LANE), 2, 2)
     assert (letter["workers"], letter["request"]) == ([sidecar.worker], given_up.headers["x-sie-request-id"])
     name = letter["id"]
@@ -118,8 +118,8 @@ async def test_work_that_was_given_up_is_told_run_again_and_answered(
 )
 async def test_only_administrators_may(cluster: InProcess, gateway: GatewayProcess, method: str, path: str) -> None:
     await write(cluster.server.connect("worker"), "abc")
-    reply = await ask(gateway, method, path, USER, 403)
-    assert reply["code"] == "PERMISSION_DENIED"
+    refusal = await ask(gateway, method, path, USER, 403)
+    assert refusal["code"] == "PERMISSION_DENIED"
     await ask(gateway, method, path, "wrong", 401)
     assert (await ask(gateway, "GET"))["total"] == 1
 
@@ -141,9 +141,12 @@ async def test_a_list_has_pages_and_filters_and_counts(cluster: InProcess, gatew
     assert await ids(code="INFERENCE_ERROR", limit=2) == (list("64"), 4)
     assert await ids(code="INFERENCE_ERROR", limit=2, before=4) == (["2"], None)
     assert await ids(model="toy/other", lane=str(LANE), reason="unknown_model") == (["8"], None)
-    page = await ask(gateway, "GET", limit=1)
-    assert [(count["code"], count["count"]) for count in page["counts"]] == [("NOT_READY", 6), ("INFERENCE_ERROR", 3)]
-    (broken,) = page["letters"]
+    listing = await ask(gateway, "GET", limit=1)
+    assert [(tally["code"], tally["count"]) for tally in listing["counts"]] == [
+        ("NOT_READY", 6),
+        ("INFERENCE_ERROR", 3),
+    ]
+    (broken,) = listing["letters"]
     assert (broken["is_readable"], broken["inputs"], broken["lane"], broken["model"]) == (False, None, "", "")
     with patch.object(dead_letters, "EXAMINED", 3):
         assert await ids() == (list("987"), 7)
@@ -159,30 +162,33 @@ async def test_letters_that_fit_are_run_again_the_oldest_first(cluster: InProces
     await write(broker, "a2", item=b"\xc1")
     await cluster.sidecar()
     query: dict[str, Any] = {"model": "toy/one", "timeout_s": 20}
-    reply = await ask(gateway, "POST", "/replay", limit=5, **query)
-    assert [(entry["id"], entry["state"]) for entry in reply["replayed"]] == [
-        (f"{entry}", "answered") for entry in range(1, 6)
+    replay = await ask(gateway, "POST", "/replay", limit=5, **query)
+    assert [(letter["id"], letter["state"]) for letter in replay["replayed"]] == [
+        (f"{sequence}", "answered") for sequence in range(1, 6)
     ]
-    assert reply["next"] == 5
-    reply = await ask(gateway, "POST", "/replay", after=5, **query)
-    assert [(entry["id"], entry["removed"]) for entry in reply["replayed"]] == [("6", True)]
-    assert reply["next"] is None
+    assert replay["next"] == 5
+    replay = await ask(gateway, "POST", "/replay", after=5, **query)
+    assert [(letter["id"], letter["removed"]) for letter in replay["replayed"]] == [("6", True)]
+    assert replay["next"] is None
     assert [letter["id"] for letter in (await ask(gateway, "GET"))["letters"]] == ["a2", "a1"]
     await write(broker, "a3", subject="sie.config.models.default")
     for name in ("a2", "a3"):
-        reply = await ask(gateway, "POST", f"/{name}/replay")
-        assert (reply["state"], reply["removed"]) == ("unreadable", False)
+        replay = await ask(gateway, "POST", f"/{name}/replay")
+        assert (replay["state"], replay["removed"]) == ("unreadable", False)
 
 
 async def test_without_an_answer_a_letter_is_kept(cluster: InProcess, gateway: GatewayProcess) -> None:
     """Nobody works; the pool of another has ended."""
     broker = cluster.server.connect("worker")
     await write(broker, "a")
-    absent_lane = Lane("team", "_default", "default")
-    await write(broker, "b", subject=topology.work_subject(absent_lane, "interactive", "toy/one"))
+    ended_lane = Lane("team", "_default", "default")
+    await write(broker, "b", subject=topology.work_subject(ended_lane, "interactive", "toy/one"))
     assert (await ask(gateway, "POST", "/a/replay", timeout_s=1))["state"] == "waiting"
-    reply = await ask(gateway, "POST", "/replay", timeout_s=1)
-    assert [(entry["id"], entry["state"]) for entry in reply["replayed"]] == [("a", "waiting"), ("b", "unavailable")]
+    replay = await ask(gateway, "POST", "/replay", timeout_s=1)
+    assert [(letter["id"], letter["state"]) for letter in replay["replayed"]] == [
+        ("a", "waiting"),
+        ("b", "unavailable"),
+    ]
     assert (await ask(gateway, "GET"))["total"] == 2
     stream = cluster.server.streams[topology.stream_name("_default")]
     await until(lambda: stream.state().messages == 2, "the work, which is published")
@@ -215,8 +221,8 @@ async def test_a_purge_forgets_what_is_named_and_nothing_else(cluster: InProcess
 async def test_what_is_asked_wrongly_is_refused(
     gateway: GatewayProcess, path: str, query: dict[str, str], param: str
 ) -> None:
-    reply = await ask(gateway, "GET", path, status=404 if param == "pool" else 400, **query)
-    assert reply["error"]["param"] == param
+    refusal = await ask(gateway, "GET", path, status=404 if param == "pool" else 400, **query)
+    assert refusal["error"]["param"] == param
 
 
 async def test_without_a_broker_it_is_said_soon(cluster: InProcess, gateway: GatewayProcess) -> None:

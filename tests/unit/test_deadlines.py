@@ -66,25 +66,25 @@ async def test_without_an_answer_the_last_offset_stays() -> None:
 
 
 async def test_a_reconnect_measures_at_once() -> None:
-    budgets: list[float] = []
+    wall_times: list[float] = []
     wall_s = 1000.0
 
     def wall_clock() -> float:
-        budgets.append(wall_s)
+        wall_times.append(wall_s)
         return wall_s
 
     server = MemoryServer(wall_clock=wall_clock)
     broker = server.connect("test")
     await broker.ensure_stream(STREAM, owner=True)
-    budgets.clear()
+    wall_times.clear()
     clock = BrokerClock(broker, STREAM.name, lambda: 10.0)
     task = asyncio.create_task(clock.run())
-    await until(lambda: len(budgets) == SAMPLES, "a measurement")
+    await until(lambda: len(wall_times) == SAMPLES, "a measurement")
     server.disconnect()
     wall_s = 2000.0
     server.reconnect()
     await until(lambda: clock.now_s() >= 2000.0, "a measurement after the reconnect")
-    assert budgets == [1000.0] * SAMPLES + [2000.0] * SAMPLES
+    assert wall_times == [1000.0] * SAMPLES + [2000.0] * SAMPLES
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await broker.close()
@@ -179,12 +179,12 @@ async def test_a_redelivery_keeps_its_age(cluster: Direct) -> None:
     """Handed back for as long as its budget lasts, work is not given a new one."""
     item = await cluster.publish("late", budget_ms=200)
     await cluster.broker.ensure_consumer(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0))
-    times: list[Delivery] = []
-    pulls = cluster.broker.pulls(cluster.stream.name, times.append)
+    deliveries: list[Delivery] = []
+    pulls = cluster.broker.pulls(cluster.stream.name, deliveries.append)
     pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, 1)
-    await until(lambda: times, "a delivery")
+    await until(lambda: deliveries, "a delivery")
     await pulls.stop()
-    await times[0].nak(0.2 + LATE_S + 0.2)
+    await deliveries[0].nak(0.2 + LATE_S + 0.2)
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter)
     assert reasons(await cluster.result(item)) == ["GATEWAY_TIMEOUT"]

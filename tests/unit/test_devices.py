@@ -276,14 +276,14 @@ async def behind(two: TwoDevices) -> None:
     """Let the first device fall behind until the second one has its model too."""
     two.first.hold_batches = True
     texts = [f"text {number}" for number in range(40)]
-    task = two.ask(*texts)
+    answers = two.ask(*texts)
     await two.second.until(lambda adapter: adapter.loads == ["toy/one"], "a copy on the second device")
     await until(lambda: len(two.cluster.beats[-1].devices[1].models) == 1, "a heartbeat with the copy")
     await two.answered("runs on the second device")
     assert two.second.batches
-    assert all(not answer.done() for answer in task[:1])
+    assert all(not answer.done() for answer in answers[:1])
     two.first.let_go()
-    for text, answer in zip(texts, task, strict=True):
+    for text, answer in zip(texts, answers, strict=True):
         check(await answer, text)
 
 

@@ -444,11 +444,11 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
     monkeypatch.setattr(orjson, "dumps", slow)
     answer = await answered(cluster, task)
     assert answer.status_code == 200, answer.text
-    report = answer.json()
-    assert list(report)[-1] == "timing"
+    content = answer.json()
+    assert list(content)[-1] == "timing"
     assert b"timing" not in b"".join(written[:-1])
     assert len(written) > 1
-    assert report["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
+    assert content["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
 
 
 async def test_the_total_time_of_a_request_begins_with_its_first_byte(
@@ -547,9 +547,9 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
     own = ids_of("hello")
     plain = await post(gateway, "/v1/embeddings", {"model": ONE, "input": "hello"})
     assert vectors(plain).tolist() == [vector_of(own).tolist()]
-    for ids in (own[1:-1], own):
-        for text in ({"model": "toy/ids"}, {"model": ONE, "token_encoding": "model"}):
-            answer = await post(gateway, "/v1/embeddings", {**text, "input": [ids.tolist()]})
+    for token_ids in (own[1:-1], own):
+        for model_fields in ({"model": "toy/ids"}, {"model": ONE, "token_encoding": "model"}):
+            answer = await post(gateway, "/v1/embeddings", {**model_fields, "input": [token_ids.tolist()]})
             assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
             assert "warnings" not in answer.json()
     unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
@@ -646,9 +646,9 @@ async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gat
         gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/vnd.apache.arrow.stream"
     )
     expected = np.array([vector_of(ids_of(text)) for text in texts])
-    result = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
+    decoded = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
     assert np.array_equal(vectors(as_floats), expected)
-    assert np.array_equal(result, expected)
+    assert np.array_equal(decoded, expected)
     assert (
         raw.headers["x-sie-shape"],
         np.array_equal(np.frombuffer(raw.content, "<f4").reshape(-1, WIDTH), expected),

@@ -141,16 +141,16 @@ def test_the_readme_is_short_before_more() -> None:
 def test_every_alert_has_a_section_of_the_runbook() -> None:
     rules = [rule for group in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"] for rule in group["rules"]]
     sections = re.split(r"^## (\w+)$", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    texts_by_title = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert list(texts_by_title) == [rule["alert"] for rule in rules]
-    for name, text in texts_by_title.items():
+    text_by_alert = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(text_by_alert) == [rule["alert"] for rule in rules]
+    for name, text in text_by_alert.items():
         assert [section for section in SECTIONS if section not in text] == [], name
 
 
 def test_no_page_names_a_metric_that_no_process_exports() -> None:
     exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
     # of the distribution, the broker's buckets, packages and recorded names
-    foreign = re.compile(
+    foreign_names = re.compile(
         r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
         r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|remotes|shards)(_copy)?(?![a-z_])"
     )
@@ -159,8 +159,8 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
         for page in DOCS.glob("*.md")
         for name in re.findall(r"`[^`\n]*?\b(sie_[a-z0-9_]+)", page.read_text("utf-8"))
         if name not in exported
-        and not foreign.fullmatch(name)
-        and not any(metric.startswith(name) for metric in exported)
+        and not foreign_names.fullmatch(name)
+        and not any(exported_name.startswith(name) for exported_name in exported)
     ]
     assert wrong == []
 
@@ -179,8 +179,8 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
     """Blocks without a mark, and servers, are run: those of the README and of sdk.md by tests/system/test_readme.py, of
     image-search.md by test_image_pages.py, of sounds.md by test_sounds.py, else by test_docs.py.
     """
-    marks = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
-    assert {name: counts for name, counts in marks.items() if counts} == BLOCKS
+    block_counts = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
+    assert {name: counts for name, counts in block_counts.items() if counts} == BLOCKS
     assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
 
 
@@ -213,7 +213,7 @@ def test_no_command_hides_in_a_block_of_another_language() -> None:
 
 def test_every_command_that_a_page_names_is_there() -> None:
     """With its options; those of `sie serve` after `sie airgap serve` are not looked at."""
-    wrong, count = [], 0
+    wrong, command_count = [], 0
     for page in (*DOCS.glob("*.md"), README, ROOT / "ARCHITECTURE.md"):
         for words in re.findall(r"(?:`|^|[=(;] ?|\| )sie ([a-z][^`\n#|)]*)", page.read_text("utf-8"), re.MULTILINE):
             command: click.Command = main
@@ -224,10 +224,10 @@ def test_every_command_that_a_page_names_is_there() -> None:
                 command = command.commands[command.default]
             options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
             flags = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}
-            count += 1
+            command_count += 1
             if command is main or (isinstance(command, click.Group) and rest) or not flags <= options:
                 wrong.append((page.name, words))
-    assert count > 100
+    assert command_count > 100
     assert wrong == []
 
 

@@ -50,15 +50,15 @@ def test_who_is_behind_the_catalogue(
 
 
 def test_without_the_config_services_word_gateways_are_compared_with_each_other() -> None:
-    faults = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
-    assert [finding.wrong.partition(" serves")[0] for finding in faults] == ["gateway a", "worker v"]
+    findings = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
+    assert [finding.wrong.partition(" serves")[0] for finding in findings] == ["gateway a", "worker v"]
     assert drift(None, {}, {"w": ("default", "made:1")}) == []
 
 
 def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:
-    (fault,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
-    assert fault.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
-    assert "sie-cluster==0.10.0" in fault.fix
+    (finding,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
+    assert finding.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
+    assert "sie-cluster==0.10.0" in finding.fix
     assert skew({"0.1.0": ["a", "b"]}) == []
 
 
@@ -97,14 +97,14 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
     ],
 )
 def test_what_a_gpu_lacks(device: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str, fix: str) -> None:
-    (fault,) = gpu_faults(device, torch, driver, "not found")
-    assert wrong in fault.wrong
-    assert fix in fault.fix
+    (finding,) = gpu_faults(device, torch, driver, "not found")
+    assert wrong in finding.wrong
+    assert fix in finding.fix
 
 
 def test_a_driver_that_was_updated_without_a_restart_is_told_so() -> None:
-    (fault,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
-    assert "restart the machine" in fault.fix
+    (finding,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
+    assert "restart the machine" in finding.fix
 
 
 def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
 def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_faults("auto", TorchBuild("2.13", "12.8", True, 1), DRIVER, "") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (fault,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
-    assert "CUDA_VISIBLE_DEVICES" in fault.wrong
-    assert "unset" in fault.fix
+    (finding,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
+    assert "CUDA_VISIBLE_DEVICES" in finding.wrong
+    assert "unset" in finding.fix
 
 
 def test_faults_of_settings_leave_the_rest_readable() -> None:
@@ -220,9 +220,9 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
     finally:
         os.umask(mask)
     async with server:
-        answer = await probe_socket(path)
-    assert "does not speak protocol" in answer.wrong
-    assert answer.fix
+        finding = await probe_socket(path)
+    assert "does not speak protocol" in finding.wrong
+    assert finding.fix
 
 
 class Foreign(http.server.BaseHTTPRequestHandler):
@@ -241,10 +241,10 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port is the documented default of ours; one that was given, or that `sie serve` wrote down, is looked at."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
-        threading.Thread(target=server.serve_forever).start()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign_server:
+        threading.Thread(target=foreign_server.serve_forever).start()
         try:
-            port = server.server_address[1]
+            port = foreign_server.server_address[1]
             url = f"http://127.0.0.1:{port}"
             settings = dataclasses.replace(
                 load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port
@@ -269,7 +269,7 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 _, (finding,) = await ports(probe)
                 assert "which SIE_WORKER_METRICS_PORT sets, is held by" in finding.wrong
         finally:
-            server.shutdown()
+            foreign_server.shutdown()
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
@@ -305,8 +305,8 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         finally:
             server.shutdown()
             thread.join()
-    expected_findings = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
-    assert [findings for _, findings in reports] == expected_findings
+    expected = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
+    assert [findings for _, findings in reports] == expected
     assert reports[0][0] == "1 model loaded"
     async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         for check in (loads, refusals, queue):

@@ -44,7 +44,7 @@ def work(*inputs: Input, query: Input | None = None) -> WorkItemInput:
 
 
 @pytest.mark.parametrize(
-    ("form", "description"),
+    ("form", "file_format"),
     [
         (FILE, ""),
         (base64.b64encode(FILE).decode(), ""),
@@ -55,10 +55,10 @@ def work(*inputs: Input, query: Input | None = None) -> WorkItemInput:
     ids=range(5),
 )
 def test_every_form_of_a_document_gives_the_same_bytes_and_what_the_client_says_of_them(
-    form: Any, description: str
+    form: Any, file_format: str
 ) -> None:
     (item,) = bodies.items({"items": [{"document": form}]}, limit=1)
-    assert (item.document, item.modalities, item.is_empty) == (DocumentFile(FILE, description), ("document",), False)
+    assert (item.document, item.modalities, item.is_empty) == (DocumentFile(FILE, file_format), ("document",), False)
     assert (item.size, item.file_bytes) == (len(FILE), len(FILE))
 
 
@@ -86,16 +86,16 @@ def test_a_text_that_is_no_base64_fails_its_input_alone() -> None:
 
 
 def test_a_text_beside_a_document_is_told_to_be_unread() -> None:
-    items = bodies.items({"items": [{"text": "a", "document": b"x"}, {"document": b"x"}, "b"]}, limit=3)
-    (warning,) = bodies.unread_texts(items, "org/parser")
+    inputs = bodies.items({"items": [{"text": "a", "document": b"x"}, {"document": b"x"}, "b"]}, limit=3)
+    (warning,) = bodies.unread_texts(inputs, "org/parser")
     assert warning == "text: ignored in 1 of 3 inputs; org/parser reads the document of an input that has both"
 
 
 def test_documents_are_split_by_what_their_bytes_cost() -> None:
     entry = ModelEntry("org/parser", Weights(path="x"), "docling", {"data": 0}, 512, inputs=("document",))
-    items = bodies.items({"items": [{"document": bytes(size)} for size in (100, 64_000, 640_000, 100)]}, limit=4)
+    inputs = bodies.items({"items": [{"document": bytes(size)} for size in (100, 64_000, 640_000, 100)]}, limit=4)
     limits = ChunkLimits(2000, 8 << 20, 8 << 20)
-    chunks, size = plan(items, None, "extract", entry, RunOptions(), limits)
+    chunks, size = plan(inputs, None, "extract", entry, RunOptions(), limits)
     assert size == 704_200
     assert [(chunk.start, chunk.stop, chunk.cost) for chunk in chunks] == [
         (0, 2, documents.MIN_TOKENS + 1000 + 4),  # and the special tokens of two empty texts
@@ -109,8 +109,8 @@ def test_documents_are_split_by_what_their_bytes_cost() -> None:
 
 def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: ModelTokenizer) -> None:
     large, small = DocumentFile(bytes(64_000)), DocumentFile(b"a,b", "csv")
-    (batch,) = layouts.make(tokenizer, LAYOUT, [work(Input(document=large), Input(document=small), Input("river"))])
-    assert [(row.cost, row.media_bytes, row.document) for row in batch.rows] == [
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input(document=large), Input(document=small), Input("river"))])
+    assert [(row.cost, row.media_bytes, row.document) for row in work_rows.rows] == [
         (1000, 64_000, large),
         (documents.MIN_TOKENS, 3, small),
         (1, 0, None),
@@ -118,7 +118,7 @@ def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: Model
 
 
 @pytest.mark.parametrize(
-    ("layout", "source", "reason", "says"),
+    ("layout", "refused_input", "reason", "says"),
     [
         (
             Rows("raw"),
@@ -144,19 +144,19 @@ def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: Model
     ids=range(5),
 )
 def test_documents_that_cannot_be_run_are_refused_for_their_input_alone(
-    tokenizer: ModelTokenizer, layout: Rows, source: Input, reason: str, says: str
+    tokenizer: ModelTokenizer, layout: Rows, refused_input: Input, reason: str, says: str
 ) -> None:
-    (batch,) = layouts.make(tokenizer, layout, [work(source, Input("river"))])
-    assert list(batch.unfit) == [0]
-    assert (batch.unfit[0].reason, batch.unfit[0].param) == (reason, "document")
-    assert says in batch.unfit[0].message
-    assert batch.rows[0].document is None
+    (work_rows,) = layouts.make(tokenizer, layout, [work(refused_input, Input("river"))])
+    assert list(work_rows.unfit) == [0]
+    assert (work_rows.unfit[0].reason, work_rows.unfit[0].param) == (reason, "document")
+    assert says in work_rows.unfit[0].message
+    assert work_rows.rows[0].document is None
 
 
 def test_a_query_has_no_document(tokenizer: ModelTokenizer) -> None:
-    (batch,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=DocumentFile(FILE)))])
-    assert batch.error is not None
-    assert (batch.error.reason, batch.error.param) == ("unsupported_modality", "document")
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=DocumentFile(FILE)))])
+    assert work_rows.error is not None
+    assert (work_rows.error.reason, work_rows.error.param) == ("unsupported_modality", "document")
 
 
 # the adapter
@@ -168,7 +168,7 @@ class Parser:
     rows: ClassVar[dict[str, Rows]] = {"extract": LAYOUT}
 
     def extract(
-        self, texts: tuple[str, ...], options: list[ExtractOptions], source: list[DocumentFile | None]
+        self, texts: tuple[str, ...], options: list[ExtractOptions], files: list[DocumentFile | None]
     ) -> list[dict[str, Any]]:
         return [
             {
@@ -178,7 +178,7 @@ class Parser:
                     "format": document.format if document else "",
                 }
             }
-            for text, document in zip(texts, source, strict=True)
+            for text, document in zip(texts, files, strict=True)
         ]
 
 
@@ -187,8 +187,8 @@ def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTo
         work(Input(document=DocumentFile(b"a,b", "csv")), Input("river")),
         work(Input(document=DocumentFile(FILE))),
     ]
-    batches = layouts.make(tokenizer, LAYOUT, items)
-    parts = [BatchPart(batch.rows, item) for batch, item in zip(batches, items, strict=True)]
+    row_sets = layouts.make(tokenizer, LAYOUT, items)
+    parts = [BatchPart(work_rows.rows, item) for work_rows, item in zip(row_sets, items, strict=True)]
     message = to_batch("b", "org/parser", "extract", "raw", parts)
     outcomes = run_raw(Parser(), message).outcomes
     assert [outcome.data["data"] for outcome in outcomes if isinstance(outcome, Ok)] == [
@@ -201,8 +201,8 @@ def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTo
 def test_a_parsed_document_counts_as_tokens_by_its_bytes(tokenizer: ModelTokenizer) -> None:
     large = DocumentFile(FILE * 4000)
     item = work(Input(document=large), Input("river"), Input(document=DocumentFile(FILE)))
-    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
-    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(batch.rows, item)])
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [item])
+    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(work_rows.rows, item)])
     outcomes = run_raw(Parser(), message).outcomes
     tokens = [outcome.tokens for outcome in outcomes if isinstance(outcome, Ok)]
     assert tokens == [documents.cost(len(large.data)), 1, documents.MIN_TOKENS]
@@ -210,8 +210,8 @@ def test_a_parsed_document_counts_as_tokens_by_its_bytes(tokenizer: ModelTokeniz
 
 def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None:
     item = work(Input("river"))
-    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
-    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(batch.rows, item)])
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [item])
+    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(work_rows.rows, item)])
     assert message.documents == ()
     (outcome,) = run_raw(Parser(), message).outcomes
     assert isinstance(outcome, Ok)

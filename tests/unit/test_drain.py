@@ -42,11 +42,11 @@ def test_without_a_batch_that_had_work_before_it_nothing_is_known() -> None:
 
 def test_back_to_back_batches_tell_the_rate() -> None:
     """A batch of 512 tokens each half second: 5,120 tokens take five seconds, and one batch more is likely."""
-    wait_s = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
-    assert wait_s.evidence == 7
-    assert wait_s.rate == pytest.approx(1024)
-    assert wait_s.min_s == pytest.approx(5.0 - 0.4)
-    assert wait_s.likely_s == pytest.approx(5.5 - 0.4)
+    estimate = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
+    assert estimate.evidence == 7
+    assert estimate.rate == pytest.approx(1024)
+    assert estimate.min_s == pytest.approx(5.0 - 0.4)
+    assert estimate.likely_s == pytest.approx(5.5 - 0.4)
 
 
 def test_results_of_one_batch_are_one_sample() -> None:
@@ -54,9 +54,9 @@ def test_results_of_one_batch_are_one_sample() -> None:
     for batch in range(4):
         for number in range(64):
             throughput.left(batch * 0.5 + number * 1e-4, f"w {batch}", 8, -1.0, is_crowded=True)
-    batch_known = throughput.batch(1.9)
-    assert batch_known is not None
-    assert (batch_known.tokens, batch_known.seconds) == (512, pytest.approx(0.5))
+    typical_batch = throughput.batch(1.9)
+    assert typical_batch is not None
+    assert (typical_batch.tokens, typical_batch.seconds) == (512, pytest.approx(0.5))
     assert wait(throughput, 1.9, 512).evidence == 3
 
 
@@ -100,9 +100,9 @@ def test_batches_of_other_sizes_are_no_change_of_the_device() -> None:
     throughput = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
     for number in range(2):
         throughput.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
-    batch_known = throughput.batch(1.9)
-    assert batch_known is not None
-    assert batch_known.tokens < 512
+    typical_batch = throughput.batch(1.9)
+    assert typical_batch is not None
+    assert typical_batch.tokens < 512
 
 
 def test_a_queue_that_stands_still_is_seen() -> None:
@@ -178,13 +178,13 @@ def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float
         throughput.left(
             now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf
         )
-    wait_s, more = (
+    base_wait, more = (
         wait(throughput, now_s + 0.5, ahead, fixed=100.0),
         wait(throughput, now_s + 0.5, ahead + 600, fixed=100.0),
     )
-    assert 0 <= wait_s.min_s <= wait_s.likely_s < math.inf
-    assert wait_s.min_s <= more.min_s + 1e-6
-    assert 0 <= wait_s.evidence <= len(batches)
+    assert 0 <= base_wait.min_s <= base_wait.likely_s < math.inf
+    assert base_wait.min_s <= more.min_s + 1e-6
+    assert 0 <= base_wait.evidence <= len(batches)
 
 
 # turns
@@ -196,16 +196,16 @@ def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
     """
     random.seed(7)
     turns = RetrySlots()
-    turns_booked = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
-    assert min(turns_booked) >= 3
-    assert max(turns_booked) <= 24
-    each_second = [turns_booked.count(second) for second in range(4, 22)]
+    retry_times = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
+    assert min(retry_times) >= 3
+    assert max(retry_times) <= 24
+    each_second = [retry_times.count(second) for second in range(4, 22)]
     assert max(each_second) <= 40
     assert turns.promised(0.0) == 2000
 
 
 def most_within_a_second(due: list[float]) -> int:
-    return max(sum(start <= turn < start + 1 for turn in due) for start in due)
+    return max(sum(start <= moment < start + 1 for moment in due) for start in due)
 
 
 def test_no_second_has_more_turns_than_it_has_room_for() -> None:
@@ -271,23 +271,23 @@ def test_a_turn_is_known_to_the_other_gateways() -> None:
     """The other gateways expect a turn that one promised, and let its request in; a request that one let in is not
     expected any more.
     """
-    slots, second_slots, third = RetrySlots(), RetrySlots(), RetrySlots()
-    retry_s = slots.book(0.0, b"me", 5, 10.0)
-    turns, claimed = slots.news(0.1, 100)
+    first, second, third = RetrySlots(), RetrySlots(), RetrySlots()
+    retry_s = first.book(0.0, b"me", 5, 10.0)
+    turns, claimed = first.news(0.1, 100)
     assert [turn.client for turn in turns] == [b"me"]
     assert claimed == ()
-    for gateway in (second_slots, third):
-        gateway.peer_announced(0.1, turns, claimed)
-        assert gateway.promised(0.2) == 5
-    assert slots.news(0.2, 100) == second_slots.news(0.2, 100) == ((), ())
-    assert second_slots.claim(retry_s, b"me")
-    turns, claimed = second_slots.news(retry_s, 100)
+    for retry_slots in (second, third):
+        retry_slots.peer_announced(0.1, turns, claimed)
+        assert retry_slots.promised(0.2) == 5
+    assert first.news(0.2, 100) == second.news(0.2, 100) == ((), ())
+    assert second.claim(retry_s, b"me")
+    turns, claimed = second.news(retry_s, 100)
     assert (turns, claimed) == ((), (b"me",))
-    for gateway in (slots, third):
-        gateway.peer_announced(retry_s, turns, claimed)
-        assert not gateway.claim(retry_s, b"me")
-        assert gateway.promised(retry_s) == 0
-        assert not gateway._open.costs
+    for retry_slots in (first, third):
+        retry_slots.peer_announced(retry_s, turns, claimed)
+        assert not retry_slots.claim(retry_s, b"me")
+        assert retry_slots.promised(retry_s) == 0
+        assert not retry_slots._open.costs
 
 
 def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
@@ -295,9 +295,9 @@ def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
     for number in range(10):
         turns.book(0.0, b"%d" % number, 1, 60.0)
     assert [len(turns.news(1.0, 4)[0]) for _ in range(4)] == [4, 4, 2, 0]
-    second_slots = RetrySlots()
-    second_slots.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
-    assert len(second_slots) == 0
+    slots = RetrySlots()
+    slots.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
+    assert len(slots) == 0
 
 
 def test_turns_that_are_due_by_a_moment() -> None:
@@ -342,9 +342,9 @@ def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
     assert full_gateway(40).retry_s(2.0) in (2, 3)
     assert full_gateway(400).retry_s(2.0) > 15
     pace = full_gateway(40)
-    pauses = [pace.retry_s(2.0) for _ in range(200)]
-    assert sorted(pauses)[100] >= 8
-    assert max(pauses) <= 30
+    retry_times = [pace.retry_s(2.0) for _ in range(200)]
+    assert sorted(retry_times)[100] >= 8
+    assert max(retry_times) <= 30
 
 
 def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:

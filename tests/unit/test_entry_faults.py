@@ -72,16 +72,16 @@ DIFFERING = {
 
 @pytest.mark.parametrize("loc", DIFFERING)
 def test_what_the_files_say_otherwise_is_a_fault_unless_it_is_accepted_without_proof(loc: str, folder: Path) -> None:
-    differing = entry(folder, **DIFFERING[loc])
-    assert (wrong := fault(folder, differing, differing.load)) is not None
+    model_entry = entry(folder, **DIFFERING[loc])
+    assert (wrong := fault(folder, model_entry, model_entry.load)) is not None
     assert (wrong.loc, "load.accept_unproven: true" in wrong.message) == (loc, True)
-    assert fault(folder, differing, msgspec.structs.replace(differing.load, accept_unproven=True)) is None
+    assert fault(folder, model_entry, msgspec.structs.replace(model_entry.load, accept_unproven=True)) is None
 
 
 def test_an_entry_that_says_what_the_files_say_has_no_fault(folder: Path) -> None:
     for changes in ({}, {"run": {"pooling": "mean"}}, {"profiles": {"first": {"run": {"pooling": "cls"}}}}):
-        changed = entry(folder, **changes)
-        assert fault(folder, changed, changed.load) is None
+        model_entry = entry(folder, **changes)
+        assert fault(folder, model_entry, model_entry.load) is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(
     (folder / "config.json").write_text(json.dumps(config))
     for accept in (False, True):
         for tokens in (limit, limit + 1):
-            changed = entry(folder, max_tokens=tokens, load={"accept_unproven": accept})
-            wrong = fault(folder, changed, changed.load)
+            model_entry = entry(folder, max_tokens=tokens, load={"accept_unproven": accept})
+            wrong = fault(folder, model_entry, model_entry.load)
             assert (wrong.loc if wrong else "") == ("$.max_tokens" if tokens > limit else "")
 
 

@@ -27,9 +27,9 @@ def got(*components: str, **settings: Any) -> set[str]:
 @pytest.mark.parametrize("component", ["gateway", "config", "sidecar", "adapter"])
 def test_secret_settings_reach_their_readers_alone(component: str) -> None:
     readers = {row.name for row in ROWS if component in row.components}
-    environ = got(component, payload_store_url="s3://b", models_dir="s3://b", cluster_cache="s3://b")
-    assert environ & SECRET.keys() == SECRET.keys() & readers
-    assert ("SIE_NATS_URL" in environ) == (component != "adapter"), "it may hold a password"
+    names = got(component, payload_store_url="s3://b", models_dir="s3://b", cluster_cache="s3://b")
+    assert names & SECRET.keys() == SECRET.keys() & readers
+    assert ("SIE_NATS_URL" in names) == (component != "adapter"), "it may hold a password"
 
 
 def test_the_hub_s_token_reaches_adapters_alone() -> None:
@@ -57,8 +57,8 @@ def test_the_hub_s_token_reaches_adapters_alone() -> None:
 )
 def test_keys_of_a_cloud_reach_whoever_opens_the_bucket(setting: str, url: Any, readers: set[str]) -> None:
     for component in ("gateway", "config", "sidecar", "adapter"):
-        environ = got(component, **{setting: url}) & CLOUD.keys()
-        assert environ == (CLOUD.keys() if component in readers else set()), component
+        names = got(component, **{setting: url}) & CLOUD.keys()
+        assert names == (CLOUD.keys() if component in readers else set()), component
     assert bool(got("gateway", "config", "sidecar", **{setting: url}) & CLOUD.keys()) == bool(readers - {"adapter"}), (
         "standalone"
     )

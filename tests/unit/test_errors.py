@@ -149,10 +149,10 @@ def test_an_error_is_the_same_after_its_way_over_the_wire(leaf: type[SIEError]) 
     """Permanent failures keep their code through the queue."""
     error = leaf("message", reason="r", param="p", extras={"error_class": "GATED", "attempts": 2})
     info = msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=ErrorInfo)
-    result = SIEError.from_info(info)
-    assert type(result) is leaf
+    decoded_error = SIEError.from_info(info)
+    assert type(decoded_error) is leaf
     for name in ("status", "retryable", "retry_after_s", "message", "reason", "param", "extras"):
-        assert getattr(result, name) == getattr(error, name), name
+        assert getattr(decoded_error, name) == getattr(error, name), name
 
 
 def test_a_time_to_retry_after_that_was_given_stays() -> None:
@@ -161,9 +161,9 @@ def test_a_time_to_retry_after_that_was_given_stays() -> None:
 
 
 def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> None:
-    error = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
-    assert type(error) is InternalFailure
-    assert (error.message, error.reason, error.status) == ("TEAPOT: short and stout", "r", 500)
+    failure = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
+    assert type(failure) is InternalFailure
+    assert (failure.message, failure.reason, failure.status) == ("TEAPOT: short and stout", "r", 500)
 
 
 @pytest.mark.parametrize(

@@ -189,8 +189,8 @@ async def pool_not_found(place: Place) -> list[Heard]:
 async def not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
     paths = ("/v1/chat/completions", "/vertex", "/invocations", "/v1/job", "/v1/job/a", "/nope")
-    answers_http = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
-    return [("native", response) for response in [*answers_http, await gateway.client.get("/v1/scaling/nope")]]
+    responses = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
+    return [("native", response) for response in [*responses, await gateway.client.get("/v1/scaling/nope")]]
 
 
 async def method_not_allowed(place: Place) -> list[Heard]:
@@ -304,8 +304,8 @@ async def model_load_failed(place: Place) -> list[Heard]:
     await place.cluster.sidecar(adapter)
     answers = await place.ask(gateway)
     for _, response in answers:
-        facts_read = facts(response)
-        assert (facts_read["error_class"], facts_read["permanent"], facts_read["attempts"] >= 1) == (
+        details = facts(response)
+        assert (details["error_class"], details["permanent"], details["attempts"] >= 1) == (
             "GATED",
             True,
             True,
@@ -375,7 +375,7 @@ async def provisioning(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway(SIE_LOAD_HOLD_S="0.02")
     answers = await place.ask(gateway)
     raised = place.raised
-    native, *rest = await place.ask(gateway, X_SIE_SDK_Version="0.6.4")
+    native, *family_answers = await place.ask(gateway, X_SIE_SDK_Version="0.6.4")
     place.raised = raised  # our client never gets the 202
     body = native[1].json()
     assert (native[1].status_code, body["status"], body["bundle"], body["estimated_wait_s"] >= 1) == (
@@ -392,7 +392,7 @@ async def provisioning(place: Place) -> list[Heard]:
             "gpu": body["gpu"],
             "bundle": "default",
         }
-    return [*answers, *rest]
+    return [*answers, *family_answers]
 
 
 async def resource_exhausted(place: Place) -> list[Heard]:
@@ -659,22 +659,22 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                 if response.status_code < 300:
                     assert method in ("GET", "HEAD"), (method, path)
                     continue
-                message = f"{method} {path}: {response.status_code} {response.text}"
-                assert 400 <= response.status_code < 500 or response.headers["x-sie-error-code"] == "NOT_READY", message
-                assert response.headers["content-type"] == "application/json", message
-                assert response.headers["x-sie-error-code"], message
+                summary = f"{method} {path}: {response.status_code} {response.text}"
+                assert 400 <= response.status_code < 500 or response.headers["x-sie-error-code"] == "NOT_READY", summary
+                assert response.headers["content-type"] == "application/json", summary
+                assert response.headers["x-sie-error-code"], summary
                 check_retry(response.status_code, response.headers)
                 if response.status_code == 405:
                     # empty where the config service has the path and a gateway takes nothing
-                    assert "allow" in response.headers, message
+                    assert "allow" in response.headers, summary
                 if method == "HEAD":
-                    assert not response.content, message
+                    assert not response.content, summary
                 else:
                     body = response.json()
                     every = facts(response)
-                    assert body["code"] == response.headers["x-sie-error-code"], message
-                    assert every["request_id"] == response.headers["x-sie-request-id"], message
-                    assert every["message"], message
+                    assert body["code"] == response.headers["x-sie-error-code"], summary
+                    assert every["request_id"] == response.headers["x-sie-request-id"], summary
+                    assert every["message"], summary
     assert len(ports) == 1, "the connection stayed open"
 
 
@@ -750,12 +750,12 @@ async def test_tei_has_its_own_statuses(place: Place) -> None:
     await place.cluster.sidecar()
     for path, body, status, kind, reason in TEI_REFUSED:
         answer = await gateway.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
-        report = answer.json()
-        assert (answer.status_code, report["error_type"], report["detail"]["reason"]) == (status, kind, reason), (
+        reply = answer.json()
+        assert (answer.status_code, reply["error_type"], reply["detail"]["reason"]) == (status, kind, reason), (
             path,
-            report,
+            reply,
         )
-        assert (report["error"], report["code"]) == (report["detail"]["message"], "INVALID_INPUT")
+        assert (reply["error"], reply["code"]) == (reply["detail"]["message"], "INVALID_INPUT")
         assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
 
 
@@ -799,8 +799,8 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
         if "route" in wrong:  # where auth would be told first: who may not read is not told what there is
             headers["authorization"] = token
         answer = await gateway.client.post(path + model, content=body + " " * 500 * ("size" in wrong), headers=headers)
-        facts_read = facts(answer)
-        assert expected in (facts_read["code"], facts_read.get("reason")), (STEPS[number], facts_read)
+        details = facts(answer)
+        assert expected in (details["code"], details.get("reason")), (STEPS[number], details)
         if expected != "PROVISIONING":
             assert stream.last_sequence == 0, STEPS[number]
 
@@ -829,8 +829,8 @@ def test_the_page_is_the_code() -> None:
 
 def test_every_reason_is_on_the_page_beside_its_code() -> None:
     lines = errors_page.PAGE.read_text("utf-8").splitlines()
-    reasons = errors_page.reasons()
-    assert reasons["schema"] == {"INVALID_INPUT"}
-    for reason, codes in reasons.items():
+    codes_by_reason = errors_page.reasons()
+    assert codes_by_reason["schema"] == {"INVALID_INPUT"}
+    for reason, codes in codes_by_reason.items():
         (row,) = [line for line in lines if line.startswith(f"| `{reason}` |")]
         assert all(f"`{code}`" in row for code in codes), row

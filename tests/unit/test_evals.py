@@ -131,14 +131,16 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
 
 
 def test_the_shipped_tasks_are_those_of_the_package() -> None:
-    pairs, task = tasks.stsb(), tasks.stsb_retrieval()
+    pairs, retrieval = tasks.stsb(), tasks.stsb_retrieval()
     assert len(pairs.gold) == 1379
     assert (pairs.left[0], pairs.gold[0]) == ("A girl is styling her hair.", 2.5)
-    assert set(task.qrels) == set(task.queries)
-    assert all(document in task.corpus for own in task.qrels.values() for document in own)
+    assert set(retrieval.qrels) == set(retrieval.queries)
+    assert all(document in retrieval.corpus for own in retrieval.qrels.values() for document in own)
     alike = {(a, b) for a, b, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True) if gold >= 4}
-    judged = {(task.queries[query], task.corpus[key]) for query, own in task.qrels.items() for key in own}
-    assert judged == alike
+    relevant_pairs = {
+        (retrieval.queries[query], retrieval.corpus[key]) for query, own in retrieval.qrels.items() for key in own
+    }
+    assert relevant_pairs == alike
 
 
 def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> None:
@@ -178,7 +180,9 @@ def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
         ranked = sorted(cosine, key=lambda key: -cosine[key])
         gains = [qrels[query].get(key, 0) for key in ranked]
         ideal = sorted(qrels[query].values(), reverse=True)
-        dcg, best = (sum(g / np.log2(rank + 2) for rank, g in enumerate(gain[:10])) for gain in (gains, ideal))
+        dcg, best = (
+            sum(g / np.log2(rank + 2) for rank, g in enumerate(relevances[:10])) for relevances in (gains, ideal)
+        )
         hits = [rank for rank, gain in enumerate(gains) if gain]
         assert measurement.values["ndcg@10"][place] == pytest.approx(dcg / best)
         assert measurement.values["map"][place] == pytest.approx(
@@ -203,11 +207,11 @@ def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
     sparse.main = outputs.find("sparse")
     plan = LoadPlan([], 1.0, 1.0)
     task = Mteb("any", None)
-    for source, outputs_given, message in (
+    for source, output_names, message in (
         (sparse, (), "table has sparse vectors: the library mteb compares only dense vectors"),
         (Table({}), ("int8",), "--outputs and --rerank"),
     ):
-        spec = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=outputs_given)
+        spec = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=output_names)
         with pytest.raises(CommandRefused, match=message):
             list(evaluation._steps(evaluation._EvalContext(spec, task, [source], "cpu"), []))
 
@@ -237,14 +241,14 @@ def test_a_reranker_orders_the_judged_documents_among_others() -> None:
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     rng = np.random.default_rng(3)
     good = rng.random(300)
-    measurement = Measurement("one", {"map": good.tolist()})
+    baseline = Measurement("one", {"map": good.tolist()})
     same = Measurement("same", {"map": (good + rng.normal(0, 0.05, 300)).tolist()})
     worse = Measurement("worse", {"map": (good - 0.1 + rng.normal(0, 0.05, 300)).tolist()})
-    near = quality.difference(measurement, same, "map")
+    near = quality.difference(baseline, same, "map")
     assert near.low < 0 < near.high
-    far = quality.difference(measurement, worse, "map")
+    far = quality.difference(baseline, worse, "map")
     assert 0.08 < far.low < far.value < far.high < 0.12
-    assert quality.difference(measurement, worse, "map") == far
+    assert quality.difference(baseline, worse, "map") == far
 
 
 def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> None:
@@ -252,10 +256,10 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
     reached = {"ndcg@10": 0.6, "map": 0.4}
     targets.save(file, "a/b", {"mine": targets.expected(reached, is_speed=False)})
     targets.save(file, "a/b", {"other": {"map": ScoreTarget(0.1)}})
-    targets_read = targets.load(file, "a/b", "mine")
-    assert targets_read == {"ndcg@10": ScoreTarget(0.6), "map": ScoreTarget(0.4)}
-    assert targets.missed(targets_read, reached, "sie") == []
-    assert targets.missed(targets_read, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
+    score_targets = targets.load(file, "a/b", "mine")
+    assert score_targets == {"ndcg@10": ScoreTarget(0.6), "map": ScoreTarget(0.4)}
+    assert targets.missed(score_targets, reached, "sie") == []
+    assert targets.missed(score_targets, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
         "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
     assert targets.missed({"map": ScoreTarget(0.1)}, {"spearman": 0.0}, "sie") == [
@@ -268,10 +272,10 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
     assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
-    expectations = targets.expected(scores, is_speed=True)
-    assert expectations["p99_ms"] == ScoreTarget(10.0, 1.0)
-    assert targets.missed(expectations, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
-    assert len(targets.missed(expectations, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
+    score_targets = targets.expected(scores, is_speed=True)
+    assert score_targets["p99_ms"] == ScoreTarget(10.0, 1.0)
+    assert targets.missed(score_targets, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
+    assert len(targets.missed(score_targets, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
 
 
 @pytest.mark.parametrize(
@@ -292,20 +296,20 @@ def test_a_report_has_a_row_of_each_source() -> None:
     first, two = (
         Measurement(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
     )
-    report_made = report.of_quality(
+    quality_report = report.of_quality(
         "a/b", "mine", "2 queries", [first, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"], {}
     )
-    assert report_made.table == [
+    assert quality_report.table == [
         ["source", "map", "bytes"],
         ["sie", "0.5000", "8"],
         ["<st>", "0.2500", "8"],
         ["targets", "0.6000 - 0.01", ""],
     ]
-    (row,) = report_made.figures()["differences"]
+    (row,) = quality_report.figures()["differences"]
     assert (row["source"], row["reference"], row["value"]) == ("sie", "<st>", 0.25)
-    assert "| <st> | 0.2500 |" in report_made.markdown()
-    assert "* map: 0.5 is low" in report_made.markdown()
-    page = report_made.html()
+    assert "| <st> | 0.2500 |" in quality_report.markdown()
+    assert "* map: 0.5 is low" in quality_report.markdown()
+    page = quality_report.html()
     assert "<td>&lt;st&gt;</td>" in page
     assert page.count("<svg") == 1
     alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [], {})
@@ -321,11 +325,11 @@ def test_the_cost_of_a_document_counts_documents_that_were_encoded(tmp_path: Pat
     documents = {"a": "one two three", "b": "four", "c": "five six"}
     rows = {text: [1.0, float(place)] for place, text in enumerate([*documents.values(), "a long question of words"])}
     task = Retrieval("made", documents, {"q": "a long question of words"}, {"q": {"a": 1}})
-    reports = []
+    measurements = []
     for _ in range(2):
         work = EvalWork(ResultCache(tmp_path), lambda done: None)
-        reports.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
-    first, again = reports
+        measurements.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
+    first, again = measurements
     assert first.cost is not None
     assert (first.cost.tokens, first.cost.ms > 0) == (2, True)
     assert again.cost is None, "the cache had all answers"
@@ -348,7 +352,7 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
     measurements = {
         name: measured(task, Table(rows), outputs.find(name)) for name in ("dense", "float16", "int8", "binary+rescore")
     }
-    assert [entry.bytes_per_item for entry in measurements.values()] == [256, 128, 64, 8]
+    assert [metrics.bytes_per_item for metrics in measurements.values()] == [256, 128, 64, 8]
     for measurement in measurements.values():
         assert measurement.scores["ndcg@10"] > 0.95, measurement.source
     assert measured(task, Table(rows), outputs.find("binary")).scores["ndcg@10"] > 0.8
@@ -358,11 +362,11 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
 
 
 def test_sparse_vectors_and_those_of_tokens_are_compared_by_their_definitions() -> None:
-    sparse_row = {"indices": np.array([1, 5], np.int32), "values": np.array([1.0, 2.0], np.float32)}
+    first = {"indices": np.array([1, 5], np.int32), "values": np.array([1.0, 2.0], np.float32)}
     two = {"indices": np.array([5, 9], np.int32), "values": np.array([3.0, 7.0], np.float32)}
     sparse = outputs.find("sparse")
-    assert sparse.similar([sparse_row], [sparse_row, two]).tolist() == [[5.0, 6.0]]
-    assert sparse.size(sparse_row) == 16
+    assert sparse.similar([first], [first, two]).tolist() == [[5.0, 6.0]]
+    assert sparse.size(first) == 16
     tokens = [np.eye(3, dtype=np.float32)[:2], np.eye(3, dtype=np.float32)[1:]]
     assert outputs.find("multivector").similar(tokens[:1], tokens).tolist() == [[2.0, 1.0]]
     assert outputs.find("muvera").similar([[2.0, 0.0]], [[3.0, 1.0]]).tolist() == [[6.0]]  # no cosine
@@ -375,8 +379,8 @@ def test_documents_in_chunks_are_ranked_by_their_nearest_chunk() -> None:
     result = {"chunks": [{"dense": np.array(row, np.float32)} for row in ([1, 0], [0, 2])]}
     document = late.vector(result)
     assert (document.tolist(), late.size(document)) == ([[1, 0], [0, 2]], 16)
-    ints = np.array([[-1, 0]], np.float32)
-    assert late.similar([[0, 3], [1, 0]], [document, ints, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
+    far_document = np.array([[-1, 0]], np.float32)
+    assert late.similar([[0, 3], [1, 0]], [document, far_document, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
     with pytest.raises(CommandRefused, match="there is no output chunks=0"):
         outputs.find("chunks=0")
 
@@ -432,9 +436,9 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
 def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None:
     def made(values: list[float], version: str) -> results.StoredReport:
         queries = {f"q{number}": f"text {number}" for number in range(20)}
-        report_made = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
+        quality_report = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
         about = {**results.about({"fingerprint": version}, "cpu"), "version": version}
-        return results.read(results.store(tmp_path, report_made, about))
+        return results.read(results.store(tmp_path, quality_report, about))
 
     old, new = made([0.5] * 20, "1"), made([0.5] * 19 + [0.1], "2")
     assert results.last(tmp_path, "a/b", "mine", "quality", "cpu") == new
@@ -486,20 +490,22 @@ def test_a_source_that_nobody_knows_is_refused(sources: str, message: str) -> No
 @contextmanager
 def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, list[Any]]]:
     """Gives these answers, by path; what it is asked is kept."""
-    bodies: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            bodies.append((self.path, body))
-            reply = answers[self.path]
-            reply_body = (
-                reply if isinstance(reply, bytes) else json.dumps(reply(body) if callable(reply) else reply).encode()
+            requests.append((self.path, body))
+            answer = answers[self.path]
+            payload = (
+                answer
+                if isinstance(answer, bytes)
+                else json.dumps(answer(body) if callable(answer) else answer).encode()
             )
             self.send_response(status)
-            self.send_header("content-length", str(len(reply_body)))
+            self.send_header("content-length", str(len(payload)))
             self.end_headers()
-            self.wfile.write(reply_body)
+            self.wfile.write(payload)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -508,7 +514,7 @@ def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, li
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_port}", bodies
+            yield f"http://127.0.0.1:{listening.server_port}", requests
         finally:
             listening.shutdown()
             thread.join()

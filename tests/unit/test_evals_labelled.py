@@ -108,18 +108,18 @@ def test_a_report_has_a_row_of_each_kind_and_two_results_are_compared_by_them(tm
     task = task_of("redaction", ("Ada Lee paid.", [(0, 7, "person")]), ("At 1.2.3.4", [(3, 10, "ip")]))
 
     def stored(answers: Sequence[Sequence[Fact]]) -> tuple[EvalReport, results.StoredReport]:
-        report_made = report.of_quality("a/b", "mine", "2 texts", [measured(task, answers)], {}, [], {})
-        return report_made, results.read(results.store(tmp_path, report_made, results.about({}, "cpu")))
+        quality_report = report.of_quality("a/b", "mine", "2 texts", [measured(task, answers)], {}, [], {})
+        return quality_report, results.read(results.store(tmp_path, quality_report, results.about({}, "cpu")))
 
-    cached, old = stored([[(0, 7, "x")], [(3, 10, "x")]])
-    assert cached.table == [
+    new_report, old = stored([[(0, 7, "x")], [(3, 10, "x")]])
+    assert new_report.table == [
         ["source", "leak", "f1", "precision", "recall"],
         ["answers", "0.0000", "1.0000", "1.0000", "1.0000"],
         ["answers, ip (1)", "0.0000", "-", "-", "1.0000"],
         ["answers, person (1)", "0.0000", "-", "-", "1.0000"],
     ]
-    json.dumps(cached.figures(), allow_nan=False)
-    assert "weights" not in json.dumps(cached.figures(with_values=False))
+    json.dumps(new_report.figures(), allow_nan=False)
+    assert "weights" not in json.dumps(new_report.figures(with_values=False))
     _, new = stored([[(0, 7, "x")], []])
     table, _ = results.compared(old, new)
     changes = {(row[0], row[1]): row[2:4] for row in table}
@@ -193,9 +193,9 @@ def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
 
 def test_a_plain_value_of_each_kind_is_found() -> None:
     """Otherwise the values would not be valid, and the figures would say nothing."""
-    scores = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
+    kind_scores = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
     for kind, formats in labelled_tasks.FORMATS.items():
-        assert scores[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
+        assert kind_scores[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
 
 
 class Client:
@@ -219,9 +219,9 @@ class Client:
 
 
 def cluster(**info: Any) -> tuple[Sie, Client]:
-    expected_names = {"outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "needs_labels": True, **info}
+    model_info = {"outputs": ["entities"], "tasks": ["extract"], "inputs": ["text"], "needs_labels": True, **info}
     client: Any = Client()
-    return Sie("sie", client, "a/b", "http://127.0.0.1", None, expected_names), client
+    return Sie("sie", client, "a/b", "http://127.0.0.1", None, model_info), client
 
 
 FACTS: dict[FactKind, Fact] = {

@@ -37,8 +37,8 @@ class Sender:
 def points(
     send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel, seconds: float = 0.5
 ) -> list[LoadPoint]:
-    result = perf.measure(TASK, [Sender(send)], LoadPlan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
-    return [point for level in result for point in level]
+    measured_levels = perf.measure(TASK, [Sender(send)], LoadPlan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
+    return [point for level in measured_levels for point in level]
 
 
 def points_in_virtual_time(send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel) -> list[LoadPoint]:
@@ -94,9 +94,9 @@ async def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
         return sorted(call.latency_s for call in calls)
 
     opened, closed = await stalled(LoadLevel(rate=200)), await stalled(LoadLevel(clients=1))
-    assert len([point for point in opened if point > 0.1]) > 0.2 * len(opened)
+    assert len([latency for latency in opened if latency > 0.1]) > 0.2 * len(opened)
     assert opened[-1] >= 0.4
-    assert len([point for point in closed if point >= 0.4]) == 1
+    assert len([latency for latency in closed if latency >= 0.4]) == 1
 
 
 def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
 
     (only,) = points(nobody, LoadLevel(clients=2), LoadLevel(clients=4))
     assert only.lost_its_server
-    report_made = report.of_perf("a/b", "t", "", [only], {}, [])
-    assert "the server stopped answering" in report_made.notes[0]
-    assert report_made.figures()["rows"][0]["scores"]["p50_ms"] is None
+    perf_report = report.of_perf("a/b", "t", "", [only], {}, [])
+    assert "the server stopped answering" in perf_report.notes[0]
+    assert perf_report.figures()["rows"][0]["scores"]["p50_ms"] is None
 
 
 def test_a_client_that_is_the_limit_is_told_of() -> None:
@@ -178,14 +178,14 @@ def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() 
     lengths = [len(text) for text in texts]
     assert lengths != sorted(lengths)
     first = list(itertools.islice(perf.requests_of(task, 8), 30))
-    assert all(len(point.texts) == 8 and point.query == point.texts[0] for point in first)
+    assert all(len(payload.texts) == 8 and payload.query == payload.texts[0] for payload in first)
     assert perf.texts_of(Similarity("pairs", ["a"], ["b"], [1.0])) in (["a", "b"], ["b", "a"])
 
 
 def test_a_sweep_is_drawn() -> None:
     levels = [LoadLevel(clients=1), LoadLevel(clients=4)]
-    points_given = [LoadPoint("a $ b $", level, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for level in levels]
-    report_made = report.of_perf("a/b", "t", "", points_given, {}, [])
-    assert len(report_made.pictures) == 2
-    assert report_made.html().count("<svg") == 2
-    assert [row["load"] for row in report_made.figures()["rows"]] == ["clients=1", "clients=4"]
+    load_points = [LoadPoint("a $ b $", level, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for level in levels]
+    perf_report = report.of_perf("a/b", "t", "", load_points, {}, [])
+    assert len(perf_report.pictures) == 2
+    assert perf_report.html().count("<svg") == 2
+    assert [row["load"] for row in perf_report.figures()["rows"]] == ["clients=1", "clients=4"]

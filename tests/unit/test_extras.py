@@ -18,9 +18,9 @@ def test_it_is_said_what_each_extra_is_for() -> None:
 @pytest.mark.parametrize("extra", extras.FOR)
 def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
     """tests/system/test_release.py installs each and imports these modules."""
-    extras_named = {*extras.named(extra), *extras.named("flash")}
+    packages = {*extras.named(extra), *extras.named("flash")}
     places = extras.used(extra).items()
-    missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & extras_named}
+    missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & packages}
     assert missing == {}
 
 

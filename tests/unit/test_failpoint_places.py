@@ -14,21 +14,21 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:
-    result = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in result if getattr(call.func, "id", getattr(call.func, "attr", "")) == "failpoint"]
+    all_calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in all_calls if getattr(call.func, "id", getattr(call.func, "attr", "")) == "failpoint"]
 
 
 @functools.cache
 def names() -> list[tuple[str, str]]:
     """Folder and name of every failpoint in the product."""
-    result = []
+    failpoints = []
     for folder in measure.PACKAGES:
         for module in measure.modules(folder):
             for call in calls(module.tree):
                 (argument,) = call.args
                 assert isinstance(argument, ast.Constant), f"{module.file}:{call.lineno}: its name is not written there"
-                result.append((folder, argument.value))
-    return result
+                failpoints.append((folder, argument.value))
+    return failpoints
 
 
 def test_every_failpoint_is_armed_by_a_test_and_nothing_else_is() -> None:

@@ -54,9 +54,9 @@ class Config:
         if self.down:
             raise ConfigUnavailable("down")
         models = (ConfigModel("a/one", entry("a/one", self.number), self.number, written=self.number),)
-        result = ConfigExport(self.at, models if self.models is None else self.models, BUNDLES)
+        config_export = ConfigExport(self.at, models if self.models is None else self.models, BUNDLES)
         await self.open.wait()
-        return result
+        return config_export
 
     async def epoch(self) -> ConfigEpoch:
         self.polls += 1
@@ -74,8 +74,8 @@ class Reader:
     def __init__(self, server: MemoryServer, config: Config, **options: Any) -> None:
         self.server, self.config, self.stop = server, config, Stop()
         self.broker = server.connect("reader")
-        arguments = {"trusted": ("sie-config",), "poll_s": 3600.0, "full_export_s": 0.0, **options}
-        self.feed = CatalogueFeed(self.broker, config, **arguments)
+        settings = {"trusted": ("sie-config",), "poll_s": 3600.0, "full_export_s": 0.0, **options}
+        self.feed = CatalogueFeed(self.broker, config, **settings)
         self.served: list[str] = []
         self.feed.on_change(lambda: self.served.append(self.feed.catalogue.epoch))
         self.task = asyncio.create_task(self.feed.run(self.stop))

@@ -114,9 +114,9 @@ async def test_fields_may_stand_before_the_file_and_behind_it(gateway: GatewayPr
     headers = {"content-type": "multipart/form-data; boundary=x", **by(ONE)}
     answer = await gateway.client.post(PATH, content=sent(), headers=headers)
     assert answer.status_code == 200, answer.text
-    report = answer.json()
-    assert (report["filename"], report["purpose"], report["bytes"]) == ("ä.csv", "jobs", 8)
-    content = await gateway.client.get(f"{PATH}/{report['id']}/content", headers=by(ONE))
+    record = answer.json()
+    assert (record["filename"], record["purpose"], record["bytes"]) == ("ä.csv", "jobs", 8)
+    content = await gateway.client.get(f"{PATH}/{record['id']}/content", headers=by(ONE))
     assert content.content == b"a\r\n--y\r\n"
     assert content.headers["x-content-type-options"] == "nosniff"
 
@@ -194,7 +194,7 @@ async def test_a_key_sees_its_own_files_and_an_administrator_all(gateway: Gatewa
         assert refused.json()["error"]["message"] == unknown.json()["error"]["message"], "one cannot tell which it is"
 
     async def listed(token: str) -> set[str]:
-        return {file["id"] for file in (await gateway.client.get(PATH, headers=by(token))).json()["data"]}
+        return {record["id"] for record in (await gateway.client.get(PATH, headers=by(token))).json()["data"]}
 
     assert (await listed(ONE), await listed(OTHER), await listed(ADMIN)) == ({mine}, {theirs}, {mine, theirs})
     assert (await gateway.client.delete(f"{PATH}/{theirs}", headers=by(ADMIN))).json()["deleted"]
@@ -202,28 +202,28 @@ async def test_a_key_sees_its_own_files_and_an_administrator_all(gateway: Gatewa
 
 
 async def test_a_list_comes_in_pages_in_either_order(gateway: GatewayProcess) -> None:
-    created = [(await uploaded(gateway, purpose=("batch", "jobs")[number % 2])).json()["id"] for number in range(7)]
+    file_ids = [(await uploaded(gateway, purpose=("batch", "jobs")[number % 2])).json()["id"] for number in range(7)]
 
     async def pages(**query: str | int) -> list[list[str]]:
-        result = list[list[str]]()
+        id_pages = list[list[str]]()
         while True:
             answer = (await gateway.client.get(PATH, params=query, headers=by(ONE))).json()
-            ids = [file["id"] for file in answer["data"]]
+            ids = [record["id"] for record in answer["data"]]
             assert (answer["first_id"], answer["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
-            result.append(ids)
+            id_pages.append(ids)
             if not answer["has_more"]:
-                return result
+                return id_pages
             query["after"] = answer["last_id"]
 
-    newest = created[::-1]
+    newest = file_ids[::-1]
     assert await pages() == [newest]
     assert await pages(limit=3) == [newest[:3], newest[3:6], newest[6:]]
     assert await pages(limit=7) == [newest]
-    assert await pages(limit=4, order="asc") == [created[:4], created[4:]]
-    assert await pages(purpose="jobs", limit=2) == [[created[5], created[3]], [created[1]]]
+    assert await pages(limit=4, order="asc") == [file_ids[:4], file_ids[4:]]
+    assert await pages(purpose="jobs", limit=2) == [[file_ids[5], file_ids[3]], [file_ids[1]]]
     assert await pages(purpose="user_data") == [[]]
-    await gateway.client.delete(f"{PATH}/{created[3]}", headers=by(ONE))
-    assert await pages(after=created[3]) == [newest[4:]], "a page begins behind a file that is gone"
+    await gateway.client.delete(f"{PATH}/{file_ids[3]}", headers=by(ONE))
+    assert await pages(after=file_ids[3]) == [newest[4:]], "a page begins behind a file that is gone"
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=10001", "limit=x", "order=up", "purpose=x", "after=file-1"])
@@ -233,10 +233,10 @@ async def test_a_wrong_parameter_of_the_list_is_named(gateway: GatewayProcess, q
 
 
 async def test_another_gateway_has_a_file_at_once(cluster: InProcess, gateway: GatewayProcess, tmp_path: Path) -> None:
-    second = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
+    second_gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
     file_id = (await uploaded(gateway, b"abc")).json()["id"]
-    assert (await second.client.get(f"{PATH}/{file_id}/content", headers=by(ONE))).content == b"abc"
-    head = await second.client.head(f"{PATH}/{file_id}/content", headers=by(ONE))
+    assert (await second_gateway.client.get(f"{PATH}/{file_id}/content", headers=by(ONE))).content == b"abc"
+    head = await second_gateway.client.head(f"{PATH}/{file_id}/content", headers=by(ONE))
     assert (head.status_code, head.headers["content-length"], head.content) == (200, "3", b"")
 
 
@@ -340,9 +340,9 @@ async def test_a_gateway_bounds_files_by_its_settings(
 async def test_a_further_gateway_counts_what_others_stored(cluster: InProcess, tmp_path: Path) -> None:
     store = await store_of(cluster, tmp_path / "store")
     await store.receive("one", pieces(1, 100), about)
-    second = await store_of(cluster, tmp_path / "store", usage=file_usage(RecordUse(1, 1 << 20)))
+    second_store = await store_of(cluster, tmp_path / "store", usage=file_usage(RecordUse(1, 1 << 20)))
     with pytest.raises(RateLimited, match="this key has 1 files"):
-        await second.receive("one", pieces(), about)
+        await second_store.receive("one", pieces(), about)
 
 
 async def test_uploads_of_a_key_take_neither_the_places_of_others_nor_those_of_outputs(
@@ -361,8 +361,8 @@ async def test_uploads_of_a_key_take_neither_the_places_of_others_nor_those_of_o
         await store.receive("one", pieces(), about)
     assert (await store.receive("two", pieces(), about)).bytes == 1
     assert (await store.create("one", "b", "batch_output", pieces(), file=new_id())).bytes == 1
-    rest = UPLOADS_AT_ONCE - UPLOADS_OF_A_KEY
-    uploads += [asyncio.create_task(store.receive(f"key {number}", slow(), about)) for number in range(rest)]
+    free_places = UPLOADS_AT_ONCE - UPLOADS_OF_A_KEY
+    uploads += [asyncio.create_task(store.receive(f"key {number}", slow(), about)) for number in range(free_places)]
     await until(lambda: len(records(cluster.server)) == UPLOADS_AT_ONCE + 2, "all places are taken")
     with pytest.raises(ResourceExhausted, match=f"this gateway has {UPLOADS_AT_ONCE} uploads at once"):
         await store.receive("two", pieces(), about)
@@ -491,23 +491,25 @@ async def test_a_clock_that_is_ahead_expires_nothing(gateway: GatewayProcess, mo
 async def test_an_expired_file_is_not_served_and_then_removed(
     cluster: InProcess, gateway: GatewayProcess, tmp_path: Path
 ) -> None:
-    file = (await uploaded(gateway)).json()
-    assert file["expires_at"] is None
+    permanent_file = (await uploaded(gateway)).json()
+    assert permanent_file["expires_at"] is None
     form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "100"}
     answer = await gateway.client.post(PATH, data=form, files={"file": ("a", b"a")}, headers=by(ONE))
-    created = answer.json()
-    assert created["expires_at"] == pytest.approx(created["created_at"] + 100, abs=1)
+    expiring_file = answer.json()
+    assert expiring_file["expires_at"] == pytest.approx(expiring_file["created_at"] + 100, abs=1)
     owner = next(record.owner for record in records(cluster.server))
     store = await store_of(cluster, tmp_path / "store")
-    assert (await store.find(created["id"], owner.__eq__)).expires_s
+    assert (await store.find(expiring_file["id"], owner.__eq__)).expires_s
     assert await store.clean() == 0
     later = await store_of(cluster, tmp_path / "store", 101)
     with pytest.raises(NotFound):
-        await later.find(created["id"], owner.__eq__)
-    assert [entry.id for entry in later.page(owner.__eq__, limit=9, newest_first=True).files] == [file["id"]]
+        await later.find(expiring_file["id"], owner.__eq__)
+    assert [record.id for record in later.page(owner.__eq__, limit=9, newest_first=True).files] == [
+        permanent_file["id"]
+    ]
     assert await later.clean() == 1
-    assert objects(tmp_path) == [f"files/{file['id']}"]
-    assert [record.id for record in records(cluster.server)] == [file["id"]]
+    assert objects(tmp_path) == [f"files/{permanent_file['id']}"]
+    assert [record.id for record in records(cluster.server)] == [permanent_file["id"]]
     assert await later.clean() == 0
 
 

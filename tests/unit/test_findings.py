@@ -43,8 +43,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         yield cluster
 
 
-def texts(result: Iterable[ClusterFinding]) -> list[str]:
-    return [finding.wrong for finding in result]
+def texts(cluster_findings: Iterable[ClusterFinding]) -> list[str]:
+    return [finding.wrong for finding in cluster_findings]
 
 
 def error(error_class: LoadErrorClass, message: str = "why") -> ErrorInfo:

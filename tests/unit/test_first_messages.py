@@ -95,7 +95,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
     now_s = 0.0
     trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
     with caplog.at_level(logging.INFO):
-        for now_s, count in (
+        for now_s, line_count in (
             (0.0, 0),
             (QUIET_S - 0.1, 0),
             (QUIET_S, 1),
@@ -104,7 +104,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
             (2 * START_S, 2),
         ):
             trouble.met("nobody is there")
-            assert len(caplog.records) == count, now_s
+            assert len(caplog.records) == line_count, now_s
         trouble.passed()
         trouble.met("nobody is there")
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
@@ -112,12 +112,12 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
 
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
     """Other processes drain meanwhile, so the line of the one that refused it is far above."""
-    lines: list[tuple[str, str]] = []
-    supervisor = Supervisor(lambda child, line, level: lines.append((child, line)))
+    log_lines: list[tuple[str, str]] = []
+    supervisor = Supervisor(lambda child, line, level: log_lines.append((child, line)))
     code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
-    assert lines == [("adapter", "error: SIE_DEVICE: there is none")]
+    assert log_lines == [("adapter", "error: SIE_DEVICE: there is none")]
 
 
 def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +183,10 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
         run._greet()
         return 0
 
-    expected_names = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    base_environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--standalone", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
     with (
-        mock.patch.dict(os.environ, expected_names | environ, clear=True),
+        mock.patch.dict(os.environ, base_environ | environ, clear=True),
         mock.patch.object(processes.LocalCluster, "run", greeted),
     ):
         done = CliRunner().invoke(main, argv)
@@ -225,6 +225,6 @@ def test_the_request_to_try_is_one_that_this_server_answers(
 
 @pytest.mark.parametrize(("mode", "has_keys"), [("none", False), ("static", False), ("token", True)])
 def test_how_a_key_is_made_is_said_where_there_are_keys(tmp_path: Path, mode: str, has_keys: bool) -> None:
-    output = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
-    assert ("sie keys create" in output.get("keys", "")) == has_keys
-    assert ("-H 'Authorization: Bearer TOKEN'" in output["try"]) == (mode != "none")
+    hints = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
+    assert ("sie keys create" in hints.get("keys", "")) == has_keys
+    assert ("-H 'Authorization: Bearer TOKEN'" in hints["try"]) == (mode != "none")

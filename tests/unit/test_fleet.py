@@ -74,8 +74,8 @@ class Plain:
     seen: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
     def healthy(self, now_s: float) -> list[Heartbeat]:
-        workers = sorted(self.seen.items())
-        return [beat for _, (at_s, beat) in workers if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
+        sightings = sorted(self.seen.items())
+        return [beat for _, (at_s, beat) in sightings if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
 
     def starting(self, now_s: float) -> list[Heartbeat]:
         return [
@@ -89,7 +89,7 @@ class Plain:
         return [
             beat
             for beat in self.of_lane(lane, now_s)
-            if any(entry.model == model and entry.state == "loaded" for entry in beat.models)
+            if any(status.model == model and status.state == "loaded" for status in beat.models)
         ]
 
 
@@ -100,35 +100,41 @@ def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[
     fleet = fleet_of(clock)
     for beat, passed_s in events:
         fleet.note(beat)
-        plain.seen = {name: worker for name, worker in plain.seen.items() if clock.now_s - worker[0] < 10 * TIMEOUT_S}
+        plain.seen = {
+            name: sighting for name, sighting in plain.seen.items() if clock.now_s - sighting[0] < 10 * TIMEOUT_S
+        }
         plain.seen[beat.worker] = (clock.now_s, beat)
         clock.now_s += passed_s
         healthy = plain.healthy(clock.now_s)
         assert fleet.healthy() == healthy
-        assert fleet.workers() == [(name, name in healthy) for _, (_, name) in sorted(plain.seen.items())]
+        assert fleet.workers() == [
+            (heartbeat, heartbeat in healthy) for _, (_, heartbeat) in sorted(plain.seen.items())
+        ]
         for pool in ("_default", "team"):
             for model in ("m0", "m1"):
-                serving = [name for name in healthy if name.pool == pool]
+                serving = [heartbeat for heartbeat in healthy if heartbeat.pool == pool]
                 hosts = [host for lane in lanes(pool) for host in plain.hosts(lane, model, clock.now_s)]
-                loaded = [name for name in serving if name in hosts]
-                expected = min((name.machine_profile for name in loaded or serving), default=SETTINGS.profile)
+                loaded = [heartbeat for heartbeat in serving if heartbeat in hosts]
+                expected = min((heartbeat.machine_profile for heartbeat in loaded or serving), default=SETTINGS.profile)
                 lane = fleet.lane(resolved(model), pool=pool, machine_profile="", known_pools=("_default", "team"))
                 assert lane == Lane(pool, expected, "default")
                 assert fleet.of_lane(lane) == plain.of_lane(lane, clock.now_s)
                 assert fleet.hosts(lane, model) == plain.hosts(lane, model, clock.now_s)
-                report = [(name, ("loading", "failed")) for name in plain.starting(clock.now_s)]
-                report = sorted([*report, *((name, STATES) for name in healthy)], key=lambda pair: pair[0].worker)
+                beat_states = [(heartbeat, ("loading", "failed")) for heartbeat in plain.starting(clock.now_s)]
+                beat_states = sorted(
+                    [*beat_states, *((heartbeat, STATES) for heartbeat in healthy)], key=lambda pair: pair[0].worker
+                )
                 reports = [
-                    (name, status)
-                    for name, states in report
-                    for status in name.models
+                    (heartbeat, status)
+                    for heartbeat, states in beat_states
+                    for status in heartbeat.models
                     if status.model == model and status.state in states
                 ]
                 assert fleet.model(model)[1] == reports
                 is_loading = any(
                     status.state == "unloading" or (status.model == model and status.state == "loading")
-                    for name in plain.of_lane(lane, clock.now_s)
-                    for status in name.models
+                    for heartbeat in plain.of_lane(lane, clock.now_s)
+                    for status in heartbeat.models
                 )
                 assert (fleet.loading_left_s(lane, model) is not None) == is_loading
 
@@ -137,10 +143,12 @@ def lanes(pool: str) -> list[Lane]:
     return [Lane(pool, profile, "default") for profile in ("cpu", "l4")]
 
 
-def filled(workers: int, count: int = 10) -> Fleet:
+def filled(workers: int, model_count: int = 10) -> Fleet:
     fleet = fleet_of(Clock())
     for number in range(workers):
-        statuses = tuple(ModelStatus(f"m{number * count + index}", "loaded", load_s=1.0) for index in range(count))
+        statuses = tuple(
+            ModelStatus(f"m{number * model_count + index}", "loaded", load_s=1.0) for index in range(model_count)
+        )
         fleet.note(Heartbeat(f"w{number:04}", "_default", "cpu", "default", True, "", models=statuses))
     return fleet
 
@@ -160,13 +168,13 @@ def test_what_a_request_asks_costs_the_same_with_one_worker_and_with_a_thousand(
     ask = QUESTIONS[question]
 
     def cost_s(fleet: Fleet) -> float:
-        result = []
+        durations = []
         for _ in range(7):
             before_s = time.perf_counter()
             for _ in range(100):
                 ask(fleet)
-            result.append(time.perf_counter() - before_s)
-        return min(result)
+            durations.append(time.perf_counter() - before_s)
+        return min(durations)
 
     assert cost_s(filled(1000)) < 5 * cost_s(filled(1)), "a look at all workers would be hundreds of times as much"
 

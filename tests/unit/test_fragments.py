@@ -61,8 +61,8 @@ def test_parts_are_kept_once_and_in_any_order() -> None:
 
 def test_two_attempts_at_a_chunk_do_not_mix() -> None:
     fragments = Fragments()
-    fragment, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
-    assert (fragment.missing, two.missing) == (2, 2)
+    first, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
+    assert (first.missing, two.missing) == (2, 2)
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:

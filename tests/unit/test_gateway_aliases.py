@@ -36,9 +36,9 @@ ONE, TWO = toy_entry("toy/one"), toy_entry("toy/two", prompts={"document": "pass
 
 
 def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
-    parsed = parse_document({"id": name, "alias": list(targets), **more})
-    assert isinstance(parsed, Alias)
-    return parsed
+    parsed_alias = parse_document({"id": name, "alias": list(targets), **more})
+    assert isinstance(parsed_alias, Alias)
+    return parsed_alias
 
 
 class Aliased(Source):
@@ -49,11 +49,12 @@ class Aliased(Source):
         self.aliases: dict[str, Alias] = {}
 
     async def export(self) -> ConfigExport:
-        created = await super().export()
+        base_export = await super().export()
         more = tuple(
-            ConfigModel(name, msgspec.to_builtins(entry), self._revision) for name, entry in self.aliases.items()
+            ConfigModel(name, msgspec.to_builtins(alias_entry), self._revision)
+            for name, alias_entry in self.aliases.items()
         )
-        return msgspec.structs.replace(created, models=(*created.models, *more))
+        return msgspec.structs.replace(base_export, models=(*base_export.models, *more))
 
 
 class Served(NamedTuple):
@@ -62,12 +63,14 @@ class Served(NamedTuple):
     adapter: FakeAdapter
     source: Aliased
 
-    async def write(self, result: Alias) -> None:
+    async def write(self, alias_entry: Alias) -> None:
         """Write as the config service does: store, then announce."""
         before = self.source.present_epoch
-        self.source.aliases[result.id] = result
+        self.source.aliases[alias_entry.id] = alias_entry
         self.source._revision += 1
-        delta = ConfigDelta("sie-config", before, self.source.present_epoch, result.id, 1, msgspec.to_builtins(result))
+        delta = ConfigDelta(
+            "sie-config", before, self.source.present_epoch, alias_entry.id, 1, msgspec.to_builtins(alias_entry)
+        )
         await self.cluster.send(topology.config_subject("default"), messages.encode(delta))
 
     async def shadows(self, result: str) -> float:
@@ -125,13 +128,13 @@ async def test_the_models_api_and_the_config_reads_show_aliases(served: Served) 
     await served.write(alias({"model": "toy/one", "weight": 3}, "toy/two", shadow="toy/two", force=True))
     info = await served.targets(2)
     targets = [{"model": "toy/one", "weight": 3}, {"model": "toy/two", "weight": 1}]
-    empty = {"copies": {}, "cosine": None, "rank": None, "served_ms": None, "shadow_ms": None}
-    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0, "figures": empty}}
-    response = await served.get("/v1/models/toy/one")
+    empty_figures = {"copies": {}, "cosine": None, "rank": None, "served_ms": None, "shadow_ms": None}
+    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0, "figures": empty_figures}}
+    target_info = await served.get("/v1/models/toy/one")
     same = {name: value for name, value in info.items() if name not in ("id", "name", "owned_by", "alias")}
-    assert same == {name: value for name, value in response.items() if name not in ("id", "name", "owned_by")}
+    assert same == {name: value for name, value in target_info.items() if name not in ("id", "name", "owned_by")}
     listed = (await served.get("/v1/models"))["data"]
-    assert [entry["id"] for entry in listed] == ["toy/one", "toy/two", "search"]
+    assert [model["id"] for model in listed] == ["toy/one", "toy/two", "search"]
     assert listed[-1] == info
     configs = (await served.get("/v1/configs/models"))["models"]
     written = [{"model": "toy/one", "weight": 3}, {"model": "toy/two"}]
@@ -149,17 +152,17 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
     await served.write(both)
     await served.targets(2)
     keys = [f"index {number}" for number in range(12)]
-    models = {key: choose(both, f"named {key}").model for key in keys}
-    assert set(models.values()) == {"toy/one", "toy/two"}
+    expected_models = {key: choose(both, f"named {key}").model for key in keys}
+    assert set(expected_models.values()) == {"toy/one", "toy/two"}
     for _ in range(2):
         for key in keys:
             assert (await served.gateway.encode("x", model="search", X_SIE_Route_Key=key)).headers[
                 "x-sie-model"
-            ] == models[key]
+            ] == expected_models[key]
     body = {"model": "search", "input": "x"}
     for key in keys[:4]:
         answer = await served.gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Route-Key": key})
-        assert answer.headers["x-sie-model"] == models[key]
+        assert answer.headers["x-sie-model"] == expected_models[key]
     nobody = {(await served.gateway.encode("x", model="search")).headers["x-sie-model"] for _ in range(6)}
     assert nobody == {choose(both, "client 127.0.0.1").model}
     wrong = await served.gateway.encode("x", model="search", X_SIE_Route_Key="k" * 129)
@@ -260,7 +263,7 @@ def finished(
     count = len(scores or values)
     items = tuple(RequestItem(text=f"text {number}") for number in range(count))
     options = RequestOptions(RunOptions(**run))
-    output = RequestResult(
+    request_result = RequestResult(
         PlannedRequest("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {}
     )
     outcomes: list[Any] = [Ok({}, score=score) for score in scores]
@@ -272,8 +275,8 @@ def finished(
         outcomes.append(Ok({"dense": messages.ArraySlice("<f4", value.shape, len(block))}))
         block += value.astype("<f4").tobytes()
     result = WorkResult("r", 0, "w", tuple(outcomes), block)
-    output.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
-    return output
+    request_result.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
+    return request_result
 
 
 class Harness:
@@ -314,13 +317,15 @@ class Harness:
             raise self.answer
         return self.answer
 
-    async def after(self, result: RequestResult | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
+    async def after(
+        self, request_result: RequestResult | None = None, *, settle: bool = True, **call: Any
+    ) -> dict[str, float]:
         """Return the counter after one more request."""
-        result = result or finished()
-        request = InferRequest("encode", result.request.resolved, result.request.items, {"items": []})
+        request_result = request_result or finished()
+        request = InferRequest("encode", request_result.request.resolved, request_result.request.items, {"items": []})
         self.shadows.after(
             Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": request, **call}),
-            result,
+            request_result,
         )
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
@@ -457,12 +462,12 @@ async def test_what_is_not_copied() -> None:
 )
 async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
     """A copy keeps them after the answer, until it is done, and the budget of bodies does not know of it."""
-    harness, result = Harness(), finished()
-    items, query = large.get("items", result.request.items), large.get("query")
-    request = InferRequest("encode", result.request.resolved, items, {}, query)
-    assert await harness.after(result, infer_request=request, body=large.get("body", b"")) == {"large": 1}
+    harness, request_result = Harness(), finished()
+    items, query = large.get("items", request_result.request.items), large.get("query")
+    request = InferRequest("encode", request_result.request.resolved, items, {}, query)
+    assert await harness.after(request_result, infer_request=request, body=large.get("body", b"")) == {"large": 1}
     assert harness.ran == []
-    assert await harness.after(result) == {"large": 1, "done": 1}
+    assert await harness.after(request_result) == {"large": 1, "done": 1}
 
 
 async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:

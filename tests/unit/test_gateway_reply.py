@@ -50,11 +50,13 @@ def result_of(outputs: dict[str, Any]) -> tuple[WorkResult, Outcome]:
     return WorkResult("r", 0, "w", (outcome,), block), outcome
 
 
-def slot(source: dict[str, Any], *, msgpack: bool = True, **options: Any) -> dict[str, Any]:
-    (slot_made,) = reply.encode_slots(
-        [RequestItem("a")], [result_of(source)], ENTRY, RunOptions(**options), msgpack=msgpack
+def slot(output_arrays: dict[str, Any], *, msgpack: bool = True, **options: Any) -> dict[str, Any]:
+    (encoded_slot,) = reply.encode_slots(
+        [RequestItem("a")], [result_of(output_arrays)], ENTRY, RunOptions(**options), msgpack=msgpack
     )
-    return arrays.unpack(arrays.decode_msgpack(reply.encode(slot_made, msgpack=True)[0])) if msgpack else slot_made  # type: ignore[no-any-return]
+    return (
+        arrays.unpack(arrays.decode_msgpack(reply.encode(encoded_slot, msgpack=True)[0])) if msgpack else encoded_slot
+    )  # type: ignore[no-any-return]
 
 
 def placed(*outcomes: Outcome) -> list[tuple[WorkResult, Outcome]]:
@@ -65,9 +67,9 @@ def placed(*outcomes: Outcome) -> list[tuple[WorkResult, Outcome]]:
 
 
 def test_a_dense_vector_in_full_precision_has_no_extras() -> None:
-    slot_made = slot({"dense": np.arange(4, dtype="<f4")})
-    assert {**slot_made["dense"], "values": 0} == {"dims": 4, "dtype": "float32", "values": 0}
-    assert slot_made["dense"]["values"].tolist() == [0, 1, 2, 3]
+    output = slot({"dense": np.arange(4, dtype="<f4")})
+    assert {**output["dense"], "values": 0} == {"dims": 4, "dtype": "float32", "values": 0}
+    assert output["dense"]["values"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -76,52 +78,54 @@ def test_a_dense_vector_in_full_precision_has_no_extras() -> None:
 def test_integer_dtypes_bring_what_restores_them(dtype: str, extras: set[str]) -> None:
     """One number for a dense vector, one for each row of a multivector."""
     kind = {"int8": "i1", "float16": "<f2"}.get(dtype, "u1")
-    source: dict[str, Any] = {"dense": np.ones(4, kind), "multivector": np.ones((2, 4), kind)}
+    output_arrays: dict[str, Any] = {"dense": np.ones(4, kind), "multivector": np.ones((2, 4), kind)}
     for name in extras:
-        source |= {f"dense.{name}": np.array([0.5], "<f4"), f"multivector.{name}": np.array([0.5, 0.25], "<f4")}
-    slot_made = slot(source, outputs=("dense", "multivector"), dtype=dtype)
-    assert set(slot_made["dense"]) - {"dims", "dtype", "values"} == extras
-    assert set(slot_made["multivector"]) - {"token_dims", "num_tokens", "dtype", "values"} == extras
+        output_arrays |= {f"dense.{name}": np.array([0.5], "<f4"), f"multivector.{name}": np.array([0.5, 0.25], "<f4")}
+    output = slot(output_arrays, outputs=("dense", "multivector"), dtype=dtype)
+    assert set(output["dense"]) - {"dims", "dtype", "values"} == extras
+    assert set(output["multivector"]) - {"token_dims", "num_tokens", "dtype", "values"} == extras
     for name in extras:
-        assert slot_made["dense"][name] == 0.5
-        assert isinstance(slot_made["dense"][name], float)
-        assert slot_made["multivector"][name].tolist() == [0.5, 0.25]
-    assert (slot_made["dense"]["dtype"], slot_made["multivector"]["num_tokens"]) == (dtype, 2)
+        assert output["dense"][name] == 0.5
+        assert isinstance(output["dense"][name], float)
+        assert output["multivector"][name].tolist() == [0.5, 0.25]
+    assert (output["dense"]["dtype"], output["multivector"]["num_tokens"]) == (dtype, 2)
 
 
 def test_dims_are_the_logical_width_of_packed_bits() -> None:
-    slot_made = slot({"dense": np.ones(1, "u1")}, dtype="ubinary", dimensions=2)
-    assert (slot_made["dense"]["dims"], slot_made["dense"]["values"].shape) == (2, (1,))
+    output = slot({"dense": np.ones(1, "u1")}, dtype="ubinary", dimensions=2)
+    assert (output["dense"]["dims"], output["dense"]["values"].shape) == (2, (1,))
 
 
 def test_a_sparse_vector_has_float_values_whatever_the_dtype() -> None:
-    source = {"sparse.indices": np.array([2, 9], "<i4"), "sparse.values": np.array([0.5, 1.5], "<f4")}
-    slot_made = slot(source, outputs=("sparse",), dtype="int8")
-    assert {**slot_made["sparse"], "indices": 0, "values": 0} == {
+    output_arrays = {"sparse.indices": np.array([2, 9], "<i4"), "sparse.values": np.array([0.5, 1.5], "<f4")}
+    output = slot(output_arrays, outputs=("sparse",), dtype="int8")
+    assert {**output["sparse"], "indices": 0, "values": 0} == {
         "dims": 100,
         "dtype": "float32",
         "indices": 0,
         "values": 0,
     }
     assert (
-        slot({**source, "sparse.values": np.ones(2, "<f2")}, outputs=("sparse",), dtype="float16")["sparse"]["dtype"]
+        slot({**output_arrays, "sparse.values": np.ones(2, "<f2")}, outputs=("sparse",), dtype="float16")["sparse"][
+            "dtype"
+        ]
         == "float16"
     )
 
 
 def test_a_sketch_names_its_source_and_its_own_width() -> None:
     parameters = Muvera(num_repetitions=2, num_simhash_projections=1, final_projection_dim=None)
-    slot_made = slot({"dense": np.zeros(16, "<f4")}, muvera=parameters)
-    assert (slot_made["dense"]["dims"], slot_made["dense"]["source"]) == (16, "muvera")
+    output = slot({"dense": np.zeros(16, "<f4")}, muvera=parameters)
+    assert (output["dense"]["dims"], output["dense"]["source"]) == (16, "muvera")
     assert slot({"dense": np.zeros(8, "<f4")}, muvera=parameters, dimensions=2)["dense"]["dims"] == 8
 
 
 def test_float16_is_printed_exactly_in_json_and_sent_as_it_is_in_msgpack() -> None:
     """0.1 as float16 is 0.0999755859375; the shortest digits that tell it from its neighbours are others."""
-    source = {"dense": np.full(4, 0.1, "<f2")}
-    data, _ = reply.encode(slot(source, msgpack=False, dtype="float16"), msgpack=False)
+    output_arrays = {"dense": np.full(4, 0.1, "<f2")}
+    data, _ = reply.encode(slot(output_arrays, msgpack=False, dtype="float16"), msgpack=False)
     assert b"0.0999755859375" in data
-    data, _ = reply.encode(slot(source, dtype="float16"), msgpack=True)
+    data, _ = reply.encode(slot(output_arrays, dtype="float16"), msgpack=True)
     assert arrays.unpack(msgspec.msgpack.decode(data))["dense"]["values"].dtype == np.float16
 
 
@@ -137,9 +141,9 @@ def test_an_input_that_failed_has_its_error_in_its_slot() -> None:
 def test_outcomes_stand_at_the_places_of_their_inputs() -> None:
     first = WorkResult("r", 0, "w", (Ok({}, score=1.0), Ok({}, score=2.0)))
     second = WorkResult("r", 1, "w", (Ok({}, score=3.0),))
-    places = placed_of(4, [WorkResult("", -1, "", (REFUSED,)), first, second], [[1], [0, 3], [2]])
-    assert [outcome.score if isinstance(outcome, Ok) else None for _, outcome in places] == [1.0, None, 3.0, 2.0]
-    assert places[1][1] is REFUSED
+    outcomes = placed_of(4, [WorkResult("", -1, "", (REFUSED,)), first, second], [[1], [0, 3], [2]])
+    assert [outcome.score if isinstance(outcome, Ok) else None for _, outcome in outcomes] == [1.0, None, 3.0, 2.0]
+    assert outcomes[1][1] is REFUSED
 
 
 # score
@@ -191,12 +195,12 @@ def test_a_slot_has_the_usage_of_its_input() -> None:
 
 def test_all_keys_are_there_whatever_was_found() -> None:
     outcome = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
-    pairs = zip(
+    slot_inputs = zip(
         (RequestItem("a"), RequestItem("b", "mine"), RequestItem("c")),
         (outcome, Ok({}, data={"data": {"k": 1}}), REFUSED),
         strict=True,
     )
-    slots = [reply.extract_slot(index, *pair) for index, pair in enumerate(pairs)]
+    slots = [reply.extract_slot(index, *slot_input) for index, slot_input in enumerate(slot_inputs)]
     empty: dict[str, Any] = {
         "entities": [],
         "relations": [],
@@ -223,10 +227,10 @@ def test_a_box_has_no_offsets() -> None:
 
 
 def split(sizes: list[int], **limits: int) -> list[Chunk]:
-    source = {"item_result_bytes": 0, "token_result_bytes": 0, "each_tokens": 0, "rows": 1}
-    source |= {name: limits.pop(name) for name in list(limits) if name in source}
+    params = {"item_result_bytes": 0, "token_result_bytes": 0, "each_tokens": 0, "rows": 1}
+    params |= {name: limits.pop(name) for name in list(limits) if name in params}
     bounds = ChunkLimits(**{"cost": 10**9, "payload_bytes": 10**9, "result_bytes": 10**9, **limits})
-    return chunk.split(sizes, max_tokens=100, limits=bounds, **source)
+    return chunk.split(sizes, max_tokens=100, limits=bounds, **params)
 
 
 def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:
@@ -259,14 +263,14 @@ def test_an_input_that_is_run_once_for_each_label_costs_as_much() -> None:
 def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpack: bool) -> None:
     slots = [{"dense": {"values": np.arange(3, dtype=np.float32) + number}, "id": str(number)} for number in range(50)]
     body = {"model": "m", "items": slots, "usage": {}}
-    result, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, msgpack=msgpack)
+    content, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, msgpack=msgpack)
     whole, same_type = reply.encode(body, msgpack=msgpack)
     assert content_type == same_type
-    pieces = list(result)
+    pieces = list(content)
     assert len(pieces) >= 10
     decode = msgspec.msgpack.decode if msgpack else json.loads
     assert decode(b"".join(pieces)) == decode(whole)
-    assert list(result) == pieces
+    assert list(content) == pieces
     assert reply.body_of(body, 150, msgpack=msgpack)[0] == whole
 
 
@@ -278,25 +282,25 @@ def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
         for number, values in enumerate((narrow, wide, narrow))
     ]
     body = {"model": "m", "items": slots}
-    result, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, msgpack=False)
-    pieces = list(result)
+    content, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, msgpack=False)
+    pieces = list(content)
     assert json.loads(b"".join(pieces)) == json.loads(reply.encode(body, msgpack=False)[0])
     assert max(piece.count(b",") for piece in pieces) <= reply.PIECE_VALUES
 
 
 def test_rows_are_made_when_it_is_their_turn() -> None:
-    pieces_made: list[int] = []
+    built_values: list[int] = []
 
     def row(value: int) -> list[int]:
-        pieces_made.append(value)
+        built_values.append(value)
         return [value] * 3
 
     whole = b"[[0,0,0],[1,1,1],[2,2,2],[3,3,3]]"
     assert reply.listed(range(4), 12, row=row) == whole
-    pieces_made.clear()
+    built_values.clear()
     pieces = iter(reply.listed(range(4), 4 * reply.PIECE_VALUES, row=row))
     begun = next(pieces)
-    assert pieces_made == [0]
+    assert built_values == [0]
     assert begun + b"".join(pieces) == whole
     for msgpack in (False, True):
         few, many = (
@@ -311,7 +315,7 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
     items = (RequestItem("a"), RequestItem(None), RequestItem("b"))
     finished = RequestResult(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
-    results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=stage) for number, stage in enumerate(stages)]
+    results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=times) for number, times in enumerate(stages)]
     finished.add_results([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
     timing = finished.timing(time.perf_counter() - 0.2)
     assert (timing["inference_time"], timing["queue_time"]) == (20, 60)
@@ -323,7 +327,7 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
 
 
 @pytest.mark.parametrize(
-    ("accept", "format_expected"),
+    ("accept", "expected"),
     [
         ("", "msgpack"),
         ("*/*", "msgpack"),
@@ -340,8 +344,8 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
         ("application/octet-stream;q=x", "json"),
     ],
 )
-def test_the_format_of_a_reply_is_negotiated(accept: str, format_expected: str) -> None:
-    assert reply.requested_format(accept, body_is_msgpack=True, raw=True) == format_expected
+def test_the_format_of_a_reply_is_negotiated(accept: str, expected: str) -> None:
+    assert reply.requested_format(accept, body_is_msgpack=True, raw=True) == expected
 
 
 def test_a_route_without_a_format_answers_in_another() -> None:
@@ -416,13 +420,13 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
         "sparse_values",
         "error",
     ]
-    result = table.to_pylist()
-    assert [row["id"] for row in result] == ["first", None, None, "ü", None]
-    assert result[2] == {
+    records = table.to_pylist()
+    assert [row["id"] for row in records] == ["first", None, None, "ü", None]
+    assert records[2] == {
         **dict.fromkeys(table.column_names),
         "error": {"code": "INVALID_INPUT", "message": "no", "reason": "empty_item", "retryable": False},
     }
-    for index, row in enumerate(result[:2] + result[3:]):
+    for index, row in enumerate(records[:2] + records[3:]):
         assert row["error"] is None
         assert row["dense"] == dense[index].tolist()
         assert row["dense_scale"] == pytest.approx(float(scale[index, 0]))
@@ -477,7 +481,7 @@ def test_a_query_is_an_item() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "param", "reason"),
+    ("fields", "param", "reason"),
     [
         ({}, "query", "schema"),
         ({"query": None}, "query", "schema"),
@@ -487,9 +491,9 @@ def test_a_query_is_an_item() -> None:
         ({"query": "\ud800"}, "query", "malformed"),
     ],
 )
-def test_a_query_that_cannot_be_used_is_named(query: dict[str, Any], param: str, reason: str) -> None:
+def test_a_query_that_cannot_be_used_is_named(fields: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        body.query(query)
+        body.query(fields)
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
@@ -528,10 +532,10 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
         return {"seconds": seconds}
 
     body = {"model": "m", "items": range(50), "usage": {}}
-    result, _ = reply.body_of(body, values, msgpack=msgpack, row=row, late=late)
+    content, _ = reply.body_of(body, values, msgpack=msgpack, row=row, late=late)
     began_s = time.perf_counter()
     pieces = []
-    for piece in [result] if isinstance(result, bytes) else result:
+    for piece in [content] if isinstance(content, bytes) else content:
         pieces.append(piece)
         if len(pieces) == 3:
             time.sleep(read_s)  # the client that reads slowly
@@ -542,7 +546,7 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
     assert whole == {"model": "m", "items": [{"n": number} for number in range(50)], "usage": {}, "seconds": spent[0]}
     assert len(spent) == 1
     assert spent[0] >= 50 * slow_s
-    if not isinstance(result, bytes):
+    if not isinstance(content, bytes):
         assert spent[0] <= took_s - read_s
 
 

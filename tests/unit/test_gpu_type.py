@@ -67,8 +67,8 @@ class Lanes:
     def beat(
         self, worker: str, machine_profile: str = "_default", *, gpu: str = "", device: str = "cuda:0", **fields: object
     ) -> None:
-        fields_known = {"gpu": gpu, "device": device, "ready": True, "version": "0", **fields}
-        self.fleet.note(Heartbeat(worker, "_default", machine_profile, "default", **fields_known))  # type: ignore[arg-type]  # fields by name
+        beat_fields = {"gpu": gpu, "device": device, "ready": True, "version": "0", **fields}
+        self.fleet.note(Heartbeat(worker, "_default", machine_profile, "default", **beat_fields))  # type: ignore[arg-type]  # fields by name
 
     def named(self, name: str) -> str:
         return self.fleet.lane(

@@ -82,10 +82,10 @@ async def test_the_catalogue_has_a_bound_in_ids_and_in_bytes(api: Api, monkeypat
         await api.call("POST", "/v1/configs/models", {"id": name, **TOY}, 201)
     alias = {"id": "search", "alias": "org/one"}
     for more in ({"id": "org/three", **TOY}, alias):
-        reply = await api.call("POST", "/v1/configs/models", more, 409)
-        assert "the limit is 2" in str(reply)
+        refusal = await api.call("POST", "/v1/configs/models", more, 409)
+        assert "the limit is 2" in str(refusal)
     await api.call("DELETE", "/v1/configs/models/org/two")
     await api.call("POST", "/v1/configs/models", {"id": "org/two", **TOY}, 201)
     large = {"id": "org/two", **TOY, "description": "x" * writes.MAX_ENTRY_BYTES}
-    reply = await api.call("PUT", "/v1/configs/models/org/two", large, 413)
-    assert str(writes.MAX_ENTRY_BYTES) in str(reply)
+    refusal = await api.call("PUT", "/v1/configs/models/org/two", large, 413)
+    assert str(writes.MAX_ENTRY_BYTES) in str(refusal)

@@ -57,8 +57,8 @@ def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: Requ
     end(history, code="PROVISIONING", status=202)  # "not yet" is no error
     clock.now_s += STEP_S
     end(history)
-    history_read = history.since()
-    assert [(step["at"], step["requests"], step["errors"]) for step in history_read["steps"]] == [
+    report = history.since()
+    assert [(step["at"], step["requests"], step["errors"]) for step in report["steps"]] == [
         (START_S, 3, {"INVALID_INPUT": 1}),
         (START_S + STEP_S, 1, {}),
     ]
@@ -81,9 +81,9 @@ def test_what_is_kept_is_bounded(history: RequestHistory, clock: Clock) -> None:
             end(history, ms=numbers.expovariate(0.01), code=numbers.choice(["", "INFERENCE_ERROR"]), status=500)
         end(history, ms=1e6, code="QUEUE_FULL", status=503)
     assert len(history.since()["steps"]) <= STEPS
-    requests_kept = history.requests(10_000, ANYBODY)
-    assert 60 * SLOWEST <= len(requests_kept) <= 61 * (SLOWEST + FAILED)
-    assert {request["code"] for request in requests_kept} == {
+    requests = history.requests(10_000, ANYBODY)
+    assert 60 * SLOWEST <= len(requests) <= 61 * (SLOWEST + FAILED)
+    assert {request["code"] for request in requests} == {
         "",
         "INFERENCE_ERROR",
     }  # refusals are counted, and never crowd out
@@ -140,18 +140,18 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         assert ran.status_code == 200
         refused = await client.post(f"{gateway.url}/v1/encode/toy/none", json={"items": ["canary-42"]})
         assert refused.status_code == 404
-        history_read = await get("/v1/history?step_s=60")
-        assert history_read["stages"] == list(STAGES_TOLD)
-        assert sum(step["requests"] for step in history_read["steps"]) == 2
-        assert [step["errors"] for step in history_read["steps"] if step["errors"]] == [{"MODEL_NOT_FOUND": 1}]
-        (timed,) = (step for step in history_read["steps"] if "p99_ms" in step)
+        report = await get("/v1/history?step_s=60")
+        assert report["stages"] == list(STAGES_TOLD)
+        assert sum(step["requests"] for step in report["steps"]) == 2
+        assert [step["errors"] for step in report["steps"] if step["errors"]] == [{"MODEL_NOT_FOUND": 1}]
+        (timed,) = (step for step in report["steps"] if "p99_ms" in step)
         total_ms = float(ran.headers["x-total-time"])
         assert 0.9 * total_ms <= timed["p99_ms"][-1] <= 1.3 * total_ms + 0.1
-        requests = await get("/v1/requests")
-        (failed,) = (request for request in requests["requests"] if request["status"] == 404)
+        listing = await get("/v1/requests")
+        (failed,) = (request for request in listing["requests"] if request["status"] == 404)
         assert (failed["model"], failed["code"]) == ("toy/none", "MODEL_NOT_FOUND")
         assert failed["message"] == refused.json()["error"]["message"]
-        (slow,) = (request for request in requests["requests"] if request["status"] == 200)
+        (slow,) = (request for request in listing["requests"] if request["status"] == 200)
         assert "message" not in slow
         assert slow["id"] == ran.headers["x-sie-request-id"]
         assert (slow["model"], slow["items"], slow["endpoint"]) == ("toy/one", 2, "encode")
@@ -161,7 +161,7 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         assert slow["chunks"][0]["batch"]["items"] == 2
         assert await get(f"/v1/requests/{slow['id']}") == slow
         assert len((await get("/v1/requests?limit=1"))["requests"]) == 1
-        assert "canary" not in str(requests)
+        assert "canary" not in str(listing)
         for path, param in (
             ("/v1/history?step_s=15", "step_s"),
             ("/v1/history?since=soon", "since"),
@@ -181,7 +181,7 @@ def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: Reque
             call = Call(f"{key}-{number}", 0.0, {}, {"model": "toy/one"}, code="INTERNAL_ERROR", grant=Grant(key))
             history.ended(call, "encode", 500, 1 + number if key == "k1" else 0.001 * number)
     for key in keys[:MAX_OWNERS]:
-        ids = [request["id"] for request in history.requests(1000, Grant(key))]
-        assert ids == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
+        request_ids = [request["id"] for request in history.requests(1000, Grant(key))]
+        assert request_ids == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
     everything = history.requests(10_000, Grant("admin", frozenset({"admin"})))
     assert len(everything) <= (MAX_OWNERS + 1) * (SLOWEST + FAILED)

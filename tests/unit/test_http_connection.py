@@ -29,8 +29,8 @@ CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 @pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    factory: Run = request.param
-    return factory
+    run_function: Run = request.param
+    return run_function
 
 
 class Server:
@@ -304,11 +304,11 @@ def test_a_response_that_is_read_too_slowly_is_ended(run: Run, monkeypatch: pyte
                 loop = asyncio.get_running_loop()
                 await loop.sock_connect(client, ("127.0.0.1", server.http.port))
                 await loop.sock_sendall(client, ask("/large"))
-                ended = asyncio.create_task(server.gone.wait())
-                while not ended.done():
+                disconnect = asyncio.create_task(server.gone.wait())
+                while not disconnect.done():
                     with contextlib.suppress(ConnectionResetError):
                         await loop.sock_recv(client, 1)
-                    await asyncio.wait([ended], timeout=0.05)
+                    await asyncio.wait([disconnect], timeout=0.05)
 
     run(scenario())
 

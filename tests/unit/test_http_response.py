@@ -210,10 +210,10 @@ async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
     assert b"x-sie-error-code: INVALID_INPUT" in head
     async with asyncio.timeout(30):
         assert await reader.read() == b""
-    document = json.loads(body)
-    assert document["error"] == document["detail"]
-    assert (document["error"]["reason"], document["error"]["retryable"]) == ("malformed", False)
-    return dict(document["error"])
+    envelope = json.loads(body)
+    assert envelope["error"] == envelope["detail"]
+    assert (envelope["error"]["reason"], envelope["error"]["retryable"]) == ("malformed", False)
+    return dict(envelope["error"])
 
 
 NO_HTTP = {

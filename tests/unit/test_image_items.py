@@ -139,8 +139,8 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
     """Without a setting nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
-        files = images.read(value, "p")
-        item = RequestItem(None, images=files.files, unfit=files.fault, links=files.links)
+        reading = images.read(value, "p")
+        item = RequestItem(None, images=reading.files, unfit=reading.fault, links=reading.links)
         with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
             ImageUrls(None).check([item], None)
         assert caught.value.reason == "invalid_media"
@@ -167,7 +167,7 @@ def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -
 )
 def test_what_is_no_image_by_its_type_fails_the_request(value: Any, path: str) -> None:
     if isinstance(value, dict):
-        value = {key.decode() if isinstance(key, bytes) else key: element for key, element in value.items()}
+        value = {key.decode() if isinstance(key, bytes) else key: content for key, content in value.items()}
     with pytest.raises(InvalidInput) as caught:
         images.read(value, "p")
     assert (caught.value.reason, caught.value.param) == ("schema", path)
@@ -201,10 +201,10 @@ def odd(chance: random.Random, depth: int = 0) -> Any:
 def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
     """Return the images, and the fault of one input or of the request."""
     try:
-        files = images.read(value, "items[0].images")
+        reading = images.read(value, "items[0].images")
     except InvalidInput as error:
         return images.Images(), error.info()
-    return files, files.fault
+    return reading, reading.fault
 
 
 def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None:
@@ -212,13 +212,15 @@ def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None
     kinds = set()
     for _ in range(1000):
         value = odd(chance)
-        files, fault = read(value)
-        places = {link.place for link in files.links}
-        assert all(isinstance(entry, bytes) and bool(entry) != (at in places) for at, entry in enumerate(files.files))
+        reading, fault = read(value)
+        places = {link.place for link in reading.links}
+        assert all(
+            isinstance(content, bytes) and bool(content) != (at in places) for at, content in enumerate(reading.files)
+        )
         kinds.add(fault.reason if fault else "")
         if fault is not None:
             assert fault.param.startswith("items[0].images"), value
-            assert files.files == ()
+            assert reading.files == ()
     assert kinds == {"", "schema", "invalid_media"}
 
 
@@ -239,8 +241,8 @@ def pieces(sizes: list[int], files: list[ItemFiles], **limits: int) -> list[Chun
 
 def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
     """A file of 40 kB is not 10,000 tokens, nor the limit of the model's texts."""
-    (first,) = pieces([40_008], [ItemFiles(1, 40_000)])
-    assert (first.cost, first.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
+    (chunk,) = pieces([40_008], [ItemFiles(1, 40_000)])
+    assert (chunk.cost, chunk.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
     (several,) = pieces([40_000, 8], [ItemFiles(3, 40_000), ItemFiles()])
     assert several.cost == 2 + 3 * IMAGE_TOKENS + 4
     assert [piece.stop for piece in pieces([1000] * 6, [ItemFiles(1, 1000)] * 6, cost=2 * IMAGE_TOKENS + 4)] == [
@@ -328,7 +330,7 @@ class Worker:
     @property
     def inputs(self) -> list[Input]:
         """Return the inputs of all chunks, in the order of their requests."""
-        return [entry for item in sorted(self.items, key=lambda item: item.first) for entry in item.inputs]
+        return [model_input for item in sorted(self.items, key=lambda item: item.first) for model_input in item.inputs]
 
     async def run(self) -> None:
         while True:
@@ -348,13 +350,15 @@ class Worker:
             Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, 3, score=float(number))
             for number, _ in enumerate(item.inputs)
         )
-        block = b"".join(vector_of(entry).tobytes() for entry in item.inputs)
+        block = b"".join(vector_of(model_input).tobytes() for model_input in item.inputs)
         result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
         await self._cluster.send(item.reply, messages.encode(result))
 
 
-def vector_of(source: Input) -> np.ndarray:
-    digest = hashlib.sha256((source.text or "").encode() + b"|".join(source.images) + source.audio).digest()
+def vector_of(model_input: Input) -> np.ndarray:
+    digest = hashlib.sha256(
+        (model_input.text or "").encode() + b"|".join(model_input.images) + model_input.audio
+    ).digest()
     return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
 
 
@@ -382,8 +386,8 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayPr
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
-    async with running(tmp_path) as cluster:
-        yield cluster
+    async with running(tmp_path) as processes:
+        yield processes
 
 
 async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool = False) -> httpx.Response:
@@ -400,26 +404,30 @@ async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProce
     gateway, worker = place
     large = np.random.default_rng(1).bytes(3 << 20)
     files = [file("JPEG"), file("PNG"), b"no image at all", large]
-    items_sent = [{"id": str(number), "images": [entry]} for number, entry in enumerate(files)]
-    items_sent += [{"text": "both", "images": files[:2]}, {"text": "a text"}]
-    expected = [Input(source.get("text"), images=tuple(source.get("images", ()))) for source in items_sent]
+    request_items = [{"id": str(number), "images": [image]} for number, image in enumerate(files)]
+    request_items += [{"text": "both", "images": files[:2]}, {"text": "a text"}]
+    expected = [
+        Input(request_item.get("text"), images=tuple(request_item.get("images", ()))) for request_item in request_items
+    ]
     as_json = [
-        {**source, "images": [b64(file) for file in source["images"]]} if "images" in source else source
-        for source in items_sent
+        {**request_item, "images": [b64(file) for file in request_item["images"]]}
+        if "images" in request_item
+        else request_item
+        for request_item in request_items
     ]
     answers = []
-    for body, msgpack in ((items_sent, True), (as_json, False)):
+    for body, msgpack in ((request_items, True), (as_json, False)):
         worker.items.clear()
         answer = await post(gateway, f"/v1/encode/{SEEN}", {"items": body}, msgpack=msgpack)
         assert answer.status_code == 200, answer.text
         inputs = worker.inputs
-        assert [list(map(digest, result.images)) for result in inputs] == [
-            list(map(digest, result.images)) for result in expected
+        assert [list(map(digest, model_input.images)) for model_input in inputs] == [
+            list(map(digest, model_input.images)) for model_input in expected
         ]
-        assert [result.text for result in inputs] == [result.text for result in expected]
+        assert [model_input.text for model_input in inputs] == [model_input.text for model_input in expected]
         answers.append([slot["dense"]["values"] for slot in answer.json()["items"]])
         assert all(not item.inputs or item.cost < 10 * IMAGE_TOKENS for item in worker.items)
-    assert answers[0] == answers[1] == [vector_of(result).tolist() for result in expected]
+    assert answers[0] == answers[1] == [vector_of(model_input).tolist() for model_input in expected]
     assert await gateway.metric("sie_gateway_queue_payload_offloads_total") == 2
 
 
@@ -460,8 +468,8 @@ async def test_one_bad_image_costs_its_own_input_alone(
         assert error["message"] == "items[5].images[1]: expected base64 or a data URI, got a string that is neither"
         assert (slots[7]["error"]["reason"], slots[7]["error"]["limit"]) == ("invalid_media", 64)
         alone = await post(gateway, f"/v1/encode/{SEEN}", {"items": [items[5]]}, msgpack=msgpack)
-        report = alone.json()["error"]
-        assert (alone.status_code, report["param"], report["message"]) == (
+        fault = alone.json()["error"]
+        assert (alone.status_code, fault["param"], fault["message"]) == (
             400,
             "items[0].images[1]",
             "items[0].images[1]: expected base64 or a data URI, got a string that is neither",
@@ -481,10 +489,10 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
     assert failed["error"]["message"] == (
         "toy/one takes text, not image; models that take it: toy/dual, toy/eye-0, toy/eye-1"
     )
-    for kind, hint in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
-        second = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
-        assert second.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {hint}"
-    assert [entry.images for entry in worker.inputs] == [()]
+    for kind, advice in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
+        refusal = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
+        assert refusal.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {advice}"
+    assert [model_input.images for model_input in worker.inputs] == [()]
 
 
 async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
@@ -497,7 +505,7 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
     warnings = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
     assert warnings == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that has both"]
-    assert [entry.text for entry in worker.items[-1].inputs] == ["a", None, "c", ""]
+    assert [model_input.text for model_input in worker.items[-1].inputs] == ["a", None, "c", ""]
     assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 
 
@@ -564,7 +572,7 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
         reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
         hosts = "pictures.test,inside.test"
         async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
-            of_images = [kind for kind in OTHERS if not any(source.audio for source in kind[2])]
+            of_images = [case for case in OTHERS if not any(model_input.audio for model_input in case[2])]
             for path, body, expected in of_images:  # sounds are not fetched
                 worker.items.clear()
                 text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
@@ -598,13 +606,13 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
 async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:
     gateway, _ = place
     body = {"model": SEEN, "input_type": "image", "images": [uri(A), uri(B)]}
-    body_read = (await post(gateway, "/v2/embed", body)).json()
-    assert body_read["images"] == [
+    reply = (await post(gateway, "/v2/embed", body)).json()
+    assert reply["images"] == [
         {"width": 5, "height": 3, "format": "png", "bit_depth": 24},
         {"width": 8, "height": 2, "format": "jpeg", "bit_depth": 24},
     ]
-    assert (body_read["texts"], body_read["meta"]["billed_units"]) == ([], {"images": 2})
-    assert body_read["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
+    assert (reply["texts"], reply["meta"]["billed_units"]) == ([], {"images": 2})
+    assert reply["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
     unknown = (await post(gateway, "/v2/embed", {**body, "images": [uri(A), uri(b"?")]})).json()
     assert "images" not in unknown
     parts = {"model": SEEN, "input_type": "search_document", "inputs": [{"content": PARTS}]}
@@ -616,8 +624,10 @@ async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]
 async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
     gateway, _ = place
     body = {"model": "toy/shown", "query": "q", "documents": ["a", {"image": b64(A)}], "return_documents": True}
-    ranks = {result["index"]: result for result in (await post(gateway, "/v2/rerank", body)).json()["results"]}
-    assert (ranks[0]["document"], "document" in ranks[1]) == ({"text": "a"}, False)
+    result_by_index = {
+        result["index"]: result for result in (await post(gateway, "/v2/rerank", body)).json()["results"]
+    }
+    assert (result_by_index[0]["document"], "document" in result_by_index[1]) == ({"text": "a"}, False)
 
 
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
@@ -671,32 +681,32 @@ async def test_clients_send_every_kind_of_image(place: tuple[GatewayProcess, Wor
     path.write_bytes(data)
     pixels = np.arange(30, dtype=np.uint8).reshape(2, 5, 3)
     sources: list[Any] = [path, str(path), data, bytearray(data), uri(data), io.BytesIO(data), {"data": data}]
-    pictures: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
+    pixel_images: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
 
     def items() -> list[Any]:
         for source in sources:
             if isinstance(source, io.BytesIO):
                 source.seek(0)
         return [
-            *({"images": [entry]} for entry in sources),
-            *({"images": picture} for picture in pictures),
+            *({"images": [file_form]} for file_form in sources),
+            *({"images": image} for image in pixel_images),
             {"images": sources[:5]},
         ]
 
     async with SIEAsyncClient(gateway.url) as client:
-        output = [await client.encode(SEEN, items())]
+        result_lists = [await client.encode(SEEN, items())]
     with SIEClient(gateway.url) as sync:
-        output.append(await asyncio.to_thread(sync.encode, SEEN, items()))
-    for results in output:
-        assert len(results) == len(sources) + len(pictures) + 1
+        result_lists.append(await asyncio.to_thread(sync.encode, SEEN, items()))
+    for results in result_lists:
+        assert len(results) == len(sources) + len(pixel_images) + 1
         for result, sent in zip(results, items(), strict=True):
             assert "error" not in result, (result, sent)
     by_request: dict[str, list[WorkItem]] = {}
     for item in worker.items:
         by_request.setdefault(item.request, []).append(item)
     for request in by_request.values():
-        inputs = [entry for item in sorted(request, key=lambda item: item.first) for entry in item.inputs]
-        assert [entry.images for entry in inputs[: len(sources)]] == [(data,)] * len(sources)
-        shown = [np.asarray(Image.open(io.BytesIO(entry.images[0]))) for entry in inputs[len(sources) : -1]]
-        assert [entry.tolist() for entry in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
+        inputs = [model_input for item in sorted(request, key=lambda item: item.first) for model_input in item.inputs]
+        assert [model_input.images for model_input in inputs[: len(sources)]] == [(data,)] * len(sources)
+        shown = [np.asarray(Image.open(io.BytesIO(model_input.images[0]))) for model_input in inputs[len(sources) : -1]]
+        assert [array.tolist() for array in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
         assert inputs[-1].images == (data,) * 5

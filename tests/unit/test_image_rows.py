@@ -35,19 +35,19 @@ def prepared(seed: int, height: int = 4, width: int = 6) -> PreparedImage:
     return PreparedImage(1, height, width, 100 + seed, 50, False, hashlib.sha256(pixels).digest(), pixels)
 
 
-def work(*inputs: Input, **images_of_item: list[PreparedImage] | InvalidInput) -> WorkItemInput:
+def work(*inputs: Input, **prepared_images: list[PreparedImage] | InvalidInput) -> WorkItemInput:
     return WorkItemInput(
-        inputs, None, RunOptions(), {int(name[1:]): image_list for name, image_list in images_of_item.items()}
+        inputs, None, RunOptions(), {int(name[1:]): preparation for name, preparation in prepared_images.items()}
     )
 
 
 def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:
     """A text beside them is not read."""
-    item = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
-    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
-    row, refusal = batch.rows
-    assert (len(row.ids), row.cost, len(row.images), row.truncated) == (0, 18, 2, False)
-    assert (refusal.ids.tolist(), refusal.cost, refusal.images) == ([1], 1, ())
+    work_item = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
+    image_row, text_row = work_rows.rows
+    assert (len(image_row.ids), image_row.cost, len(image_row.images), image_row.truncated) == (0, 18, 2, False)
+    assert (text_row.ids.tolist(), text_row.cost, text_row.images) == ([1], 1, ())
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, Recipe("crop", 4, 6, 8, tokens=9), Recipe("page", 4, 6, tokens=9)])
@@ -55,38 +55,38 @@ def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_ba
     tokenizer: ModelTokenizer, recipe: Recipe
 ) -> None:
     """Memory, credit and time count its tokens. The ids that stand for it count as those of a text."""
-    item = work(
+    work_item = work(
         Input(images=(FILE, FILE)), Input("river"), Input(images=(FILE,)), _0=[prepared(0)] * 2, _2=[prepared(1)]
     )
-    (batch,) = layouts.make(tokenizer, Rows(images=recipe), [item])
-    assert [(row.cost, row.batch_cost) for row in batch.rows] == [(18, 2), (1, 1), (9, 1)]
+    (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work_item])
+    assert [(row.cost, row.batch_cost) for row in work_rows.rows] == [(18, 2), (1, 1), (9, 1)]
     page = work(Input(images=(FILE,)), _0=[prepared(0)])
     tokens = ImageTokens(2, count=5, before=(1,), after=(1,))
-    (batch,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
-    assert (batch.rows[0].cost, batch.rows[0].batch_cost) == (7 + 9, 7 + 1)
+    (work_rows,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
+    assert (work_rows.rows[0].cost, work_rows.rows[0].batch_cost) == (7 + 9, 7 + 1)
 
 
 def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
     recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
-    (batch,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
-    assert batch.rows[0].cost == batch.rows[0].batch_cost == 1 + 3 * 6
+    (work_rows,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
+    assert work_rows.rows[0].cost == work_rows.rows[0].batch_cost == 1 + 3 * 6
 
 
 def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:
     """They bound a batch as well as its tokens do."""
     large = prepared(0, 640, 480)
-    (batch,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
-    assert (batch.rows[0].cost, batch.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
+    assert (work_rows.rows[0].cost, work_rows.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
 
 
 def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(
     tokenizer: ModelTokenizer,
 ) -> None:
     broken = InvalidInput("images[0]: undecodable: the image file is empty", reason="invalid_media")
-    item = work(Input(images=(FILE,)), Input("river"), Input(images=(FILE,)), _0=broken, _2=[prepared(0)])
-    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
-    assert dict(batch.unfit) == {0: broken}
-    assert [len(row.images) for row in batch.rows] == [0, 0, 1]
+    work_item = work(Input(images=(FILE,)), Input("river"), Input(images=(FILE,)), _0=broken, _2=[prepared(0)])
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
+    assert dict(work_rows.unfit) == {0: broken}
+    assert [len(row.images) for row in work_rows.rows] == [0, 0, 1]
     (blind,) = layouts.make(tokenizer, Rows(), [work(Input(images=(FILE,)), Input("river"))])
     assert blind.unfit[0].reason == "unsupported_modality"
     assert set(blind.unfit) == {0}
@@ -97,26 +97,28 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     first = work(Input(images=(FILE,)), Input("river"), _0=[prepared(0)])
     second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
     parts = [
-        BatchPart(created.rows, item) for item in (first, second) for created in layouts.make(tokenizer, LAYOUT, [item])
+        BatchPart(work_rows.rows, work_item)
+        for work_item in (first, second)
+        for work_rows in layouts.make(tokenizer, LAYOUT, [work_item])
     ]
     batch = to_batch("b", "m", "encode", "text", parts)
-    images_read = images(batch.images, batch.pixels, RECIPE)
-    assert images_read is not None
-    decoded = items(batch.lengths, batch.ids, batch.types, images_read)
+    batch_images = images(batch.images, batch.pixels, RECIPE)
+    assert batch_images is not None
+    decoded = items(batch.lengths, batch.ids, batch.types, batch_images)
     assert decoded.lengths.tolist() == [0, 1, 0]
     assert decoded.costs.tolist() == [9, 1, 18]
-    shown = [image for row in images_read.for_items(np.arange(3)) for image in row]
+    shown = [image for row in batch_images.for_items(np.arange(3)) for image in row]
     assert [(image.height, image.width) for image in shown] == [(100, 50), (101, 50), (102, 50)]
-    for image, source in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
-        assert image.pixels.shape == (source.height, source.width, 3)
-        assert image.pixels.tobytes() == source.pixels
-    assert [len(row) for row in images_read.for_items(np.array([2, 0]))] == [2, 1]
+    for image, expected_image in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
+        assert image.pixels.shape == (expected_image.height, expected_image.width, 3)
+        assert image.pixels.tobytes() == expected_image.pixels
+    assert [len(row) for row in batch_images.for_items(np.array([2, 0]))] == [2, 1]
 
 
 def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
-    item = work(Input("river"))
-    (created,) = layouts.make(tokenizer, LAYOUT, [item])
-    batch = to_batch("b", "m", "encode", "text", [BatchPart(created.rows, item)])
+    work_item = work(Input("river"))
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
+    batch = to_batch("b", "m", "encode", "text", [BatchPart(work_rows.rows, work_item)])
     assert (batch.images, batch.pixels) == (b"", b"")
     assert images(batch.images, batch.pixels, RECIPE) is None
 
@@ -140,20 +142,20 @@ def test_images_that_do_not_belong_to_their_batch_are_refused(
 
 
 def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
-    images_read = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
+    batch_images = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
     with pytest.raises(MalformedBatch, match="row 3"):
-        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", images_read)
+        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", batch_images)
 
 
 def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:
     """Without a name nobody is known to have asked: such an image serves no other."""
-    item = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
-    (created,) = layouts.make(tokenizer, LAYOUT, [item])
-    parts = [BatchPart(created.rows, item, asker=asker) for asker in ("a", "b", "", "a")]
+    work_item = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
+    parts = [BatchPart(work_rows.rows, work_item, asker=asker) for asker in ("a", "b", "", "a")]
     batch = to_batch("b", "m", "encode", "text", parts)
-    images_read = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
-    assert images_read is not None
-    mine, theirs, nobodys, again = ([image.key for image in row] for row in images_read.for_items(np.arange(4)))
+    batch_images = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
+    assert batch_images is not None
+    mine, theirs, nobodys, again = ([image.key for image in row] for row in batch_images.for_items(np.arange(4)))
     assert mine[0] == mine[2] != mine[1]
     assert not set(mine) & set(theirs)
     assert nobodys == [b"", b"", b""]

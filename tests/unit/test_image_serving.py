@@ -30,14 +30,14 @@ async def running(folder: Path, **environ: str) -> AsyncIterator[tuple[InProcess
         yield cluster, gateway, await cluster.sidecar(SIE_IMAGE_WORKERS="1", **environ)
 
 
-async def encode(gateway: GatewayProcess, *sources: bytes | str, **headers: str) -> dict[str, Any]:
+async def encode(gateway: GatewayProcess, *inputs: bytes | str, **headers: str) -> dict[str, Any]:
     items = [
-        source if isinstance(source, str) else {"images": [base64.b64encode(source).decode()]} for source in sources
+        content if isinstance(content, str) else {"images": [base64.b64encode(content).decode()]} for content in inputs
     ]
     answer = await gateway.client.post(f"/v1/encode/{MODEL}", json={"items": items}, headers=headers)
     assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
-    return body
+    reply: dict[str, Any] = answer.json()
+    return reply
 
 
 def priced(cluster: InProcess) -> ModelStatus | None:
@@ -117,8 +117,8 @@ async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path
 async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, gateway, _):
         animated = several("GIF", "red", "blue")
-        results = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
-        assert results["warnings"] == [
+        reply = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
+        assert reply["warnings"] == [
             "images: 2 of 4 inputs have a file of several images, of which only the first was read"
         ]
         assert "warnings" not in await encode(gateway, GOOD, "a text")
@@ -126,14 +126,14 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
 
 async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:
     """The outputs of a page serve the next question about it, by the same client alone."""
-    second_picture = encoded(picture(80, 50, 1))
+    different_image = encoded(picture(80, 50, 1))
     async with running(tmp_path, SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b") as (cluster, gateway, _):
         keys = []
-        for token, sources in (("key-a", (GOOD, GOOD, second_picture)), ("key-a", (GOOD,)), ("key-b", (GOOD,))):
-            await encode(gateway, *sources, authorization=f"Bearer {token}")
+        for token, images in (("key-a", (GOOD, GOOD, different_image)), ("key-a", (GOOD,)), ("key-b", (GOOD,))):
+            await encode(gateway, *images, authorization=f"Bearer {token}")
             sent = cluster.adapters[0].batches[-1].image_keys
             keys.append([sent[place : place + 16] for place in range(0, len(sent), 16)])
-        (first, again, key_of_animation), (later,), (keys_of_second,) = keys
-        assert first == again == later != key_of_animation
-        assert keys_of_second not in (first, key_of_animation)
-        assert all(map(any, (first, key_of_animation, keys_of_second)))
+        (first, again, different_key), (later,), (foreign_key,) = keys
+        assert first == again == later != different_key
+        assert foreign_key not in (first, different_key)
+        assert all(map(any, (first, different_key, foreign_key)))

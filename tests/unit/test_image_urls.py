@@ -25,15 +25,15 @@ AT = f"http://{HOST}"
 FILE = b"\x89PNG the bytes of a file"
 
 
-def item(*sources: str | bytes, path: str = "items[0].images") -> RequestItem:
-    files, fault, links = images.read(list(sources), path)
+def item(*contents: str | bytes, path: str = "items[0].images") -> RequestItem:
+    files, fault, links = images.read(list(contents), path)
     return RequestItem(None, modalities=("image",), images=files, unfit=fault, links=links)
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[ImageServer]:
-    async with ImageServer({"/a": answer(FILE)}) as result:
-        yield result
+    async with ImageServer({"/a": answer(FILE)}) as image_server:
+        yield image_server
 
 
 def urls_of(server: ImageServer, *hosts: str, **options: Any) -> tuple[ImageUrls, Connections, list[str]]:
@@ -44,34 +44,34 @@ def urls_of(server: ImageServer, *hosts: str, **options: Any) -> tuple[ImageUrls
 
 async def fetched(urls: ImageUrls, *items: RequestItem, within_s: float = 30.0) -> list[RequestItem]:
     urls.check(items, None)
-    async with urls.fetched(items, asyncio.get_running_loop().time() + within_s) as items_fetched:
-        assert urls.held_bytes or any(item_fetched.unfit for item_fetched in items_fetched)
-        items_kept = list(items_fetched)
+    async with urls.fetched(items, asyncio.get_running_loop().time() + within_s) as fetched_items:
+        assert urls.held_bytes or any(fetched_item.unfit for fetched_item in fetched_items)
+        copies = list(fetched_items)
     assert urls.held_bytes == 0
-    return items_kept
+    return copies
 
 
 async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """Return the fault of the only image of an input, and the limit that the error names."""
-    (item_fetched,) = await fetched(urls, item(url), **options)
-    assert item_fetched.unfit is not None
-    assert (item_fetched.unfit.code, item_fetched.unfit.reason, item_fetched.unfit.param) == (
+    (fetched_item,) = await fetched(urls, item(url), **options)
+    assert fetched_item.unfit is not None
+    assert (fetched_item.unfit.code, fetched_item.unfit.reason, fetched_item.unfit.param) == (
         "INVALID_INPUT",
         "invalid_media",
         "items[0].images[0]",
     )
-    path, _, message = item_fetched.unfit.message.partition(": ")
+    path, _, message = fetched_item.unfit.message.partition(": ")
     assert (path, url in message, HOST in message) == ("items[0].images[0]", False, False)
-    return message, item_fetched.unfit.extras
+    return message, fetched_item.unfit.extras
 
 
 async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(server: ImageServer) -> None:
     """Files and URLs in one request. Each URL is asked for once, at the address that was checked."""
     urls, connections, counted = urls_of(server)
-    items_given = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), RequestItem("a text")]
-    items_fetched = await fetched(urls, *items_given)
-    assert [item_fetched.images for item_fetched in items_fetched] == [(b"first", FILE, b"last"), (FILE,), (FILE,), ()]
-    assert [(item_fetched.links, item_fetched.unfit) for item_fetched in items_fetched] == [((), None)] * 4
+    items = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), RequestItem("a text")]
+    fetched_items = await fetched(urls, *items)
+    assert [fetched_item.images for fetched_item in fetched_items] == [(b"first", FILE, b"last"), (FILE,), (FILE,), ()]
+    assert [(fetched_item.links, fetched_item.unfit) for fetched_item in fetched_items] == [((), None)] * 4
     assert connections.made == [(PUBLIC, 80)] * 2
     assert counted == ["fetched"] * 2
     head = server.asked[0].lower().splitlines()
@@ -158,8 +158,10 @@ def carriers(address: str) -> list[str]:
 
 def ends(networks: str) -> list[str]:
     """The first, a middle and the last address of each network."""
-    networks_read = [ipaddress.ip_network(entry) for entry in networks.split()]
-    return [str(entry[place]) for entry in networks_read for place in (0, entry.num_addresses // 2, -1)]
+    ranges = [ipaddress.ip_network(address_range) for address_range in networks.split()]
+    return [
+        str(address_range[place]) for address_range in ranges for place in (0, address_range.num_addresses // 2, -1)
+    ]
 
 
 def test_every_special_range_is_inside_plain_mapped_and_translated() -> None:
@@ -186,8 +188,8 @@ async def test_a_name_with_an_address_that_is_not_public_is_not_asked(
     server: ImageServer, addresses: list[str]
 ) -> None:
     urls, connections, counted = urls_of(server, hosts={HOST: addresses})
-    fault_read = await fault(urls, f"{AT}/a")
-    assert fault_read == ("the host of the URL has an address that is not public", {})
+    refusal = await fault(urls, f"{AT}/a")
+    assert refusal == ("the host of the URL has an address that is not public", {})
     assert (connections.made, server.asked, counted) == ([], [], ["refused"])
 
 
@@ -207,16 +209,16 @@ async def test_with_the_real_network_nothing_on_this_machine_is_asked(server: Im
 
 async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(server: ImageServer) -> None:
     """A second answer of the DNS would be loopback."""
-    targets: list[str] = []
+    lookups: list[str] = []
     reached, connections = network(server)
 
     async def resolve(host: str, port: int) -> list[str]:
-        targets.append(host)
-        return [PUBLIC] if len(targets) == 1 else ["127.0.0.1"]
+        lookups.append(host)
+        return [PUBLIC] if len(lookups) == 1 else ["127.0.0.1"]
 
     urls = ImageUrls([HOST], network=Network(resolve, connections, reached.tls))
     assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
-    assert (targets, connections.made) == ([HOST], [(PUBLIC, 80)])
+    assert (lookups, connections.made) == ([HOST], [(PUBLIC, 80)])
     assert await fault(urls, f"{AT}/a") == ("the host of the URL has an address that is not public", {})
 
 
@@ -272,8 +274,8 @@ REDIRECTED = {
 async def test_each_redirect_is_checked_like_the_first_url(server: ImageServer, path: str, message: str) -> None:
     server.answers |= {name: answer(status=302, location=place) for name, place in REDIRECTED.items()}
     urls, connections, _ = urls_of(server, HOST, "inside.test", hosts={"inside.test": ["10.0.0.7"]})
-    fault_read, extras = await fault(urls, AT + path)
-    assert fault_read == message
+    fault_message, extras = await fault(urls, AT + path)
+    assert fault_message == message
     assert extras == ({"limit": 3} if path == "/round" else {})
     assert {address for address, _ in connections.made} == {PUBLIC}
     assert all(f"host: {HOST}\r\n" in head.lower() for head in server.asked)
@@ -297,8 +299,8 @@ async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pyt
     urls, _, counted = urls_of(server)
     assert (await fetched(urls, item(f"{AT}/most")))[0].images == (bytes(1000),)
     for path in ("/told", "/endless", "/unknown"):
-        fault_read = await fault(urls, AT + path)
-        assert fault_read == ("the image has more than 1000 bytes, the limit of one that is fetched", {"limit": 1000})
+        refusal = await fault(urls, AT + path)
+        assert refusal == ("the image has more than 1000 bytes, the limit of one that is fetched", {"limit": 1000})
     assert counted == ["fetched", "refused", "refused", "refused"]
 
 
@@ -337,11 +339,11 @@ async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: py
     monkeypatch.setattr(image_urls, "MAX_S", 1)
     server.answers["/slow"] = answer(b"x", content_length="100")
     urls, _, counted = urls_of(server)
-    items_fetched = await fetched(urls, item(f"{AT}/never"), item(f"{AT}/a"))
-    assert items_fetched[0].unfit is not None
-    assert items_fetched[0].unfit.message == "items[0].images[0]: the image was not complete within 1 s"
-    assert items_fetched[0].unfit.extras == {"limit": 1}
-    assert (items_fetched[1].images, sorted(counted)) == ((FILE,), ["failed", "fetched"])
+    fetched_items = await fetched(urls, item(f"{AT}/never"), item(f"{AT}/a"))
+    assert fetched_items[0].unfit is not None
+    assert fetched_items[0].unfit.message == "items[0].images[0]: the image was not complete within 1 s"
+    assert fetched_items[0].unfit.extras == {"limit": 1}
+    assert (fetched_items[1].images, sorted(counted)) == ((FILE,), ["failed", "fetched"])
     monkeypatch.setattr(image_urls, "MAX_S", 60)
     message, _ = await fault(urls, f"{AT}/never", within_s=0.2)
     assert message == "the image was not complete within the budget of the request"

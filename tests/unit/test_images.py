@@ -52,12 +52,12 @@ RECIPES = {
 }
 
 
-def levels(prepared: Pixels) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.size, 3)
+def levels(prepared_image: Pixels) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(prepared_image.pixels, np.uint8).reshape(*prepared_image.size, 3)
 
 
 def means(data: bytes, recipe: Recipe = ASIS) -> list[int]:
-    return [round(level) for level in levels(prepare(data, recipe)).mean((0, 1)).tolist()]
+    return [round(mean) for mean in levels(prepare(data, recipe)).mean((0, 1)).tolist()]
 
 
 def refusal(data: bytes, recipe: Recipe = SMALL) -> str:
@@ -115,10 +115,10 @@ ODD: dict[str, tuple[bytes, list[int]]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_file_has_the_colours_that_a_person_sees(name: str) -> None:
     data, expected = ODD[name]
-    prepared = prepare(data, ASIS)
-    assert (prepared.size, prepared.upright) == ((HEIGHT, WIDTH), (HEIGHT, WIDTH))
+    prepared_image = prepare(data, ASIS)
+    assert (prepared_image.size, prepared_image.upright) == ((HEIGHT, WIDTH), (HEIGHT, WIDTH))
     assert means(data) == pytest.approx(expected, abs=2)
-    assert prepared.animated == (name.startswith("animated") or "pages" in name)
+    assert prepared_image.animated == (name.startswith("animated") or "pages" in name)
 
 
 # by the number of EXIF's Orientation: the sides of what a person sees that are the first row and column of the file
@@ -138,15 +138,17 @@ FIRST_ROW_AND_COLUMN = {
 @pytest.mark.parametrize("orientation", FIRST_ROW_AND_COLUMN)
 def test_an_image_is_turned_as_its_exif_says(kind: str, orientation: int) -> None:
     """A person sees a red corner at the top left, wherever it is in the file."""
-    pixels = np.zeros((64, 32, 3), np.uint8)
-    pixels[:16, :16] = (255, 0, 0)
+    scene = np.zeros((64, 32, 3), np.uint8)
+    scene[:16, :16] = (255, 0, 0)
     row, column = FIRST_ROW_AND_COLUMN[orientation]
-    stored = pixels.swapaxes(0, 1) if row in ("left", "right") else pixels
+    stored = scene.swapaxes(0, 1) if row in ("left", "right") else scene
     stored = stored[::-1] if row in ("right", "bottom") else stored
     stored = stored[:, ::-1] if column in ("right", "bottom") else stored
-    prepared = prepare(turned(orientation, Image.fromarray(stored.copy()), kind), Recipe("squash", height=64, width=32))
-    assert prepared.upright == Size(64, 32)
-    corners = [int(levels(prepared)[down, right, 0]) for down, right in ((4, 4), (4, 28), (60, 4), (60, 28))]
+    prepared_image = prepare(
+        turned(orientation, Image.fromarray(stored.copy()), kind), Recipe("squash", height=64, width=32)
+    )
+    assert prepared_image.upright == Size(64, 32)
+    corners = [int(levels(prepared_image)[down, right, 0]) for down, right in ((4, 4), (4, 28), (60, 4), (60, 28))]
     assert [level > 128 for level in corners] == [True, False, False, False]
 
 
@@ -221,15 +223,15 @@ def test_what_an_image_needs_more_memory_for_than_there_is_is_too_large(monkeypa
 
 
 def test_the_tiles_of_an_image_lie_row_by_row_and_then_comes_the_whole() -> None:
-    prepared = levels(prepare(encoded(picture(90, 60)), Recipe("tiles", longest=96, multiple=32)))
+    tiles = levels(prepare(encoded(picture(90, 60)), Recipe("tiles", longest=96, multiple=32)))
     image = Image.fromarray(levels(prepare(encoded(picture(90, 60)), Recipe("squash", height=64, width=96))))
     whole = np.asarray(picture(90, 60).resize((96, 64), Image.Resampling.BICUBIC))
-    assert prepared.shape == (7 * 32, 32, 3)
+    assert tiles.shape == (7 * 32, 32, 3)
     for row in range(2):
         for column in range(3):
-            tile = prepared[(row * 3 + column) * 32 :][:32]
+            tile = tiles[(row * 3 + column) * 32 :][:32]
             assert np.array_equal(tile, whole[row * 32 :, column * 32 :][:32, :32])
-    assert np.array_equal(prepared[-32:], np.asarray(image.resize((32, 32), Image.Resampling.BICUBIC)))
+    assert np.array_equal(tiles[-32:], np.asarray(image.resize((32, 32), Image.Resampling.BICUBIC)))
 
 
 def test_the_middle_is_cropped_and_the_page_is_centred() -> None:
@@ -262,47 +264,45 @@ edges = st.integers(1, 20_000)
 def test_sizes_are_what_each_kind_promises(name: str, height: int, width: int) -> None:
     recipe, size = RECIPES[name], Size(height, width)
     beyond = height * width > MAX_DECODED_PIXELS or max(size) > MAX_ASPECT * min(size)
-    if beyond or any(
-        not min(resiz) or resiz.height * resiz.width > MAX_RESIZED_PIXELS for resiz in resizes(recipe, size)
-    ):
+    if beyond or any(not min(step) or step.height * step.width > MAX_RESIZED_PIXELS for step in resizes(recipe, size)):
         with pytest.raises(InvalidInput, match=r"too_large|aspect"):
             check(recipe, size)
         return
     check(recipe, size)
-    steps, prepared = resizes(recipe, size), pixels_of(recipe, size)
-    assert all(edge >= 1 for step in (*steps, prepared) for edge in step)
+    steps, final_size = resizes(recipe, size), pixels_of(recipe, size)
+    assert all(edge >= 1 for step in (*steps, final_size) for edge in step)
     match recipe.kind:
         case "squash" | "page" | "crop":
-            assert prepared == (recipe.height, recipe.width)
+            assert final_size == (recipe.height, recipe.width)
         case "blocks":
-            assert prepared.height % recipe.multiple == prepared.width % recipe.multiple == 0
-            assert recipe.min_pixels <= prepared.height * prepared.width
+            assert final_size.height % recipe.multiple == final_size.width % recipe.multiple == 0
+            assert recipe.min_pixels <= final_size.height * final_size.width
             # one edge may not go below a multiple, so a strip may pass the bound
-            assert prepared.height * prepared.width <= recipe.max_pixels or min(prepared) == recipe.multiple
+            assert final_size.height * final_size.width <= recipe.max_pixels or min(final_size) == recipe.multiple
         case "fit":
-            assert prepared.height % recipe.multiple == prepared.width % recipe.multiple == 0
-            assert max(prepared) < recipe.longest + recipe.multiple
+            assert final_size.height % recipe.multiple == final_size.width % recipe.multiple == 0
+            assert max(final_size) < recipe.longest + recipe.multiple
         case "tiles":
             cut = tiles_of(recipe, size)
             assert 0 <= max_tiles(recipe) - max(cut) <= recipe.longest % 2
-            assert prepared == (recipe.multiple * (math.prod(cut) + (max(cut) > 1)), recipe.multiple)
+            assert final_size == (recipe.multiple * (math.prod(cut) + (max(cut) > 1)), recipe.multiple)
         case "bounded":
-            assert min(prepared) <= recipe.shorter
+            assert min(final_size) <= recipe.shorter
             # a picture whose shorter edge would not change is kept as it is, as by the original processors
-            assert max(prepared) <= recipe.longest + 1 or prepared == size
+            assert max(final_size) <= recipe.longest + 1 or final_size == size
     if recipe.kind == "crop":
         assert min(steps[0]) == recipe.shorter
     if recipe.kind == "page":
-        assert steps[-1].height <= prepared.height
-        assert steps[-1].width <= prepared.width
+        assert steps[-1].height <= final_size.height
+        assert steps[-1].width <= final_size.width
 
 
 @given(st.sampled_from(sorted(RECIPES)), st.integers(1, 90), st.integers(1, 90), st.integers(0, 9))
 def test_every_small_image_gets_pixels_of_the_foretold_size(name: str, height: int, width: int, seed: int) -> None:
-    prepared = prepare(encoded(picture(width, height, seed), "BMP"), RECIPES[name])
-    assert prepared.upright == (height, width)
-    assert prepared.size == pixels_of(RECIPES[name], prepared.upright)
-    assert len(prepared.pixels) == 3 * prepared.size.height * prepared.size.width
+    prepared_image = prepare(encoded(picture(width, height, seed), "BMP"), RECIPES[name])
+    assert prepared_image.upright == (height, width)
+    assert prepared_image.size == pixels_of(RECIPES[name], prepared_image.upright)
+    assert len(prepared_image.pixels) == 3 * prepared_image.size.height * prepared_image.size.width
 
 
 @pytest.mark.parametrize(
@@ -403,9 +403,9 @@ def test_a_mutated_file_is_refused_or_has_the_foretold_size() -> None:
     refused: list[str] = []
     for _ in range(300):
         try:
-            prepared = prepare(mutated(rng.choice(files), rng), SMALL)
+            prepared_image = prepare(mutated(rng.choice(files), rng), SMALL)
         except InvalidInput as error:
             refused.append(cause_of(error)[0])
         else:
-            assert (prepared.size, len(prepared.pixels)) == ((16, 16), 768)
+            assert (prepared_image.size, len(prepared_image.pixels)) == ((16, 16), 768)
     assert 30 < len(refused) < 290

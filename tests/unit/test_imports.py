@@ -119,14 +119,14 @@ def files(package: str) -> Iterator[tuple[str, ast.Module]]:
 
 def imported(tree: ast.AST) -> set[str]:
     """All modules that are imported anywhere below, functions included."""
-    names: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names.add(node.module or "")
-    return names
+            modules.add(node.module or "")
+    return modules
 
 
 def tops(tree: ast.AST) -> set[str]:
@@ -157,9 +157,9 @@ def test_the_core_is_pure() -> None:
         assert foreign <= CORE_MAY_USE | own, module
         ours = {name for name in imported(tree) if name.startswith("sie_")}
         # the broker's interface is a contract too: protocols and plain data
-        permitted = CORE | {"sie_broker"} | (TOKENISING if module in TOKENISING else set())
-        permitted |= {name.rpartition(".")[0] for name in permitted}  # `from package import module`
-        assert {name for name in ours if name.count(".")} <= permitted, module
+        allowed_modules = CORE | {"sie_broker"} | (TOKENISING if module in TOKENISING else set())
+        allowed_modules |= {name.rpartition(".")[0] for name in allowed_modules}  # `from package import module`
+        assert {name for name in ours if name.count(".")} <= allowed_modules, module
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_gateway_imports_quickly(module: str, most: float) -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     timings = [(seconds(module), seconds("fastapi")) for _ in range(3)]
-    ours, framework = (statistics.median(column) for column in zip(*timings, strict=True))
+    ours, framework = (statistics.median(series) for series in zip(*timings, strict=True))
     assert ours < most * framework
 
 

@@ -124,7 +124,7 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Ada
     )
     oracle = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
     for is_query, name in ((True, "query"), (False, "document")):
-        vectors = np.stack([row["dense"] for row in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
+        vectors = np.stack([slot["dense"] for slot in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
         assert np.abs(vectors - oracle.encode(TEXTS, prompt_name=name)).max() <= NEAR
 
 
@@ -147,9 +147,9 @@ def test_a_splade_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     assert entry.outputs == {"sparse": json.loads((folder / "config.json").read_text())["vocab_size"]}
     assert entry.head.sparse_activation == "log1p_log1p_relu"
     expected = SparseEncoder(str(folder), device="cpu").encode(TEXTS, convert_to_sparse_tensor=False).numpy()
-    for result, row in zip(run(engine, entry, "encode", TEXTS), expected, strict=True):
+    for output, row in zip(run(engine, entry, "encode", TEXTS), expected, strict=True):
         vector = np.zeros_like(row)
-        vector[result["sparse.indices"]] = result["sparse.values"]
+        vector[output["sparse.indices"]] = output["sparse.values"]
         assert np.abs(vector - row).max() <= NEAR
 
 
@@ -162,9 +162,9 @@ def test_a_late_interaction_folder_of_pylate(tmp_path: Path, engine: AdapterEngi
     assert (entry.head.query_expansion, entry.head.attend_expansion, entry.head.skip_punctuation) == (True, True, True)
     oracle = MultiVectorEncoder(str(folder), device="cpu")
     for is_query, encode in ((True, oracle.encode_query), (False, oracle.encode_document)):
-        for row, rows in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), encode(TEXTS), strict=True):
-            assert row["multivector"].shape == tuple(rows.shape)
-            assert np.abs(row["multivector"] - np.asarray(rows)).max() <= NEAR
+        for output, rows in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), encode(TEXTS), strict=True):
+            assert output["multivector"].shape == tuple(rows.shape)
+            assert np.abs(output["multivector"] - np.asarray(rows)).max() <= NEAR
 
 
 def test_a_late_interaction_folder_whose_skip_list_no_entry_can_write_is_left_to_its_files(tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def test_a_token_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("token-classifier", {"entities": 0}, MAX_TOKENS)
     tag = pipeline("token-classification", model=str(folder), device="cpu", aggregation_strategy="simple")
-    (result,) = run(engine, entry, "extract", TEXTS[:1])
+    (output,) = run(engine, entry, "extract", TEXTS[:1])
     expected = tag(TEXTS[0])
     assert expected
-    places = [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]]
+    places = [(entity["start"], entity["end"], entity["label"]) for entity in output["entities"]]
     assert places == [(entity["start"], entity["end"], entity["entity_group"]) for entity in expected]
 
 
@@ -193,10 +193,10 @@ def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     assert any("head.activation softmax" in line for line in report.assumed)  # what a score of two labels needs
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("text-classifier", {"classifications": 0}, MAX_TOKENS)
-    (result,) = run(engine, entry, "extract", TEXTS[:1])
+    (output,) = run(engine, entry, "extract", TEXTS[:1])
     (expected,) = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)(TEXTS[:1])
-    assert [classification["label"] for classification in result["classifications"]] == [
-        entity["label"] for entity in expected
+    assert [classification["label"] for classification in output["classifications"]] == [
+        classification["label"] for classification in expected
     ]
 
 
@@ -205,14 +205,14 @@ def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 512)
     assert {"gliner_config.json", "model.safetensors"} <= entry.weights.digests.keys()
-    (result,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
-    assert result["entities"]
+    (output,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
+    assert output["entities"]
 
 
 def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -> None:
     entry = inspected(gliner_checkpoints.gliner_folder(tmp_path / "gliner", "relations"))
     assert (entry.family, entry.outputs) == ("gliner-relations", {"entities": 0, "relations": 0})
-    (result,) = run(
+    (output,) = run(
         engine,
         entry,
         "extract",
@@ -222,7 +222,7 @@ def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -
         relation_labels=["lives in"],
         relation_threshold=0.0,
     )
-    assert result["relations"]
+    assert output["relations"]
 
 
 def stanford_folder(folder: Path) -> Path:
@@ -259,9 +259,7 @@ OTHER_FOLDERS: list[Any] = [
 
 @pytest.mark.parametrize(
     ("make", "family", "outputs"),
-    long_but(
-        OTHER_FOLDERS, [folder for folder in OTHER_FOLDERS if folder[0] in (heads_checkpoints.bge_m3, idf_folder)]
-    ),
+    long_but(OTHER_FOLDERS, [case for case in OTHER_FOLDERS if case[0] in (heads_checkpoints.bge_m3, idf_folder)]),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_other_folders_load_and_answer_too(

@@ -181,8 +181,8 @@ def test_an_installation_for_cpus_resolves_no_package_of_cuda(tmp_path: Path) ->
     """The bindings are the only nvidia-* package, which are Python of 100 kB."""
     root, report = installation.ROOT, tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    arguments = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]
-    subprocess.run([*command, "--report", str(report), *arguments, f"{root}[serve]"], check=True, timeout=280)
+    packages = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]
+    subprocess.run([*command, "--report", str(report), *packages, f"{root}[serve]"], check=True, timeout=280)
     names = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
     assert {"torch", "sie-cluster"} <= names
     assert {name for name in names if name.startswith(("nvidia", "cuda", "triton"))} == {"nvidia-ml-py"}

@@ -94,7 +94,7 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
     assert len(await again.read()) == 2 * MIB
     ever.set()
     ended = await asyncio.gather(*reading, return_exceptions=True)
-    assert [type(item) for item in ended] == [ClientGone] * 3
+    assert [type(error) for error in ended] == [ClientGone] * 3
     for reader in (*stuck, again):
         reader.close()
     assert intake.held_bytes == 0

@@ -82,13 +82,13 @@ class Place:
 
     async def table(self, job: str) -> Any:
         """The output as one list of rows."""
-        rows_read: list[Any] = []
+        rows: list[Any] = []
         for part in (await self.get(f"{job}/manifest")).json()["parts"]:
             data = (await self.get(f"{job}/part?name={part['name']}")).content
             assert hashlib.sha256(data).hexdigest() == part["sha256"]
             assert len(data) == part["bytes"]
-            rows_read += parquet.read_table(io.BytesIO(data)).to_pylist()
-        return rows_read
+            rows += parquet.read_table(io.BytesIO(data)).to_pylist()
+        return rows
 
 
 async def place_of(cluster: InProcess, **settings: str) -> Place:
@@ -260,7 +260,7 @@ async def test_jobs_are_selected_by_the_names_of_their_states(place: Place) -> N
     async def selected(state: str, **headers: str) -> list[str]:
         answer = await place.gateway.client.get(f"/v1/jobs?state={state}", headers=headers)
         assert answer.status_code == 200, answer.text
-        return [job_info["id"] for job_info in answer.json()["data"]]
+        return [entry["id"] for entry in answer.json()["data"]]
 
     assert [await selected(state) for state in ("", "completed", "failed")] == [[job], [job], []]
     public = {"x-sie-sdk-version": "0.6.31"}
@@ -393,16 +393,16 @@ async def test_what_changed_is_computed_where_answers_are_kept(cluster: InProces
     first = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
     assert (await place.job(first))["counts"]["reused"] == 0
     rows[7]["t"] = "another text"
-    requests = place.asked()
+    asked_before = place.asked()
     second = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
     info = await place.job(second)
-    computed = place.asked() - requests
+    computed = place.asked() - asked_before
     assert info["counts"]["reused"] == (99 if is_cached else 0)
     # a model says by an answer which state it is in
     assert computed <= 2 if is_cached else computed == 100
-    rows_read = await place.table(second)
-    assert np.allclose(rows_read[7]["dense"], vector_of(ids_of("another text")))
-    assert np.allclose(rows_read[99]["dense"], vector_of(ids_of("text 99")))
+    table = await place.table(second)
+    assert np.allclose(table[7]["dense"], vector_of(ids_of("another text")))
+    assert np.allclose(table[99]["dense"], vector_of(ids_of("text 99")))
 
 
 async def test_equal_rows_are_computed_once(place: Place) -> None:
@@ -425,8 +425,8 @@ async def test_the_rows_that_failed_are_answered_again_alone(place: Place, monke
     again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
     info = await place.job(again)
     assert (info["counts"]["rows"], info["counts"]["failed"], info["counts"]["shards"]) == (3, 1, 2)
-    rows_read = await place.table(again)
-    assert [(row["id"], row["error"] is None) for row in rows_read] == [("r3", True), ("r25", True), ("r26", False)]
+    output_rows = await place.table(again)
+    assert [(row["id"], row["error"] is None) for row in output_rows] == [("r3", True), ("r25", True), ("r26", False)]
     place.adapter.failures = {}
     last = (await place.gateway.client.post(f"/v1/jobs/{again}/retry")).json()["id"]
     assert (await place.job(last))["counts"]["rows"] == 1
@@ -546,9 +546,9 @@ async def test_another_state_of_the_model_pauses_the_job_and_the_former_one_resu
     assert len(await place.table(job)) == 30
 
 
-async def _max_tokens(place: Place, max_tokens: int) -> bool:
+async def _max_tokens(place: Place, limit: int) -> bool:
     info = (await place.gateway.client.get(f"/v1/models/{MODEL}")).json()
-    return bool(info["max_sequence_length"] == max_tokens)
+    return bool(info["max_sequence_length"] == limit)
 
 
 async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> None:
@@ -587,8 +587,10 @@ async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
     place.adapter.let_go()
 
     async def waits() -> bool:
-        report = (await place.get(job)).json()
-        return bool(report["trouble"] and report["trouble"]["code"] == "OUTSIDE_WINDOW" and report["counts"]["done"])
+        job_info = (await place.get(job)).json()
+        return bool(
+            job_info["trouble"] and job_info["trouble"]["code"] == "OUTSIDE_WINDOW" and job_info["counts"]["done"]
+        )
 
     await until_told(waits, "it waits")
     assert place.asked() == 20
@@ -644,7 +646,7 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
         assert (await client.post(f"/v1/jobs/{job}/{action}")).status_code == 404, action
     assert (await client.delete(f"/v1/jobs/{job}")).status_code == 404
     client.headers["authorization"] = "Bearer admin-token-of-a-test"
-    assert [job_info["id"] for job_info in (await client.get("/v1/jobs")).json()["data"]] == [job]
+    assert [entry["id"] for entry in (await client.get("/v1/jobs")).json()["data"]] == [job]
     assert (await client.delete(f"/v1/jobs/{job}")).json() == {"id": job, "object": "job", "deleted": True}
     assert (await place.get(job)).status_code == 404
 
@@ -685,19 +687,19 @@ async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProces
     use("one")
     file = await place.upload(texts(1))
     answers = await asyncio.gather(*(submitted(file) for _ in range(10)))
-    ids = [answer.json()["id"] for answer in answers if answer.status_code == 201]
-    assert len(ids) == 3
-    refused = [answer for answer in answers if answer.status_code != 201]
-    assert {entry.status_code for entry in refused} == {429}
-    assert all(int(entry.headers["retry-after"]) >= 30 for entry in refused)
+    job_ids = [reply.json()["id"] for reply in answers if reply.status_code == 201]
+    assert len(job_ids) == 3
+    refused = [reply for reply in answers if reply.status_code != 201]
+    assert {reply.status_code for reply in refused} == {429}
+    assert all(int(reply.headers["retry-after"]) >= 30 for reply in refused)
     message = refused[0].json()["error"]["message"]
     assert message == "this key has 3 jobs and batches (SIE_JOBS_PER_KEY): delete some that have ended"
     batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
     assert (await client.post("/v1/batches", json=batch)).status_code == 429
     use("two")
     second_file = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}])
-    response = await client.post("/v1/batches", json={**batch, "input_file_id": second_file})
-    assert response.status_code == 200, response.text
+    batch_reply = await client.post("/v1/batches", json={**batch, "input_file_id": second_file})
+    assert batch_reply.status_code == 200, batch_reply.text
     large = await submitted(second_file, params={"labels": "x" * 40_000})
     assert large.status_code == 400, "no model takes it"
     wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
@@ -708,15 +710,15 @@ async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProces
     assert "SIE_MAX_JOBS" in message
 
     async def ended() -> bool:
-        info = (await client.get(f"/v1/batches/{response.json()['id']}")).json()
+        info = (await client.get(f"/v1/batches/{batch_reply.json()['id']}")).json()
         return info["status"] == "completed"
 
     await until_told(ended, "the batch has ended")
-    assert (await client.delete(f"/v1/batches/{response.json()['id']}")).json()["deleted"] is True
+    assert (await client.delete(f"/v1/batches/{batch_reply.json()['id']}")).json()["deleted"] is True
     assert (await submitted(second_file)).status_code == 201
     use("one")
-    await place.job(ids[0])
-    assert (await client.delete(f"/v1/jobs/{ids[0]}")).status_code == 200
+    await place.job(job_ids[0])
+    assert (await client.delete(f"/v1/jobs/{job_ids[0]}")).status_code == 200
     assert (await submitted(file)).status_code == 201
 
 
@@ -752,8 +754,8 @@ async def test_metrics_tell_of_jobs(place: Place) -> None:
 
 async def test_a_list_of_jobs_has_pages(place: Place) -> None:
     file = await place.upload(texts(1))
-    ids = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
-    for job in ids:
+    job_ids = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
+    for job in job_ids:
         await place.job(job)
     first = (await place.gateway.client.get("/v1/jobs?limit=2")).json()
     assert [job["name"] for job in first["data"]] == ["n4", "n3"]
@@ -787,17 +789,17 @@ async def test_metadata_of_a_job_or_batch_beyond_its_limits_is_refused_by_name(
         assert (error["code"].upper(), error["param"]) == ("INVALID_INPUT", param)
         assert "x" * 100 not in error["message"]
         assert "k" * 65 not in error["message"]
-        response = await place.gateway.client.post(path, json={**body, "metadata": limits})
-        assert response.status_code == status, response.text
+        reply = await place.gateway.client.post(path, json={**body, "metadata": limits})
+        assert reply.status_code == status, reply.text
 
 
 async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> None:
     source = {"file": await place.upload(texts(1)), "text": "{t}"}
-    first = await place.submit(source, headers={"idempotency-key": "k"})
-    second = await place.submit(source, headers={"idempotency-key": "k"})
-    assert first["id"] == second["id"]
+    first_job = await place.submit(source, headers={"idempotency-key": "k"})
+    second_job = await place.submit(source, headers={"idempotency-key": "k"})
+    assert first_job["id"] == second_job["id"]
     again = {**source, "file": await place.upload(texts(1))}
-    assert (await place.submit(again, headers={"idempotency-key": "k"}))["id"] == first["id"], (
+    assert (await place.submit(again, headers={"idempotency-key": "k"}))["id"] == first_job["id"], (
         "the same bytes, sent twice"
     )
     for differs in (
@@ -807,7 +809,7 @@ async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> N
     ):
         refused = await place.submit(differs, 422, headers={"idempotency-key": "k"})
         assert refused["code"] == "IDEMPOTENCY_MISMATCH"
-    await place.job(first["id"])
+    await place.job(first_job["id"])
 
 
 async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refused(cluster: InProcess) -> None:

@@ -153,8 +153,12 @@ def test_templates_of_a_query_make_it_a_score_between_addresses(server: JobServe
         server, "submit", "org/m", "s3://b/in/", "--query", "{q}", "--document", "{d}", "-o", "s3://b/out/", "--json"
     )
     assert json.loads(result.stdout)["state"] == "queued"
-    body = server.bodies[f"{JOB}0"]
-    assert (body.operation, body.input.url, body.output) == ("score", "s3://b/in/", JobOutput(url="s3://b/out/"))
+    job_request = server.bodies[f"{JOB}0"]
+    assert (job_request.operation, job_request.input.url, job_request.output) == (
+        "score",
+        "s3://b/in/",
+        JobOutput(url="s3://b/out/"),
+    )
     assert len(server.asked("GET")) == 0
 
 
@@ -224,8 +228,8 @@ def test_jobs_are_listed(server: JobServer) -> None:
     lines = sie(server, "list").output.splitlines()
     assert [line.split()[0] for line in lines] == ["ID", f"{JOB}1", f"{JOB}0"]
     assert lines[2].split()[3:] == ["running", "1,000,000", "12", "%", "3", "org/m", "night?"]
-    result = json.loads(sie(server, "list", "--json", "--state", "running", "--limit", 1).output)
-    assert [job["id"] for job in result] == [f"{JOB}0"]
+    listing = json.loads(sie(server, "list", "--json", "--state", "running", "--limit", 1).output)
+    assert [job["id"] for job in listing] == [f"{JOB}0"]
     assert sie(server, "list", "--limit", 1).output.splitlines()[-1] == "these are the newest 1; --limit shows more"
     assert sie(server, "list", "--state", "paused").output == "no jobs are paused\n"
 
@@ -327,8 +331,8 @@ def test_a_pipe_gets_a_line_for_each_change(server: JobServer) -> None:
     ]
     assert "waits: PROVISIONING: no worker" in lines[2]
     server.script = [RUNNING, COMPLETED]
-    result = [json.loads(line) for line in sie(server, "watch", f"{JOB}0", "--json").output.splitlines()]
-    assert [job["state"] for job in result] == ["completed"]
+    changes = [json.loads(line) for line in sie(server, "watch", f"{JOB}0", "--json").output.splitlines()]
+    assert [change["state"] for change in changes] == ["completed"]
 
 
 def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server: JobServer) -> None:
@@ -345,7 +349,7 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
     )
     os.close(follower)
-    shown, followed = bytearray(), threading.Event()
+    shown, bar_event = bytearray(), threading.Event()
 
     def read() -> None:
         while True:
@@ -354,12 +358,12 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
             except OSError:  # the terminal is closed: all have left it
                 return
             if "━".encode() in shown and b"done at" in shown:
-                followed.set()
+                bar_event.set()
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert followed.wait(3 * HANGING), shown
+        assert bar_event.wait(3 * HANGING), shown
         watching.send_signal(signal.SIGINT)
         assert watching.wait(HANGING) == 130
     finally:

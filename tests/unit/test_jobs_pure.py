@@ -172,11 +172,11 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
 ) -> None:
     resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
     lane = Lane("_default", "_default", "default")
-    bounds_read = bounds(
+    shard_bounds = bounds(
         PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images
     )
-    assert bounds_read.rows == SHARD_BYTES // bytes_of_row
-    assert bounds_read.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
+    assert shard_bounds.rows == SHARD_BYTES // bytes_of_row
+    assert shard_bounds.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_equal_inputs_are_computed_once() -> None:
         ModelInput(RequestItem(None, images=(b"a",))),
         *inputs(""),
     ]
-    groups = unique(every)
-    assert [groups.inputs[place] for place in groups.places] == every
-    assert len(groups.inputs) == 5
-    assert len(set(groups.digests)) == 5
+    distinct_inputs = unique(every)
+    assert [distinct_inputs.inputs[place] for place in distinct_inputs.places] == every
+    assert len(distinct_inputs.inputs) == 5
+    assert len(set(distinct_inputs.digests)) == 5
 
 
 def value(number: int) -> RowAnswer:
@@ -222,13 +222,13 @@ def value(number: int) -> RowAnswer:
     return RowAnswer(None, number, number % 2 == 0, {"dense": array}, float(number), {"n": [number]})
 
 
-def same(answer: RowAnswer, second: RowAnswer) -> bool:
-    arrays = all(np.array_equal(answer.arrays[name], second.arrays[name]) for name in answer.arrays)
-    return arrays and (answer.score, answer.data, answer.tokens, answer.truncated) == (
-        second.score,
-        second.data,
-        second.tokens,
-        second.truncated,
+def same(left: RowAnswer, right: RowAnswer) -> bool:
+    arrays = all(np.array_equal(left.arrays[name], right.arrays[name]) for name in left.arrays)
+    return arrays and (left.score, left.data, left.tokens, left.truncated) == (
+        right.score,
+        right.data,
+        right.tokens,
+        right.truncated,
     )
 
 
@@ -251,15 +251,15 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     reader = StoredAnswers(store, space)
     await reader.open()
     assert len(reader) == 300
-    digests_asked = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
-    answers = await reader.find(digests_asked)
+    lookup_digests = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
+    answers = await reader.find(lookup_digests)
     assert answers.keys() == {0, 2, 3}
     assert same(answers[0], value(5))
     assert same(answers[2], value(250))
     assert same(answers[3], value(0))
-    second_space = StoredAnswers(store, space_of("k", "f2", "encode", RunOptions()))
-    await second_space.open()
-    assert await second_space.find(digests) == {}
+    foreign_answers = StoredAnswers(store, space_of("k", "f2", "encode", RunOptions()))
+    await foreign_answers.open()
+    assert await foreign_answers.find(digests) == {}
 
 
 async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
@@ -435,7 +435,7 @@ async def test_an_item_whose_error_may_disappear_is_sent_again_alone() -> None:
 
 async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(askings, "MAX_PAUSE_S", 0.01)
-    lines: list[SIEError | None] = []
+    errors: list[SIEError | None] = []
 
     async def at_once() -> None:
         pass
@@ -443,7 +443,7 @@ async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: p
     async def attempt() -> None:
         raise FailedRequest(ResourceExhausted("the device has no memory left"), [])
 
-    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, lines.append, at_once)
+    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, errors.append, at_once)
     with pytest.raises(FailedRequest):
         await asyncio.wait_for(asking.patiently(attempt), 5)
-    assert [line and line.code for line in lines] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]
+    assert [error and error.code for error in errors] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]

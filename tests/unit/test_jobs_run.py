@@ -145,8 +145,8 @@ class World:
         _, task, keeper = self.stops.pop(name)
         ended = [running.task for running in keeper._running.values()]
         keeper._running.clear()
-        for entry in (task, *ended):
-            entry.cancel()
+        for job_task in (task, *ended):
+            job_task.cancel()
         await asyncio.gather(task, *ended, return_exceptions=True)
 
     async def leave(self, name: str) -> None:
@@ -222,14 +222,14 @@ async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_
     await first.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "a leader computes")
     leader = (await state(world, first, "running")).leader
-    follower = "g2" if leader == "g1" else "g1"
+    successor = "g2" if leader == "g1" else "g1"
     await asyncio.sleep(1.5 * keepers.LEASE_S)
     assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one waits, for longer than a lease
     await world.leave(leader)
     world.output.held.set()
-    job = await state(world, second if follower == "g2" else first, "completed")
+    job = await state(world, second if successor == "g2" else first, "completed")
     assert job.done == 60
-    assert set(world.output.parts.values()) == {follower}
+    assert set(world.output.parts.values()) == {successor}
 
 
 @virtual
@@ -688,7 +688,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
 
 
 @pytest.mark.parametrize(
-    ("error", "final_state", "code"),
+    ("error", "expected", "code"),
     [
         (ModelNotFound("there is no such model"), "paused", "MODEL_NOT_FOUND"),
         (Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended")), "paused", "PERMISSION_DENIED"),
@@ -697,7 +697,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
 )
 @virtual
 async def test_what_only_people_can_change_ends_or_pauses_it(
-    world: World, error: Exception, final_state: str, code: str
+    world: World, error: Exception, expected: str, code: str
 ) -> None:
     world.output.held.set()
 
@@ -708,7 +708,7 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
     world.output.before = before
     ledger = world.gateway("g1")
     await ledger.create(JOB)
-    job = await state(world, ledger, final_state)
+    job = await state(world, ledger, expected)
     assert job.error is not None
     assert job.error.code == code
     assert job.leader == ""
@@ -954,17 +954,17 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
 @virtual
 async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
     """Jobs that others lead fill more than one look."""
-    looks = keepers.LOOKS + 2
-    first, second = world.gateway("g1", at_once=looks), world.gateway("g2", at_once=0)
-    for number in range(looks):
+    job_count = keepers.LOOKS + 2
+    first, second = world.gateway("g1", at_once=job_count), world.gateway("g2", at_once=0)
+    for number in range(job_count):
         await first.create(runs.replace(JOB, id=f"job-{number:02}", created_s=float(number)))
-    await until(lambda: sum(job.state == "running" for job in second) == looks, "one gateway leads them")
+    await until(lambda: sum(job.state == "running" for job in second) == job_count, "one gateway leads them")
     third = world.gateway("g3", at_once=1)
     await third.create(runs.replace(JOB, id="job-last", created_s=100.0))
     assert (await state(world, third, "running", "job-last")).leader == "g3"
     await world.kill("g1")
     world.output.held.set()
-    for number in range(looks):
+    for number in range(job_count):
         await state(world, third, "completed", f"job-{number:02}")
     assert world.stops["g3"][2]._observed == {}
 

@@ -63,20 +63,20 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
 
 def test_no_part_of_a_token_is_stored() -> None:
     """Not even eight of its characters. And a token is 256 random bits, always others."""
-    keys_made = [records.create(f"name {number}", ("infer",), now_s=1.0) for number in range(50)]
-    stored = b"".join(records.encode(key) for key, _ in keys_made).decode()
-    for _, token in keys_made:
+    keys = [records.create(f"name {number}", ("infer",), now_s=1.0) for number in range(50)]
+    stored = b"".join(records.encode(key) for key, _ in keys).decode()
+    for _, token in keys:
         secret = token.removeprefix("sie_")
         assert len(secret) == 43, "32 bytes in base 64"
         assert not any(secret[start : start + 8] in stored for start in range(len(secret) - 7))
-    assert len({token for _, token in keys_made}) == len({key.id for key, _ in keys_made}) == 50
+    assert len({token for _, token in keys}) == len({key.id for key, _ in keys}) == 50
 
 
 async def test_a_key_is_found_by_its_token_alone(followed: Followed) -> None:
     key, token = await followed.made()
     assert followed.keys.find(token) == key
-    for token_tried in ("", token[:-1], token + "x", token.upper(), key.id, key.digest):
-        assert followed.keys.find(token_tried) is None
+    for text in ("", token[:-1], token + "x", token.upper(), key.id, key.digest):
+        assert followed.keys.find(text) is None
 
 
 async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None:
@@ -89,8 +89,8 @@ async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None
     def is_known() -> bool:
         nonlocal looks
         looks += 1
-        key_found = followed.keys.find(token)
-        return key_found is not None and key_found.ended(time.time()) == "was revoked"
+        record = followed.keys.find(token)
+        return record is not None and record.ended(time.time()) == "was revoked"
 
     await until(is_known, "the revocation is known")
     assert looks * POLL_S < REVOKED_WITHIN_S
@@ -113,10 +113,10 @@ async def test_a_record_that_cannot_be_read_is_nobodys_key(
     followed: Followed, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fail closed: also where a good record was before. The others stay."""
-    (key, token), (_, second_token) = await followed.made(), await followed.made()
+    (key, token), (_, good_token) = await followed.made(), await followed.made()
     await followed.bucket.write([Write(key.id, damage)])
     await until(lambda: followed.keys.find(token) is None, "the damaged key is dropped")
-    assert followed.keys.find(second_token) is not None
+    assert followed.keys.find(good_token) is not None
     assert f"key {key.id} cannot be decoded" in caplog.text
 
 
@@ -140,7 +140,7 @@ async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_ou
     await followed.put(replace(key, revoked_s=time.time()))
     assert followed.keys.find(token) == key
     gateway.reconnect()  # type: ignore[attr-defined]
-    await until(lambda: (key_found := followed.keys.find(token)) and key_found.revoked_s, "the revocation is known")
+    await until(lambda: (record := followed.keys.find(token)) and record.revoked_s, "the revocation is known")
 
 
 async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) -> None:
@@ -170,9 +170,9 @@ class Behind:
         return await self.bucket.watch(handler, after)
 
 
-@pytest.mark.parametrize("moment", ["one", "none"])
+@pytest.mark.parametrize("entries_at_start", ["one", "none"])
 async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(
-    moment: str, monkeypatch: pytest.MonkeyPatch
+    entries_at_start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two keys is revoked; a process starts and reads from a replica that has not seen that; the watch brings
     it.
@@ -181,7 +181,7 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
     bucket = await records.bucket_of(broker, 1).open()
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
     await bucket.write([Write(bad.id, records.encode(bad))])
-    behind = Behind(bucket, await bucket.entries() if moment == "one" else [])
+    behind = Behind(bucket, await bucket.entries() if entries_at_start == "one" else [])
     await bucket.write([Write(bad.id, records.encode(replace(bad, revoked_s=2.0)))])
     await bucket.write([Write(good.id, records.encode(good))])
 
@@ -193,7 +193,7 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
     following = asyncio.create_task(keys.run(stop))
     try:
         await until(
-            lambda: (key_found := keys.find(revoked)) and key_found.ended(3.0) == "was revoked",
+            lambda: (key := keys.find(revoked)) and key.ended(3.0) == "was revoked",
             "the revocation is known",
         )
         await until(lambda: keys.find(token), "the key is known")
@@ -263,7 +263,7 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
     """60 tokens of 100 are used, as the worker counts them; 50 more are 429; 30 more pass; another key is not
     concerned; 200 at once are 413: no minute allows them.
     """
-    token, second = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
+    token, second_key = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     await cluster.sidecar()
 
@@ -283,7 +283,7 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-should-retry"] == "true"
     assert (await sent(28)).status_code == 200
-    assert (await sent(180, second)).status_code == 200
+    assert (await sent(180, second_key)).status_code == 200
     assert ((huge := await sent(500)).status_code, huge.json()["error"]["limit"]) == (413, 100)
 
 
@@ -335,21 +335,21 @@ async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
     the log names them. A writer that died between bucket and copy is no damage.
     """
     buckets = await KeyBuckets.open(followed.server.connect("operator"), 1)
-    (live, kept_token), (ended, ended_token), (young, young_token) = (
+    (active_key, kept_token), (ended, ended_token), (young, young_token) = (
         records.create(name, ("infer",), now_s=time.time()) for name in ("kept", "ended", "young")
     )
-    for key in (live, ended):
+    for key in (active_key, ended):
         await buckets.write(key, 0)
     revoked = replace(ended, revoked_s=1.0)
     await buckets.write(revoked, next(revision for key, revision in await buckets.read() if key.id == ended.id))
     await until(lambda: followed.keys.find(ended_token) == revoked, "the key is revoked")
-    await buckets.bucket.write([Write(live.id, None), Write(ended.id, records.encode(ended))])
+    await buckets.bucket.write([Write(active_key.id, None), Write(ended.id, records.encode(ended))])
     await until(lambda: f"it lost 2 keys, which the copy {topology.KEYS_COPY_BUCKET} has" in caplog.text, "the log")
-    assert f"{live.id} kept, {ended.id} ended" in caplog.text
-    assert followed.keys.find(kept_token) == live
+    assert f"{active_key.id} kept, {ended.id} ended" in caplog.text
+    assert followed.keys.find(kept_token) == active_key
     assert followed.keys.find(ended_token) == revoked
     await buckets.bucket.write([Write(young.id, records.encode(young), 0)])
     await until(lambda: followed.keys.find(young_token), "the young key")
-    assert {key.id for key in followed.keys.lost()} == {live.id, ended.id}
+    assert {key.id for key in followed.keys.lost()} == {active_key.id, ended.id}
     await buckets.remove(young.id, next(revision for key, revision in await buckets.read() if key.id == young.id))
     await until(lambda: followed.keys.find(young_token) is None, "the young key is forgotten")

@@ -95,10 +95,10 @@ async def kubernetes() -> AsyncIterator[tuple[Api, str]]:
 
 @contextlib.asynccontextmanager
 async def following(endpoints: Endpoints) -> AsyncIterator[Callable[[], tuple[str, ...]]]:
-    lists: list[tuple[str, ...]] = [()]
-    task = asyncio.create_task(endpoints.run(lists.append))
+    updates: list[tuple[str, ...]] = [()]
+    task = asyncio.create_task(endpoints.run(updates.append))
     try:
-        yield lambda: lists[-1]
+        yield lambda: updates[-1]
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -111,7 +111,7 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
     time.
     """
     monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
-    async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as followed:
+    async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as addresses:
         await until(lambda: len(api.asked) >= 2, "the first list and a watch")
         api.change(
             endpoint("10.0.0.2", ready=True),
@@ -119,19 +119,19 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
             endpoint("10.0.0.9", terminating=True),
             endpoint(),
         )
-        await until(lambda: followed() == ("http://10.0.0.1:8080", "http://10.0.0.2:8080"), "both pods")
+        await until(lambda: addresses() == ("http://10.0.0.1:8080", "http://10.0.0.2:8080"), "both pods")
         (account / "token").write_text("renewed")
         api.change(endpoint("fd00::1"), kind="IPv6")
-        await until(lambda: followed() == ("http://[fd00::1]:8080",), "the other pod")
+        await until(lambda: addresses() == ("http://[fd00::1]:8080",), "the other pod")
         assert {request[2] for request in api.asked} == {"Bearer pod-token", "Bearer renewed"}
         api.status = 500
         api.changed.set()
         before = len(api.asked)
         await until(lambda: len(api.asked) > before + 2, "more attempts")
-        assert followed() == ("http://[fd00::1]:8080",), "what cannot be asked stays as it was"
+        assert addresses() == ("http://[fd00::1]:8080",), "what cannot be asked stays as it was"
         api.status = 200
         api.change()
-        await until(lambda: followed() == (), "no pod")
+        await until(lambda: addresses() == (), "no pod")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ async def test_namespace_service_and_port_say_where_workers_are_looked_for(
     """SIE_GATEWAY_K8S_NAMESPACE, SIE_GATEWAY_K8S_SERVICE, SIE_GATEWAY_K8S_PORT."""
     async with kubernetes() as (api, url):
         api.change(endpoint("10.0.0.1"))
-        async with following(Endpoints(settings_of(**variable), api=url, account=account)) as followed:
-            await until(lambda: followed() == (f"http://10.0.0.1:{port}",), "the pod")
+        async with following(Endpoints(settings_of(**variable), api=url, account=account)) as addresses:
+            await until(lambda: addresses() == (f"http://10.0.0.1:{port}",), "the pod")
         assert path in api.asked[0][0]
         assert api.asked[0][0].endswith("/endpointslices")
         assert selector in api.asked[0][1]
@@ -177,14 +177,14 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
             running = asyncio.create_task(sockets.run(stop))
             if setting == "true":
                 await until(
-                    lambda sockets_checked=sockets: [
-                        status for _, status in sockets_checked.statuses() if status is not None
+                    lambda bound_sockets=sockets: [
+                        status for _, status in bound_sockets.statuses() if status is not None
                     ],
                     "its status",
                 )
                 assert isinstance(sockets.statuses()[0][1], WorkerFrame)
                 api.change()
-                await until(lambda sockets_checked=sockets: not sockets_checked.statuses(), "no worker")
+                await until(lambda bound_sockets=sockets: not bound_sockets.statuses(), "no worker")
             else:
                 await asyncio.sleep(0)
                 assert api.asked == []

@@ -27,8 +27,8 @@ def test_a_marker_is_given_in_the_file_of_its_tests(lane: lanes.Lane) -> None:
 def test_no_marker_is_added_while_tests_are_collected() -> None:
     """Tests of GPUs, which no lane has, are skipped by their folder."""
     own = Path(__file__)
-    paths = [path for path in TESTS.rglob("*.py") if path != own and not path.is_relative_to(TESTS / "gpu")]
-    assert [path.name for path in paths if "add_marker" in path.read_text("utf-8")] == []
+    files = [path for path in TESTS.rglob("*.py") if path != own and not path.is_relative_to(TESTS / "gpu")]
+    assert [path.name for path in files if "add_marker" in path.read_text("utf-8")] == []
 
 
 def test_what_is_asked_for_takes_the_place_of_the_files() -> None:

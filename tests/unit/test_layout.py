@@ -61,8 +61,8 @@ class State:
 
     def settle(self) -> None:
         demand = np.zeros(self.layout.size)
-        for model, demand_of_model in self.demand.items():
-            demand[self.layout.indices[model]] = demand_of_model
+        for model, amount in self.demand.items():
+            demand[self.layout.indices[model]] = amount
         self.table.update(self.layout.settle(demand))
 
 
@@ -76,24 +76,24 @@ def test_what_has_changed_is_placed_as_if_all_of_it_were_placed_anew(looks: list
     for look in looks:
         for change in look:
             state.change(*change)  # type: ignore[arg-type]
-        table = place(state.table, state.wanted, state.workers, state.demand, state.slots)
+        placement = place(state.table, state.wanted, state.workers, state.demand, state.slots)
         state.settle()
         if state.workers:
-            assert {model: state.table.get(model, ()) for model in state.wanted} == table
+            assert {model: state.table.get(model, ()) for model in state.wanted} == placement
 
 
 @given(st.integers(1, 40), st.integers(1, 300))
 @settings(max_examples=40, deadline=None)
 def test_models_of_a_worker_that_is_lost_go_to_different_ones(count: int, number: int) -> None:
     names = [f"w{index}" for index in range(count + 1)]
-    holdings, counts = dict.fromkeys(names, Holdings()), {f"m{index}": 1 for index in range(number)}
-    table = place({}, counts, holdings, {}, {})
+    holdings, replicas = dict.fromkeys(names, Holdings()), {f"m{index}": 1 for index in range(number)}
+    table = place({}, replicas, holdings, {}, {})
     lost = [model for model, hosts in table.items() if hosts == ("w0",)]
     del holdings["w0"]
-    after = place(table, counts, holdings, {}, {})
-    assert {model for model in counts if after[model] != table[model]} == set(lost)
-    workers_chosen = [after[model][0] for model in lost]
-    assert max(map(workers_chosen.count, workers_chosen), default=0) <= -(-len(lost) // count) + 1
+    after = place(table, replicas, holdings, {}, {})
+    assert {model for model in replicas if after[model] != table[model]} == set(lost)
+    targets = [after[model][0] for model in lost]
+    assert max(map(targets.count, targets), default=0) <= -(-len(lost) // count) + 1
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("renewed_s", "now_s", "is_taken"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)]
+    ("renewed_s", "now_s", "is_abandoned"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)]
 )
 def test_leases_that_may_be_somebody_elses_are_left_alone(
-    tmp_path: Path, renewed_s: float, now_s: float, is_taken: bool
+    tmp_path: Path, renewed_s: float, now_s: float, is_abandoned: bool
 ) -> None:
     times = iter([NOW_S, NOW_S + renewed_s])
     first = open_ledger(tmp_path / "w", lambda: next(times))
@@ -57,7 +57,7 @@ def test_leases_that_may_be_somebody_elses_are_left_alone(
     first.renewed()
     first.close()
     second = opened(tmp_path / "w", NOW_S + now_s)
-    assert second.take_over(8.0) == ([REPLY % 1] if is_taken else [])
+    assert second.take_over(8.0) == ([REPLY % 1] if is_abandoned else [])
     second.close()
 
 

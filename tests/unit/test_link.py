@@ -98,11 +98,11 @@ async def test_a_question_that_is_given_up_leaves_no_task_and_the_link_is_made_a
     link, adapter = linked
     adapter.freeze()
     before = asyncio.all_tasks()
-    task = asyncio.create_task(link.request(ipc.Ping()))
+    ping = asyncio.create_task(link.request(ipc.Ping()))
     await asyncio.sleep(0)
-    task.cancel()
+    ping.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await task
+        await ping
     await until(lambda: asyncio.all_tasks() <= before, "no task is left")
     await until(lambda: not link.connected, "the link is given up")
 
@@ -160,17 +160,17 @@ def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) 
 async def test_a_batch_names_what_may_go_and_every_reply_what_went(linked: Linked) -> None:
     """A batch, a relief, and a load that is refused."""
     link, adapter = linked
-    batches: list[tuple[str, ...]] = []
-    link.attach(lambda: ("toy/idle", "toy/other"), batches.append)
+    drops: list[tuple[str, ...]] = []
+    link.attach(lambda: ("toy/idle", "toy/other"), drops.append)
     await answered(link)
-    assert (adapter.batches[-1].may_drop, batches) == (("toy/idle", "toy/other"), [])
+    assert (adapter.batches[-1].may_drop, drops) == (("toy/idle", "toy/other"), [])
     adapter.dropped = ("toy/idle",)
     await answered(link)
     await link.relieve(("toy/idle",))
     adapter.refusals["toy/large"] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
     with pytest.raises(ModelLoadFailed):
         await link.ensure_ready(ipc.EnsureReady("toy/large", {}))
-    assert batches == [("toy/idle",)] * 3
+    assert drops == [("toy/idle",)] * 3
 
 
 async def test_a_relief_may_take_longer_than_a_short_question(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,12 +73,10 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
         entries = [msgspec.json.decode(line) for line in written.getvalue().splitlines()]
         written.seek(0)
         written.truncate()
-        entries_matched = [
-            (entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"
-        ]
+        matches = [(entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"]
         return [
             {**entry, **match.groupdict(), "told": dict(pair.split("=") for pair in match["told"].split())}
-            for entry, match in entries_matched
+            for entry, match in matches
             if match is not None
         ]
 
@@ -143,10 +141,10 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         await post({"items": ["x"]}, authorization="Bearer other"),
         await post({"items": ["x"]}, **{"content-encoding": "br"}),
     ]
-    lines_read = lines()
-    assert [line["request_id"] for line in lines_read] == ids
+    log_lines = lines()
+    assert [line["request_id"] for line in log_lines] == ids
     assert [
-        (line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in lines_read
+        (line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in log_lines
     ] == [
         ("200", None, "1", "toy/one"),
         ("400", "INVALID_INPUT", "1", "toy/one"),
@@ -156,9 +154,9 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         ("401", "UNAUTHENTICATED", None, None),
         ("415", "UNSUPPORTED_MEDIA_TYPE", None, None),  # refused before its model was looked for
     ]
-    assert [set(STAGES) <= line["told"].keys() for line in lines_read] == [True, True, True, False, False, False, False]
-    assert [line["told"].get("tokens") for line in lines_read[:2]] == ["6", "0"]
-    assert [line["key"] for line in lines_read] == [*["static-1"] * 5, None, "static-1"]
+    assert [set(STAGES) <= line["told"].keys() for line in log_lines] == [True, True, True, False, False, False, False]
+    assert [line["told"].get("tokens") for line in log_lines[:2]] == ["6", "0"]
+    assert [line["key"] for line in log_lines] == [*["static-1"] * 5, None, "static-1"]
 
 
 async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(cluster: InProcess, lines: Lines) -> None:
@@ -176,10 +174,10 @@ async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(clust
     adapter.let_go()
     answer = await again
     assert answer.status_code == 200
-    body, lines_by_status = answer.json(), {line["status"]: line for line in lines()}
-    assert lines_by_status.keys() == {"200", "499"}
-    assert {line["model"] for line in lines_by_status.values()} == {"toy/one"}
-    assert lines_by_status["200"]["told"] == {
+    body, line_of_status = answer.json(), {line["status"]: line for line in lines()}
+    assert line_of_status.keys() == {"200", "499"}
+    assert {line["model"] for line in line_of_status.values()} == {"toy/one"}
+    assert line_of_status["200"]["told"] == {
         "items": "1",
         "tokens": str(body["usage"]["total_tokens"]),
         **{name: str(body["timing"][name]) for name in STAGES},

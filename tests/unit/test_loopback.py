@@ -66,11 +66,11 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Names a proxy in the environment, and no exceptions."""
 
     def name(url: str) -> None:
-        for entry in NAMES:
-            monkeypatch.delenv(entry, raising=False)
-            monkeypatch.delenv(entry.upper(), raising=False)
-        for entry in NAMES[:3]:
-            monkeypatch.setenv(entry.upper(), url)
+        for variable in NAMES:
+            monkeypatch.delenv(variable, raising=False)
+            monkeypatch.delenv(variable.upper(), raising=False)
+        for variable in NAMES[:3]:
+            monkeypatch.setenv(variable.upper(), url)
 
     return name
 

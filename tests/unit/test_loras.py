@@ -132,14 +132,14 @@ async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(to
     await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
     waiting = asyncio.create_task(toy.ask("a", "org/x"))
     await toy.adapter.until(lambda adapter: adapter.lora_loads == ["org/x"], "the first LoRA")
-    second = asyncio.create_task(toy.ask("b", "org/y"))
+    task = asyncio.create_task(toy.ask("b", "org/y"))
     await toy.adapter.until(
         lambda adapter: adapter.loras["toy/one"] == ["org/y"], "the second LoRA in place of the first"
     )
     toy.adapter.let_go()
     assert right(await first, "first")
     assert right(await waiting, "a", "org/x")
-    assert right(await second, "b", "org/y")
+    assert right(await task, "b", "org/y")
     assert toy.adapter.lora_loads.count("org/x") >= 2
 
 

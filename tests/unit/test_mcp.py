@@ -401,8 +401,8 @@ async def test_two_sessions_see_nothing_of_each_other(
     """A session of another key sees nothing, whatever it knows; one of the same key nothing without the reference, and
     in revisions with sessions nothing with it.
     """
-    async with running.client(keys["both"], mode) as client, running.client(keys[second], mode) as two:
-        answer = structured(await client.call_tool("encode", CALLS["encode"]))["vectors"]
+    async with running.client(keys["both"], mode) as first_client, running.client(keys[second], mode) as two:
+        answer = structured(await first_client.call_tool("encode", CALLS["encode"]))["vectors"]
         own = structured(await two.call_tool("encode", CALLS["encode"]))["vectors"]
         assert own["reference"] != answer["reference"]
         listed = [str(resource.uri) for resource in (await two.list_resources()).resources]
@@ -415,7 +415,7 @@ async def test_two_sessions_see_nothing_of_each_other(
                 assert "There is no result of this reference" in sentence(await two.call_tool(name, arguments))
             with pytest.raises(MCPError, match="There is no result"):
                 await two.read_resource(answer["uri"])
-        assert structured(await client.call_tool("read_result", {"reference": answer["reference"]}))
+        assert structured(await first_client.call_tool("read_result", {"reference": answer["reference"]}))
 
 
 async def test_a_session_belongs_to_its_key(running: Door, keys: dict[str, str]) -> None:
@@ -435,7 +435,9 @@ async def test_a_session_belongs_to_its_key(running: Door, keys: dict[str, str])
 
 async def sessions_of(running: Door) -> list[str]:
     """The ids of open sessions."""
-    (manager,) = (entry for entry in gc.get_objects() if isinstance(entry, http._Sessions) and entry._task_group)
+    (manager,) = (
+        instance for instance in gc.get_objects() if isinstance(instance, http._Sessions) and instance._task_group
+    )
     return list(manager._server_instances)
 
 
@@ -464,20 +466,22 @@ async def test_a_caller_has_a_limited_number_of_calls_in_progress(
     running: Door, keys: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CALLS_OF_CALLER", 2)
-    async with running.client(keys["both"], mode) as client, running.client(keys["other"], mode) as two:
+    async with running.client(keys["both"], mode) as first_client, running.client(keys["other"], mode) as two:
         held = [
-            asyncio.create_task(client.call_tool("rerank", {"query": "q", "documents": [str(number)], "model": HELD}))
+            asyncio.create_task(
+                first_client.call_tool("rerank", {"query": "q", "documents": [str(number)], "model": HELD})
+            )
             for number in range(2)
         ]
         await until(lambda: sum(item.model == HELD for item in running.worker.items) == 2, "two calls in progress")
-        assert "Too many calls are in progress" in sentence(await client.call_tool("encode", CALLS["encode"]))
+        assert "Too many calls are in progress" in sentence(await first_client.call_tool("encode", CALLS["encode"]))
         assert structured(await two.call_tool("encode", CALLS["encode"]))
         for call in held:
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)
 
         async def is_free() -> bool:
-            return not (await client.call_tool("encode", CALLS["encode"])).is_error
+            return not (await first_client.call_tool("encode", CALLS["encode"])).is_error
 
         await until_told(is_free, "the cancelled calls are over")
 
@@ -605,8 +609,8 @@ def test_results_of_an_owner_are_bounded_and_the_oldest_go_first(monkeypatch: py
     with pytest.raises(ResultTooLarge):
         store.add("a", "s", PagedText("x" * (results.OWNER_BYTES // 4 + 1)))
     monkeypatch.setattr(results, "TOTAL_BYTES", results.OWNER_BYTES)
-    second = store.add("b", "s", PagedText("y"))
-    assert (store.get("b", "s", second).page(1), store.size_bytes) == ("y", 4)
+    reference = store.add("b", "s", PagedText("y"))
+    assert (store.get("b", "s", reference).page(1), store.size_bytes) == ("y", 4)
 
 
 async def test_a_key_is_checked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,9 +647,9 @@ async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
 ) -> None:
     monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
     pool = clients.GatewayClients("http://127.0.0.1:1", 1.0)
-    async with pool.of_key("a") as first, pool.of_key("a") as same, pool.of_key("b") as second:
-        assert first is same is not second
-        assert [entry._session.api_key for entry in (first, second)] == ["a", "b"]
+    async with pool.of_key("a") as first, pool.of_key("a") as same, pool.of_key("b") as second_client:
+        assert first is same is not second_client
+        assert [pooled._session.api_key for pooled in (first, second_client)] == ["a", "b"]
         for key in ("c", "d", None):
             async with pool.of_key(key) as client:
                 assert client._session.api_key == key
@@ -656,7 +660,7 @@ async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
     assert list(pool._clients) == ["b", "e"]
     assert first._driver._http.is_closed
     await pool.close()
-    assert second._driver._http.is_closed
+    assert second_client._driver._http.is_closed
 
 
 async def test_certificates_of_an_https_gateway_are_read_once_for_a_key_and_off_the_loop(

@@ -65,13 +65,13 @@ async def frozen(pool: MediaPool) -> int:
 async def test_an_image_becomes_the_pixels_that_the_function_makes() -> None:
     async with pool_of() as pool:
         for data in (GOOD, encoded(picture(300, 200), "JPEG")):
-            expected, prepared_image = images.prepare(data, SMALL), await pool.prepare(data, SMALL)
-            assert (prepared_image.pixels, prepared_image.digest, prepared_image.upright) == (
+            expected, prepared = images.prepare(data, SMALL), await pool.prepare(data, SMALL)
+            assert (prepared.pixels, prepared.digest, prepared.upright) == (
                 expected.pixels,
                 expected.digest(),
                 expected.upright,
             )
-            assert (prepared_image.height, prepared_image.width, prepared_image.animated) == (16, 16, False)
+            assert (prepared.height, prepared.width, prepared.animated) == (16, 16, False)
 
 
 async def test_a_sound_becomes_the_features_that_the_function_makes_beside_images() -> None:
@@ -81,13 +81,13 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
     sound = sound_files.encoded(sound_files.tone(0.4), "FLAC")
     async with pool_of(2, lambda noun, result: counted.append((noun, result))) as pool:
         files = [pool.prepare(sound, recipe), pool.prepare(GOOD, SMALL), pool.prepare(GOOD, recipe)]
-        first, second, wrong = await asyncio.gather(*files, return_exceptions=True)
+        prepared_sound, prepared_image, wrong = await asyncio.gather(*files, return_exceptions=True)
         assert len(pool.pids) <= 2
     expected = sounds.prepare(sound, recipe)
-    assert isinstance(first, SoundFeatures)
-    features = SoundFeatures(first.number, *recipe.shape, 0.4, expected.digest(), expected.values.tobytes())
-    assert first == features
-    assert isinstance(second, PreparedImage)
+    assert isinstance(prepared_sound, SoundFeatures)
+    features = SoundFeatures(prepared_sound.number, *recipe.shape, 0.4, expected.digest(), expected.values.tobytes())
+    assert prepared_sound == features
+    assert isinstance(prepared_image, PreparedImage)
     assert isinstance(wrong, InvalidInput)
     assert wrong.message.startswith("undecodable: the first bytes are of no supported sound format")
     assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}
@@ -135,15 +135,15 @@ async def test_a_decoder_that_crashes_costs_one_image() -> None:
     """The worker has an image. It dies of SIGSEGV. That image fails, those behind it do not."""
     async with pool_of() as pool:
         pid = await frozen(pool)
-        first, *rest = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
+        first, *waiting_tasks = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
         await until(lambda: pool.waiting == 3, "the others wait")
         os.kill(pid, signal.SIGSEGV)
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(InvalidInput, match="undecodable: the decoder of the image crashed"):
             await first
-        assert {image.height for image in await asyncio.gather(*rest)} == {16}
-        (second,) = pool.pids
-        assert second != pid
+        assert {image.height for image in await asyncio.gather(*waiting_tasks)} == {16}
+        (new_pid,) = pool.pids
+        assert new_pid != pid
 
 
 async def test_a_worker_that_the_kernel_kills_does_not_make_the_file_a_bad_one() -> None:
@@ -257,7 +257,7 @@ async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.Monk
         await pool.prepare(GOOD, SMALL)
         worker = psutil.Process(pool.pids[0])
         assert worker.environ().keys() <= {"PYTHONPATH", "LC_CTYPE", "OPENBLAS_NUM_THREADS"}
-        assert {Path(file.path).name for file in worker.open_files()} <= {"null"}
+        assert {Path(open_file.path).name for open_file in worker.open_files()} <= {"null"}
 
 
 LIES = {
@@ -273,11 +273,11 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
     """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
-    prepared_image = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
-    message = {"type": "PreparedImage", **msgspec.structs.asdict(prepared_image)}
+    image = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
+    message = {"type": "PreparedImage", **msgspec.structs.asdict(image)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
     hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
-    frames = b"".join(len(line).to_bytes(4, "big") + line for line in (hello, answer))
+    frames = b"".join(len(frame).to_bytes(4, "big") + frame for frame in (hello, answer))
     script = tmp_path / "liar"
     script.write_text(f"#!{sys.executable}\nimport os, time\nos.write(0, {frames!r})\ntime.sleep(60)\n")
     script.chmod(0o755)
@@ -323,7 +323,7 @@ def test_no_worker_outlives_a_sidecar_that_is_killed(busy: bool) -> None:
             worker.send_signal(signal.SIGSTOP)
         sidecar.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
-    assert [pid for pid in alive if pid.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def paths() -> dict[str, str]:
@@ -375,8 +375,8 @@ async def test_thousands_of_mutated_files_kill_nothing_and_memory_is_bounded() -
             ]
             refused += sum(isinstance(outcome, InvalidInput) for outcome in outcomes)
             memory.append(max(psutil.Process(pid).memory_info().rss for pid in pool.pids))
-        megabytes = [bytes_ >> 20 for bytes_ in memory[:: MANY // 1000]]
-        print(f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MiB: {megabytes}")
+        sizes_mib = [bytes_ >> 20 for bytes_ in memory[:: MANY // 1000]]
+        print(f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MiB: {sizes_mib}")
         assert pool.pids == before
         assert MANY // 5 < refused < MANY
         assert max(memory) < memory[0] + KEPT_BYTES

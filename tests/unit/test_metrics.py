@@ -91,10 +91,10 @@ def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
     """Also the same one again; and in the last resort all share one."""
     fold = Fold(Metric("m", "counter", "", ("model", "status"), most=6, rest=3))
-    output = [fold((model, status)) for model in "abcab" for status in "xy"]
-    assert output[:2] == [("a", "x"), ("a", "y")]
-    assert output[2:6] == [("b", "x"), ("other", "y"), ("other", "x"), ("other", "y")]
-    assert output[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
+    label_sets = [fold((model, status)) for model in "abcab" for status in "xy"]
+    assert label_sets[:2] == [("a", "x"), ("a", "y")]
+    assert label_sets[2:6] == [("b", "x"), ("other", "y"), ("other", "x"), ("other", "y")]
+    assert label_sets[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
     assert fold(("c", "z")) == ("other", "other")
     assert fold(("d", "v")) == ("other", "other")
 
@@ -131,40 +131,40 @@ class Scraped:
 @pytest.mark.long
 def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
     """Zipf's traffic over a thousand models, of which others are popular in the second half."""
-    scraped_site = Scraped()
+    metrics = Scraped()
     requests, seconds = (
-        scraped_site.make.counters("sie_requests"),
-        scraped_site.make.histograms("sie_request_duration_seconds"),
+        metrics.make.counters("sie_requests"),
+        metrics.make.histograms("sie_request_duration_seconds"),
     )
     table, chance = TABLE["worker"], random.Random(7)
     models = [f"org/model-{number}" for number in range(1000)]
     weights = [1 / (rank + 1) for rank in range(1000)]
-    scrapes, named = 0, set[str]()
+    request_count, named = 0, set[str]()
     for half in (models, models[::-1]):
         for _ in range(200):
             for model in chance.choices(half, weights, k=100):
-                scraped_site.make.traffic.met(model)
+                metrics.make.traffic.met(model)
                 requests.labels(model, "encode", "success").inc()
                 for phase in ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess"):
                     seconds.labels(model, "encode", phase).observe(0.01)
-                scrapes += 1
-            samples = scraped_site.scrape()
+                request_count += 1
+            values = metrics.scrape()
             for name in ("sie_requests", "sie_request_duration_seconds"):
-                sets = {key[1:] for key in samples if key[0] in table[name].exported}
+                sets = {key[1:] for key in values if key[0] in table[name].exported}
                 assert len(sets) <= table[name].most
-        named = scraped_site.names("sie_request_duration_seconds_count")
+        named = metrics.names("sie_request_duration_seconds_count")
         assert set(half[:5]) < named
-        assert set(half[:15]) < scraped_site.names("sie_requests_total")
+        assert set(half[:15]) < metrics.names("sie_requests_total")
     assert not named & set(models[:100]), "who was busy once has no series any more"
-    assert (scraped_site.whole["sie_requests_total"], scraped_site.whole["sie_request_duration_seconds_count"]) == (
-        scrapes,
-        6 * scrapes,
+    assert (metrics.whole["sie_requests_total"], metrics.whole["sie_request_duration_seconds_count"]) == (
+        request_count,
+        6 * request_count,
     )
 
 
 def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_that_is_asked_of_it() -> None:
-    scraped_site = Scraped()
-    seconds, traffic = scraped_site.make.histograms("sie_request_duration_seconds"), scraped_site.make.traffic
+    metrics = Scraped()
+    seconds, traffic = metrics.make.histograms("sie_request_duration_seconds"), metrics.make.traffic
     phases = ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess")
 
     def ask(model: str, times: int = 1, endpoint: str = "encode") -> None:
@@ -178,21 +178,21 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
     for number, model in enumerate(first):
         ask(model, 100 + number)
     ask("late", 150)
-    scraped_site.scrape(TURN_S)
+    metrics.scrape(TURN_S)
     ask("late")
-    assert scraped_site.names("sie_request_duration_seconds_count") == {*first, "other"}
+    assert metrics.names("sie_request_duration_seconds_count") == {*first, "other"}
     ask("late", 100)
     ask(first[-1], endpoint="embeddings")
-    scraped_site.scrape(TURN_S)
+    metrics.scrape(TURN_S)
     ask("late")
     ask(first[-1], endpoint="embeddings")
-    labels = {*first[2:], "late", "other"}  # two of the least busy make room, for another model and another endpoint
-    samples = scraped_site.scrape()
-    assert {key[1] for key in samples} == labels
-    assert samples["sie_request_duration_seconds_count", first[-1], "embeddings", "total"] == 1
+    names = {*first[2:], "late", "other"}  # two of the least busy make room, for another model and another endpoint
+    values = metrics.scrape()
+    assert {key[1] for key in values} == names
+    assert values["sie_request_duration_seconds_count", first[-1], "embeddings", "total"] == 1
     ask("other", 2)
     for _ in range(3):
-        assert {key[1] for key in scraped_site.scrape(TURN_S)} == labels, "nobody asks for a name"
+        assert {key[1] for key in metrics.scrape(TURN_S)} == names, "nobody asks for a name"
 
 
 def test_labels_of_fixed_sets_all_have_their_place() -> None:
@@ -214,7 +214,7 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
     random.seed(7)
     for name, metric in table.items():
         assert {*metric.labels} <= LABELS.keys(), name
-        created: Any
+        instrument: Any
         if not metric.labels:
             continue
         sets = [tuple(f"{label} {random.randrange(10_000)}" for label in metric.labels) for _ in range(3000)]
@@ -226,13 +226,13 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
             )
             assert len(family.samples) <= metric.most + (not FOLDED.intersection(metric.labels))
         else:
-            created = make.counters(name) if metric.kind == "counter" else make.histograms(name)
+            instrument = make.counters(name) if metric.kind == "counter" else make.histograms(name)
             for values in sets:
-                created.labels(*values).inc() if metric.kind == "counter" else created.labels(*values).observe(1)
-            series_registered = {
+                instrument.labels(*values).inc() if metric.kind == "counter" else instrument.labels(*values).observe(1)
+            exported_series = {
                 series_per_name for series_per_name in series(make.registry) if series_per_name[0] in metric.exported
             }
-            assert len(series_registered) <= metric.series + (not FOLDED.intersection(metric.labels)) * (
+            assert len(exported_series) <= metric.series + (not FOLDED.intersection(metric.labels)) * (
                 len(metric.buckets) + 3
             ), name
 
@@ -287,9 +287,9 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
             lambda: sidecar.metric(counted, model=models[-1], phase="total"), "a chunk, whose result has left before"
         )
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
-            samples = await scraped(process)
-            assert sum(len(series_per_name) for series_per_name in samples.values()) <= MAX_SERIES
-            assert samples.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
+            series_by_name = await scraped(process)
+            assert sum(len(series_per_name) for series_per_name in series_by_name.values()) <= MAX_SERIES
+            assert series_by_name.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
         assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
             "less what was told before"
         )
@@ -397,11 +397,11 @@ def test_what_may_never_happen_has_its_series_from_the_start() -> None:
 
 
 async def scraped(process: Process) -> dict[str, list[tuple[dict[str, str], float]]]:
-    histograms: dict[str, list[tuple[dict[str, str], float]]] = {}
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families((await process.get("/metrics")).text):
         for sample in family.samples:
-            histograms.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return histograms
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
 
 
 async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(cluster: InProcess) -> None:
@@ -417,16 +417,16 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
         beating = {labels["worker"] for labels, _ in samples.get("sie_gateway_worker_queue_depth", [])}
         return samples if "sie_gateway_model_workers" in samples and beating == {"w0", "w1"} else None
 
-    workers = await until_told(told, "the model's workers")
-    assert workers["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
-    assert workers["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
-    assert {labels["worker"] for labels, _ in workers["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
-    assert {labels["worker"]: value for labels, value in workers["sie_gateway_worker_memory_used_bytes"]} == {
+    gauges = await until_told(told, "the model's workers")
+    assert gauges["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
+    assert gauges["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
+    assert {labels["worker"] for labels, _ in gauges["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
+    assert {labels["worker"]: value for labels, value in gauges["sie_gateway_worker_memory_used_bytes"]} == {
         "w0": 1 << 20,
         "w1": 1 << 20,
     }
-    assert workers["sie_gateway_nats_connected"] == [({}, 1)]
-    assert workers["sie_gateway_config_epoch"] == [({}, 1)]
+    assert gauges["sie_gateway_nats_connected"] == [({}, 1)]
+    assert gauges["sie_gateway_config_epoch"] == [({}, 1)]
     await leaving.end()
 
     async def is_forgotten() -> bool:

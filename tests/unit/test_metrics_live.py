@@ -44,9 +44,9 @@ async def eventually(gateway: GatewayProcess, name: str, value: float | None = N
     """Wait until a metric has this value, or any above 0."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            result = await gateway.metric(name, **labels)
-            if result == value if value is not None else result > 0:
-                return result  # else once more: the scrape awaits
+            reading = await gateway.metric(name, **labels)
+            if reading == value if value is not None else reading > 0:
+                return reading  # else once more: the scrape awaits
 
 
 async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
@@ -88,20 +88,20 @@ async def test_what_cannot_be_asked_is_absent() -> None:
         topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True
     )
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
-    lag_reader = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
+    queue_lag = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
     lane = Lane("_default", "cpu", "default")
     await broker.publish(topology.work_subject(lane, "bulk", "m"), b"nothing of ours", "1")
     await backlog.fresh("_default", 0)
-    await lag_reader.refresh()
-    assert lag_reader.lanes()["_default", "cpu", "default", "bulk"].count == 1
-    assert lag_reader.models() == {}, "nobody can read it, so it names no model"
+    await queue_lag.refresh()
+    assert queue_lag.lanes()["_default", "cpu", "default", "bulk"].count == 1
+    assert queue_lag.models() == {}, "nobody can read it, so it names no model"
     now_s = 100.0
-    await lag_reader.refresh()
-    assert lag_reader.lanes() == {}
+    await queue_lag.refresh()
+    assert queue_lag.lanes() == {}
     await backlog.fresh("_default", 0)
     server.disconnect()
     with pytest.raises(BrokerError):
-        await lag_reader.refresh()
+        await queue_lag.refresh()
     server.reconnect()
     await backlog.stop()
     await broker.close()
@@ -162,8 +162,8 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
             families = list(text_string_to_metric_families(plain.text))
             assert families
             # a chunk is counted after its result has left
-            result = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
-            assert result == {TRACE}
+            traces = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
+            assert traces == {TRACE}
 
 
 async def exemplars(url: str, name: str) -> set[str]:
@@ -248,12 +248,12 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     await api.call("POST", "/v1/configs/models", entry, 201)
     await api.call("GET", "/v1/configs/models/org/none", status=404)
     epoch = (await api.call("GET", "/v1/configs/epoch"))["epoch"]
-    value = await told()
-    assert value["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
-    assert (value["sie_config_models[]"], value["sie_config_ready[]"]) == (1, 1)
-    assert value["sie_config_requests_total['201', 'POST', 'models']"] == 1
-    assert value["sie_config_requests_total['404', 'GET', 'model']"] == 1
-    assert value["sie_config_request_seconds_count['epoch']"] == 1
+    metrics = await told()
+    assert metrics["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
+    assert (metrics["sie_config_models[]"], metrics["sie_config_ready[]"]) == (1, 1)
+    assert metrics["sie_config_requests_total['201', 'POST', 'models']"] == 1
+    assert metrics["sie_config_requests_total['404', 'GET', 'model']"] == 1
+    assert metrics["sie_config_request_seconds_count['epoch']"] == 1
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:
@@ -265,7 +265,7 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     headers = [(b"authorization", f"Bearer {ADMIN}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/configs/models", "query_string": b"", "headers": headers}
     await listened(create_app(api.service))(scope, receive, send)
-    value = await told()
-    assert value["sie_config_requests_total['499', 'POST', 'models']"] == 1
-    names = {name.partition("[")[0] for name in value}
+    metrics = await told()
+    assert metrics["sie_config_requests_total['499', 'POST', 'models']"] == 1
+    names = {name.partition("[")[0] for name in metrics}
     assert names <= {name for metric in TABLE["config"].values() for name in metric.exported}

@@ -54,7 +54,7 @@ from sie_store.sinks.sink import Output
 
 
 @pytest.mark.parametrize(
-    ("progress", "until", "shadow_s", "steps"),
+    ("state", "until", "shadow_s", "steps"),
     [
         (MigrationState("old"), "flip", 60, STEPS),
         (MigrationState("old"), "quality", 60, ("check", "quality")),
@@ -69,33 +69,33 @@ from sie_store.sinks.sink import Output
     ],
 )
 def test_what_the_cluster_has_is_not_done_again(
-    progress: MigrationState, until: Any, shadow_s: float, steps: tuple[str, ...]
+    state: MigrationState, until: Any, shadow_s: float, steps: tuple[str, ...]
 ) -> None:
-    assert remaining_steps(progress, "new", until, shadow_s) == steps
+    assert remaining_steps(state, "new", until, shadow_s) == steps
 
 
 def test_a_key_differs_by_all_that_makes_another_job() -> None:
     base = ("search", "new", "digest", {"text": "{a}", "output": {"sink": "s", "collection": "c"}})
     same = key_of("search", "new", "digest", {"output": {"collection": "c", "sink": "s"}, "text": "{a}"})
-    keys_changed = [
-        key_of(*(part_changed if place == at else value for at, value in enumerate(base)))
-        for place, part_changed in enumerate(("other", "other", "other", {"text": "{b}"}))
+    keys = [
+        key_of(*(replacement if place == at else value for at, value in enumerate(base)))
+        for place, replacement in enumerate(("other", "other", "other", {"text": "{b}"}))
     ]
     assert key_of(*base) == same
-    assert len({same, *keys_changed}) == 5
+    assert len({same, *keys}) == 5
 
 
 # ---- the alias
 
 
 def revision(number: int, *paths: str, operation: str = "patch") -> AliasRevision:
-    report = {
+    fields = {
         "revision": number,
         "operation": operation,
         "created_at": f"2030-01-01T00:00:{number:02}Z",
         "changes": [{"path": path, "before": "x", "after": "y"} for path in paths],
     }
-    return msgspec.convert(report, AliasRevision)
+    return msgspec.convert(fields, AliasRevision)
 
 
 def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
@@ -287,8 +287,8 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
     recall = [0.1 * k for k in range(1, 13)]
-    measurement = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
-    assert (measurement.neighbours, measurement.overlap, measurement.rank) == (10, pytest.approx(1.0), 0.75)
+    quality = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
+    assert (quality.neighbours, quality.overlap, quality.rank) == (10, pytest.approx(1.0), 0.75)
     few = QualityMeasurement(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
     assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
     assert few.line() == "of 2 neighbours 0.250 are the same (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
@@ -311,7 +311,7 @@ def test_queries_are_lines_or_a_folder_with_judgements(tmp_path: Path) -> None:
 
 
 def test_figures_of_gateways_are_added() -> None:
-    figures_of_gateway = {
+    first_figures = {
         "copies": {"done": 3, "busy": 1},
         "cosine": 0.5,
         "rank": None,
@@ -319,15 +319,15 @@ def test_figures_of_gateways_are_added() -> None:
         "shadow_ms": 20.0,
     }
     two = {"copies": {"done": 1}, "cosine": 0.9, "rank": None, "served_ms": 30.0, "shadow_ms": 40.0}
-    figures = merged([figures_of_gateway, {}, two])
-    assert figures == {
+    total = merged([first_figures, {}, two])
+    assert total == {
         "copies": {"done": 4, "busy": 1},
         "cosine": pytest.approx(0.6),
         "rank": None,
         "served_ms": 15.0,
         "shadow_ms": 25.0,
     }
-    assert shadow_line(figures) == "copies: 1 busy, 4 done; mean cosine 0.6000; 15 ms served, 25 ms shadow"
+    assert shadow_line(total) == "copies: 1 busy, 4 done; mean cosine 0.6000; 15 ms served, 25 ms shadow"
     assert "no request came" in shadow_line(merged([{}]))
 
 

@@ -92,8 +92,8 @@ class MigrationHandler(Handler):
         elif path.startswith("encode/"):
             items = msgspec.msgpack.decode(self.rfile.read(int(self.headers["content-length"])))["items"]
             draw = np.random.default_rng(len(path))
-            vector = server.vector if path.endswith("new/m") else None
-            values = [vector(place) if vector else draw.normal(size=WIDTH) for place in range(len(items))]
+            vector_of = server.vector if path.endswith("new/m") else None
+            values = [vector_of(place) if vector_of else draw.normal(size=WIDTH) for place in range(len(items))]
             vectors = [
                 {"dense": {"dims": len(value), "dtype": "float32", "values": _packed(value)}} for value in values
             ]

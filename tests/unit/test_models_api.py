@@ -22,11 +22,11 @@ def told(precision: str | None, *served: ServedPrecision | None) -> dict[str, An
     """`precision` of a model whose entry asks for one, with a worker that reports each of `served`."""
     entry = toy_entry("toy/one", load={"precision": precision} if precision else {})
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
-    for number, model in enumerate(served):
-        status = ModelStatus("toy/one", "loaded", precision=model)
+    for number, served_precision in enumerate(served):
+        status = ModelStatus("toy/one", "loaded", precision=served_precision)
         fleet.note(Heartbeat(f"w{number}", "_default", "cpu", "default", ready=True, version="0", models=(status,)))
-    result: dict[str, Any] = model_info(Catalogue({entry.id: entry}), fleet, entry)["precision"]
-    return result
+    precision_info: dict[str, Any] = model_info(Catalogue({entry.id: entry}), fleet, entry)["precision"]
+    return precision_info
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,11 @@ def put(place: Place, name: str, text: str) -> None:
     place.put(name, text.encode())
 
 
-def own(overlay_read: Overlay) -> dict[str, int]:
+def own(bucket_overlay: Overlay) -> dict[str, int]:
     """The models of the overlay, without the packaged ones, whose reading takes a second."""
-    return {entry.id: entry.max_tokens for entry in overlay_read._documents().values() if isinstance(entry, ModelEntry)}
+    return {
+        entry.id: entry.max_tokens for entry in bucket_overlay._documents().values() if isinstance(entry, ModelEntry)
+    }
 
 
 def overlay(place: Place) -> Overlay:
@@ -58,19 +60,19 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
     """A second look costs a list; a changed, a new and a removed object are noticed."""
     for name in "abc":
         put(faulty, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
-    overlay_read = overlay(faulty)
-    assert set(own(overlay_read)) == {"org/a", "org/b", "org/c"}
-    before = overlay_read.read_signature()
-    assert overlay_read.read_signature() == before
+    bucket_overlay = overlay(faulty)
+    assert set(own(bucket_overlay)) == {"org/a", "org/b", "org/c"}
+    before = bucket_overlay.read_signature()
+    assert bucket_overlay.read_signature() == before
     faulty.server.faults.requests.clear()
-    own(overlay_read)
+    own(bucket_overlay)
     assert [request.path for request in faulty.server.faults.requests if request.path.endswith(".yaml")] == []
     put(faulty, "a.yaml", ENTRY.format("org/a", 9))
     faulty.delete("b.yaml")
     put(faulty, "d.yaml", ENTRY.format("org/d", 7))
-    assert overlay_read.read_signature() != before
+    assert bucket_overlay.read_signature() != before
     faulty.server.faults.requests.clear()
-    assert own(overlay_read) == {"org/a": 9, "org/c": 8, "org/d": 7}
+    assert own(bucket_overlay) == {"org/a": 9, "org/c": 8, "org/d": 7}
     names = [request.path.rpartition("/")[2] for request in faulty.server.faults.requests]
     assert sorted(name for name in names if name.endswith(".yaml")) == ["a.yaml", "d.yaml"]
 
@@ -92,8 +94,8 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
     for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
         put(place, f"{name}.yaml", text)
     expected = {"a.yaml": longer, "empty.yaml": "", "filled.yaml": longer, "huge.yaml": "#" * 4000, "emptied.yaml": ""}
-    documents = BucketFolder(place.url, SUFFIXES).read(list(expected), 4000)
-    assert documents == {name: text.encode() for name, text in expected.items()}
+    contents = BucketFolder(place.url, SUFFIXES).read(list(expected), 4000)
+    assert contents == {name: text.encode() for name, text in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -216,8 +218,8 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
         pytest.fail(f"org/a did not come to {tokens} tokens")
 
     async def looks() -> None:
-        count = len(faulty.server.faults.requests)
-        await until(lambda: len(faulty.server.faults.requests) >= count + 6, "looks")
+        request_count = len(faulty.server.faults.requests)
+        await until(lambda: len(faulty.server.faults.requests) >= request_count + 6, "looks")
 
     try:
         await has(8)

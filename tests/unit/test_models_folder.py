@@ -44,9 +44,9 @@ def overlay(folder: Path, **environ: str) -> Overlay:
     return Overlay(settings_of(SIE_MODELS_DIR=str(folder), **environ))
 
 
-def own(overlay_read: Overlay) -> dict[str, int]:
+def own(folder_overlay: Overlay) -> dict[str, int]:
     """The models of the overlay."""
-    models = overlay_read.folders().models
+    models = folder_overlay.folders().models
     return {
         name: entry.max_tokens
         for name, (entry, source) in models.items()
@@ -63,27 +63,27 @@ def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) ->
     put(tmp_path, ".c.yaml.partial", "half")
     put(tmp_path, "weights/config.json", "{}")
     put(tmp_path, "bundles/eyes.yaml", BUNDLE)
-    overlay_read = overlay(tmp_path)
-    assert own(overlay_read) == {"org/a": 8, "org/b": 9}
-    folders = overlay_read.folders()
+    folder_overlay = overlay(tmp_path)
+    assert own(folder_overlay) == {"org/a": 8, "org/b": 9}
+    folders = folder_overlay.folders()
     assert set(folders.bundles) == {*packaged_catalogue().bundles, "eyes"}
     assert (folders.bundles["eyes"].image, folders.bundles["eyes"].requires) == ("registry/eyes:1", ("pillow",))
     assert folders.files == {"org/a": "a.yaml", "org/b": "deep/er/b.yml"}
-    assert set(overlay_read.read_signature()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
+    assert set(folder_overlay.read_signature()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-    overlay_read = overlay(tmp_path)
-    assert own(overlay_read) == {"org/a": 8}
+    folder_overlay = overlay(tmp_path)
+    assert own(folder_overlay) == {"org/a": 8}
     reads: list[Path] = []
     actual = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or actual(path))
-    assert own(overlay_read) == {"org/a": 8}
+    assert own(folder_overlay) == {"org/a": 8}
     assert reads == []
     put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
     os.utime(file, ns=(1, 1))
-    assert own(overlay_read) == {"org/a": 9}
+    assert own(folder_overlay) == {"org/a": 9}
     assert reads == [file]
 
 
@@ -199,7 +199,7 @@ async def test_files_are_added_changed_and_removed(
         file.unlink()
         await until(lambda: f"{model} is at revision 3, removed" in caplog.text, "the log")
         assert await service.model(model) == (3, None)
-        assert [element.source for element in await service.store.history(model)] == ["overlay"] * 3
+        assert [record.source for record in await service.store.history(model)] == ["overlay"] * 3
 
 
 async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -312,7 +312,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
-    (record,) = (entry for entry in caplog.records if "is now invalid" in entry.getMessage())
+    (record,) = (candidate for candidate in caplog.records if "is now invalid" in candidate.getMessage())
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("the alias pair is now invalid")
     assert says.casefold() in record.getMessage().casefold()

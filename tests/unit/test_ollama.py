@@ -105,19 +105,19 @@ async def test_embed_returns_the_models_vectors_under_the_name_of_the_request(
     body = {"model": name, "input": ["a", "", "bc"], "keep_alive": "5m", "options": {"temperature": 0}}
     answer = await post(served, "/api/embed", body)
     assert answer.status_code == 200, answer.text
-    result = answer.json()
+    reply = answer.json()
     expected = [vector_of(ids_of(text)).tolist() for text in body["input"]]
-    assert np.array_equal(np.array(result["embeddings"], np.float32), np.array(expected, np.float32))
-    assert result["model"] == name
-    assert result["prompt_eval_count"] == result["usage"]["total_tokens"] == 9
-    assert result["total_duration"] == round(result["timing"]["total_time"] * 1_000_000) > 100_000
-    assert result["load_duration"] >= 0
+    assert np.array_equal(np.array(reply["embeddings"], np.float32), np.array(expected, np.float32))
+    assert reply["model"] == name
+    assert reply["prompt_eval_count"] == reply["usage"]["total_tokens"] == 9
+    assert reply["total_duration"] == round(reply["timing"]["total_time"] * 1_000_000) > 100_000
+    assert reply["load_duration"] >= 0
     assert answer.headers["x-sie-model"] == ONE
 
 
 async def test_embed_of_one_text_is_a_list_of_one_vector(served: GatewayProcess) -> None:
-    embeddings = (await post(served, "/api/embed", {"model": ONE, "input": "a"})).json()["embeddings"]
-    assert np.array_equal(np.array(embeddings, np.float32), vector_of(ids_of("a"))[None])
+    vectors = (await post(served, "/api/embed", {"model": ONE, "input": "a"})).json()["embeddings"]
+    assert np.array_equal(np.array(vectors, np.float32), vector_of(ids_of("a"))[None])
 
 
 @pytest.mark.parametrize("body", [{"input": ""}, {"input": []}, {}])
@@ -145,9 +145,9 @@ async def test_a_text_that_is_too_long_is_truncated_unless_truncate_is_false(ser
 
 async def test_embeddings_returns_one_vector_and_nothing_else(served: GatewayProcess) -> None:
     answer = await post(served, "/api/embeddings", {"model": f"{ONE}:latest", "prompt": "a"})
-    body = answer.json()
-    assert body.keys() == {"embedding"}
-    assert np.array_equal(np.array(body["embedding"], np.float32), vector_of(ids_of("a")))
+    reply = answer.json()
+    assert reply.keys() == {"embedding"}
+    assert np.array_equal(np.array(reply["embedding"], np.float32), vector_of(ids_of("a")))
 
 
 async def test_a_profile_named_latest_is_the_profile(served: GatewayProcess) -> None:

@@ -46,13 +46,13 @@ def at(level: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def merged(*bodies: dict[str, Any]) -> dict[str, Any]:
-    sources: dict[str, Any] = {}
+    union: dict[str, Any] = {}
     for body in bodies:
         for key, value in body.items():
-            sources[key] = (
-                merged(sources[key], value) if isinstance(value, dict) and isinstance(sources.get(key), dict) else value
+            union[key] = (
+                merged(union[key], value) if isinstance(value, dict) and isinstance(union.get(key), dict) else value
             )
-    return sources
+    return union
 
 
 PARAMETERS: list[tuple[str, list[Any], str, list[Any]]] = [
@@ -92,9 +92,9 @@ def test_one_precedence_for_every_parameter(name: str, values: list[Any], field:
     base = {"is_query": True} if "instruction" in name or name == "query_template" else {}
     levels = dict(zip(LEVELS, values, strict=True))
     for first, level in enumerate(LEVELS):
-        below = [at(element, name, levels[element]) for element in LEVELS[first:]]
+        below = [at(later_level, name, levels[later_level]) for later_level in LEVELS[first:]]
         for unset in (None, []):
-            above = [at(element, name, unset) for element in LEVELS[:first]]
+            above = [at(earlier_level, name, unset) for earlier_level in LEVELS[:first]]
             body = merged(base, *above, *below)
             assert getattr(options(body).run, field) == expected[first], (level, unset)
 
@@ -116,8 +116,8 @@ def test_without_a_parameter_the_profile_counts_then_the_model_then_the_contract
 
 def test_without_a_dense_output_the_only_one_is_meant() -> None:
     sparse = entry("org/sparse", outputs={"sparse": 30522})
-    options_read = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
-    assert options_read.run.outputs == ("sparse",)
+    request_options = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
+    assert request_options.run.outputs == ("sparse",)
 
 
 def test_a_request_never_changes_what_the_next_one_gets() -> None:
@@ -150,7 +150,7 @@ MORE = [
     entry("org/classes", family="text-classifier", outputs={"classifications": 0}),
     entry("org/listener", family="sound-reader", inputs=["audio"], outputs={"entities": 0}),
 ]
-ALL = Catalogue({**CATALOGUE.entries, **{row.id: row for row in MORE}})
+ALL = Catalogue({**CATALOGUE.entries, **{model_entry.id: model_entry for model_entry in MORE}})
 # each parameter that changes numbers: where, and two values other than the default
 VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "truncate": (ENCODE, "START", "NONE"),
@@ -188,8 +188,8 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
 NOT_PARAMETERS = {"items", "inputs", "input", "params", "options", "model", "query"}
 
 
-def variant(request: Asked, **fields: Any) -> str:
-    spec, operation, base = request
+def variant(case: Asked, **fields: Any) -> str:
+    spec, operation, base = case
     return run_options(ALL.resolve(spec), {**base, **fields}, operation)[1].run.variant
 
 
@@ -200,13 +200,13 @@ def test_each_parameter_changes_the_fingerprint_or_has_a_reason_not_to() -> None
 
 @pytest.mark.parametrize("name", VARYING)
 def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level(name: str) -> None:
-    request, first, second = VARYING[name]
-    assert variant(request) == ""
-    variants = {variant(request, **at(level, name, first)) for level in LEVELS}
+    case, value, second_value = VARYING[name]
+    assert variant(case) == ""
+    variants = {variant(case, **at(level, name, value)) for level in LEVELS}
     assert len(variants) == 1
     assert "" not in variants
-    if first != second:
-        assert variant(request, **{name: second}) not in {"", *variants}
+    if value != second_value:
+        assert variant(case, **{name: second_value}) not in {"", *variants}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +254,11 @@ def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None
 
 
 @pytest.mark.parametrize(
-    ("truncate", "expected"),
+    ("truncation", "expected"),
     [(None, "END"), (True, "END"), (False, "NONE"), ("END", "END"), ("start", "START"), ("None", "NONE"), ([], "END")],
 )
-def test_truncation_has_three_ways_and_two_old_spellings(truncate: Any, expected: str) -> None:
-    assert options({"truncate": truncate}).run.truncate == expected
+def test_truncation_has_three_ways_and_two_old_spellings(truncation: Any, expected: str) -> None:
+    assert options({"truncate": truncation}).run.truncate == expected
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_zero_and_one_are_booleans_here() -> None:
 
 def test_how_the_reply_is_shaped() -> None:
     assert (options({}).on_item_error, options({}).item_timing) == ("slot", False)
-    options_read = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
-    assert (options_read.on_item_error, options_read.item_timing) == ("fail", True)
+    request_options = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
+    assert (request_options.on_item_error, request_options.item_timing) == ("fail", True)
 
 
 def test_repeated_outputs_are_one() -> None:
@@ -462,18 +462,20 @@ def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contra
 
 def test_parameters_are_layered_key_by_key() -> None:
     """The model's, the profile's it extends, its own, the request's."""
-    result = {spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")}
-    assert result == {
+    score_parameters = {
+        spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")
+    }
+    assert score_parameters == {
         "": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}},
         ":sparse": {"score_mode": "sparse", "score_weights": {"dense": 1.0}},
         ":both": {"score_mode": "sparse", "score_weights": {"colbert": 1.0}},
     }
     base = {"threshold": 0.4, "multi_label": True}
-    parameters = {
+    gliner_parameters = {
         spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters
         for spec in ("", ":sure", ":nested")
     }
-    assert parameters == {
+    assert gliner_parameters == {
         "": base,
         ":sure": {**base, "threshold": 0.9},
         ":nested": {**base, "threshold": 0.9, "flat_ner": False},
@@ -602,16 +604,16 @@ def test_the_times_of_words_are_a_boolean() -> None:
 
 
 def test_an_option_of_another_family_is_a_warning() -> None:
-    options_read = options(
+    request_options = options(
         {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
     )
-    assert options_read.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
-    assert "hypothesis_template" not in options_read.run.parameters
+    assert request_options.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
+    assert "hypothesis_template" not in request_options.run.parameters
 
 
 def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
-    options_read = options({"instruction": "find"}, "org/cross", operation="score")
-    assert options_read.warnings == ("instruction: ignored, no such option of org/cross here",)
+    request_options = options({"instruction": "find"}, "org/cross", operation="score")
+    assert request_options.warnings == ("instruction: ignored, no such option of org/cross here",)
     assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
     assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
 
@@ -627,10 +629,10 @@ def test_an_instruction_that_is_not_read_changes_no_answer() -> None:
 def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[str, Any]) -> None:
     plain = entry("org/plain", profiles={"bare": {"run": {"instruction": ""}}})
     resolved = Catalogue({plain.id: plain}).resolve("org/plain:bare")
-    options_read = run_options(resolved, body)[1]
-    assert options_read.run == run_options(resolved, {})[1].run
-    assert options_read.run.prefix == ""
-    (warning,) = options_read.warnings
+    request_options = run_options(resolved, body)[1]
+    assert request_options.run == run_options(resolved, {})[1].run
+    assert request_options.run.prefix == ""
+    (warning,) = request_options.warnings
     assert warning.endswith("instruction: ignored, no such option of org/plain here")
     with pytest.raises(InvalidInput) as caught:
         run_options(resolved, body, strict=True)
@@ -674,10 +676,10 @@ def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> Non
         entry("org/between", family="gliner-relations", outputs=outputs),
         entry("org/entities", family="gliner2", outputs={"entities": 0}),
     ]
-    catalogue = Catalogue({element.id: element for element in own})
+    catalogue = Catalogue({model.id: model for model in own})
     body = {"params": {"relation_labels": ["knows"]}}
-    options_read = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
-    assert (options_read.run.labels, options_read.run.parameters["relation_labels"]) == ((), ["knows"])
+    request_options = run_options(catalogue.resolve("org/alone"), body, "extract")[1]
+    assert (request_options.run.labels, request_options.run.parameters["relation_labels"]) == ((), ["knows"])
     for name, param, reason in (
         ("org/between", "labels", "labels_required"),
         ("org/entities", "params.relation_labels", "unsupported_output"),
@@ -695,9 +697,9 @@ def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operat
         "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"},
         "options": {"size": 2},
     }
-    options_read = options(body, "org/theirs", operation=operation, strict=True)
-    assert options_read.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
-    assert (options_read.run.truncate, options_read.warnings) == ("START", ())
+    request_options = options(body, "org/theirs", operation=operation, strict=True)
+    assert request_options.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
+    assert (request_options.run.truncate, request_options.warnings) == ("START", ())
     assert options({}, "org/theirs", operation=operation).run.parameters == {"colour": "red", "size": 1}
 
 
@@ -749,15 +751,15 @@ def test_a_prompt_is_that_of_the_request_or_else_of_the_route(case: str) -> None
     body, own, elsewhere = UNASKED[case]
     resolved = Catalogue({PROMPTED.id: PROMPTED}).resolve(PROMPTED.id)
     for side, prefix in (("document", own), ("", elsewhere)):
-        options_read = run_options(resolved, {"params": body}, side=side)[1]
-        assert options_read.run.prefix == prefix
+        request_options = run_options(resolved, {"params": body}, side=side)[1]
+        assert request_options.run.prefix == prefix
         warned = case == "nothing" and side == "document"
-        assert [warning.partition(":")[0] for warning in options_read.warnings] == ["prompt_name"] * warned
+        assert [warning.partition(":")[0] for warning in request_options.warnings] == ["prompt_name"] * warned
 
 
 def test_a_named_query_prompt_makes_the_texts_queries() -> None:
-    options_read = options({"prompt_name": "query"})
-    assert (options_read.run.is_query, options_read.run.prefix, options_read.warnings) == (
+    request_options = options({"prompt_name": "query"})
+    assert (request_options.run.is_query, request_options.run.prefix, request_options.warnings) == (
         True,
         "Instruct: retrieve\nQuery: ",
         (),
@@ -770,8 +772,8 @@ def test_a_prompt_that_the_model_lacks_is_refused(name: Any) -> None:
 
 
 def test_a_side_that_the_profile_names_needs_no_warning() -> None:
-    options_read = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
-    assert (options_read.run.prefix, options_read.warnings) == ("q: ", ())
+    request_options = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
+    assert (request_options.run.prefix, request_options.warnings) == ("q: ", ())
 
 
 def test_no_prompt_leaves_out_the_instruction_of_a_profile() -> None:

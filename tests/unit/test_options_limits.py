@@ -82,5 +82,5 @@ def test_a_template_that_repeats_an_instruction_is_refused_before_it_is_filled()
 
 
 def test_options_of_a_foreign_family_keep_their_types() -> None:
-    value = {"list": [1, 2.5, None, True], "map": {"a": {"b": "c"}}}
-    assert merged(OWN, of_its_own=value).parameters == {"of_its_own": value}
+    values = {"list": [1, 2.5, None, True], "map": {"a": {"b": "c"}}}
+    assert merged(OWN, of_its_own=values).parameters == {"of_its_own": values}

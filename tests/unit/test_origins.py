@@ -270,17 +270,17 @@ async def test_pages_of_listed_origins_read_answers(tmp_path: Path) -> None:
             SIE_CORS_ORIGINS=page, SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret", SIE_ADMIN_TOKEN="root"
         )
         url = f"{gateway.url}/v1/pools"
-        headers = {
+        preflight = {
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,content-type,x-sie-explain",
         }
-        answer = await client.options(url, headers={"origin": page, **headers})  # a preflight has no token
+        answer = await client.options(url, headers={"origin": page, **preflight})  # a preflight has no token
         assert (answer.status_code, answer.headers[readable]) == (200, page)
         assert "POST" in answer.headers["access-control-allow-methods"]
-        assert {*headers["access-control-request-headers"].split(",")} <= {
+        assert {*preflight["access-control-request-headers"].split(",")} <= {
             name.strip() for name in answer.headers["access-control-allow-headers"].split(",")
         }
-        answer = await client.options(url, headers={"origin": foreign, **headers})
+        answer = await client.options(url, headers={"origin": foreign, **preflight})
         assert (answer.status_code, answer.headers.get(readable)) == (400, None)
         key = {"authorization": "Bearer secret"}
         answer = await client.get(url, headers={"origin": page, **key})

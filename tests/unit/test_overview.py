@@ -168,14 +168,14 @@ async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cl
     await until_told(is_healthy, "the worker is there")
     await sidecar.broker.close()
     await until_told(is_silent, "its end is seen")
-    overview = (await gateway.client.get("/v1/cluster")).json()
-    assert overview["cluster"]["worker_count"] == 0
+    reply = (await gateway.client.get("/v1/cluster")).json()
+    assert reply["cluster"]["worker_count"] == 0
     assert (await gateway.client.get("/health")).json()["cluster"]["worker_count"] == 1, "work goes by heartbeats"
 
 
 async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
-    body = (await gateway.client.get(f"/v1/models{query}")).json()
-    return [model["name"] for model in body["models"]], body.get("total")
+    reply = (await gateway.client.get(f"/v1/models{query}")).json()
+    return [model["name"] for model in reply["models"]], reply.get("total")
 
 
 async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess) -> None:
@@ -212,9 +212,9 @@ async def test_long_answers_are_compressed_for_whoever_takes_that(
 async def test_the_doctor_reports_as_the_command_does() -> None:
     """Two who ask at once get one examination, which looks at the gateway that runs it."""
     doctor = Doctor("0.0.0.0", free_port(), None)
-    first, second = await asyncio.gather(doctor.report(), doctor.report())
-    assert first is second
-    checks = {check["check"]: check for check in first["checks"]}
+    report, second_report = await asyncio.gather(doctor.report(), doctor.report())
+    assert report is second_report
+    checks = {check["check"]: check for check in report["checks"]}
     assert {"settings", "gateway", "broker", "streams", "config", "disk", "clock", "versions"} <= set(checks)
     (nobody,) = checks["gateway"]["findings"]
     assert doctor._environ["SIE_GATEWAY_URL"] in nobody["wrong"]

@@ -331,7 +331,7 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
         await running.sidecar(adapter, SIE_PAYLOAD_STORE_URL=url)
         task = asyncio.create_task(gateway.encode("hello", text, "world"))
-        await adapter.until(lambda state: state.loads, "a load")
+        await adapter.until(lambda held_adapter: held_adapter.loads, "a load")
         await until(lambda: len(stored(tmp_path)) == 1, "an object")
         messages_in_stream = running.server.streams[STREAM].messages.values()
         assert max(len(message.data) for message in messages_in_stream) < 20_000

@@ -65,81 +65,81 @@ class Known:
 
 def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_result() -> None:
     """Twelve run and twelve wait. The twelve that run are given up: those that wait are not in front for that."""
-    place_known = Known()
-    permits = [place_known.enter(number) for number in range(24)]
-    place_known.now_s += 0.01
-    first = place_known.enter(24)
-    place_known.place.drain.left(place_known.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
-    place_known.place.freed(place_known.now_s, is_result=True)
-    before_s = place_known.place.wait(place_known.now_s, 200, 8, 1.0).likely_s
+    gateway = Known()
+    permits = [gateway.enter(number) for number in range(24)]
+    gateway.now_s += 0.01
+    first = gateway.enter(24)
+    gateway.place.drain.left(gateway.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
+    gateway.place.freed(gateway.now_s, is_result=True)
+    before_s = gateway.place.wait(gateway.now_s, 200, 8, 1.0).likely_s
     for permit in permits[:12]:
         permit.close()
-    assert place_known.place.wait(place_known.now_s, 104, 8, 1.0).likely_s == before_s
-    permits[12].result_arrived(place_known.result(12))
-    assert place_known.place.wait(place_known.now_s, 96, 8, 1.0).likely_s < before_s
+    assert gateway.place.wait(gateway.now_s, 104, 8, 1.0).likely_s == before_s
+    permits[12].result_arrived(gateway.result(12))
+    assert gateway.place.wait(gateway.now_s, 96, 8, 1.0).likely_s < before_s
     first.close()
 
 
 def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> None:
     """The batch of requests that timed out is over: a new one waits for nothing but its own."""
-    place_known = Known()
-    permits = [place_known.enter(number) for number in range(12)]
-    place_known.now_s += 0.01
+    gateway = Known()
+    permits = [gateway.enter(number) for number in range(12)]
+    gateway.now_s += 0.01
     for permit in permits:
         permit.close()
-    place_known.now_s += 0.5
+    gateway.now_s += 0.5
     for number in range(12):
-        place_known.admission.answered_late(place_known.result(number))
-    place_known.enter(12)
-    assert place_known.place.wait(place_known.now_s, 8, 8, 1.0).likely_s == pytest.approx(1.0)
+        gateway.admission.answered_late(gateway.result(number))
+    gateway.enter(12)
+    assert gateway.place.wait(gateway.now_s, 8, 8, 1.0).likely_s == pytest.approx(1.0)
 
 
 def test_all_chunks_of_a_request_that_finds_an_empty_queue_run() -> None:
-    place_known = Known()
-    place_known.admission.enter("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
-    place_known.now_s += 0.1
-    assert place_known.place.wait(place_known.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
+    gateway = Known()
+    gateway.admission.enter("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
+    gateway.now_s += 0.1
+    assert gateway.place.wait(gateway.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
 
 
 def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
     """Batches had 12 messages, since no more were there, and may have 24: 20 that wait are all in the next one."""
-    place_known = Known(batch_items=24)
+    gateway = Known(batch_items=24)
     refused: list[QueueFull] = []
     for number in range(20):
-        place_known.enter(number).on_refused = refused.append
-    place_known.now_s += 0.3
-    last = place_known.enter(20)
-    place_known.place.drain.left(place_known.now_s, "new", 8, place_known.now_s - 0.6, is_crowded=False, device_s=0.5)
-    place_known.place.freed(place_known.now_s, is_result=True)
-    place_known.now_s += 0.2
-    place_known.admission.refuse_late(place_known.place)
+        gateway.enter(number).on_refused = refused.append
+    gateway.now_s += 0.3
+    last = gateway.enter(20)
+    gateway.place.drain.left(gateway.now_s, "new", 8, gateway.now_s - 0.6, is_crowded=False, device_s=0.5)
+    gateway.place.freed(gateway.now_s, is_result=True)
+    gateway.now_s += 0.2
+    gateway.admission.refuse_late(gateway.place)
     assert not refused
     last.close()
 
 
 def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_turned_out_to_be() -> None:
     """The first result shows that three estimated tokens are eight."""
-    place_known = Known()
+    gateway = Known()
     refused: list[QueueFull] = []
-    permits = [place_known.enter(number, cost=3) for number in range(100)]
+    permits = [gateway.enter(number, cost=3) for number in range(100)]
     for permit in permits:
         permit.on_refused = refused.append
-    place_known.now_s += 0.5
-    permits[0].result_arrived(place_known.result(0, chunks=1))
+    gateway.now_s += 0.5
+    permits[0].result_arrived(gateway.result(0, chunks=1))
     assert refused
-    assert place_known.place.turns.promised(place_known.now_s) == pytest.approx(8 * len(refused))
+    assert gateway.place.turns.promised(gateway.now_s) == pytest.approx(8 * len(refused))
 
 
 def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left() -> None:
     """By doubt about predictions, and by work that was promised to others."""
     for promises in (0, 40):
-        place_known = Known()
-        permits = [place_known.enter(number) for number in range(60)]
+        gateway = Known()
+        permits = [gateway.enter(number) for number in range(60)]
         for number in range(promises):
-            place_known.place.turns.book(place_known.now_s, b"p%d" % number, 96, 0.5, 1000)
+            gateway.place.turns.book(gateway.now_s, b"p%d" % number, 96, 0.5, 1000)
         refused = 0
         for tenths in range(1, 200):
-            refusal = place_known.place.judge(place_known.now_s, "key", 8, tenths / 10, lambda: b"new")
+            refusal = gateway.place.judge(gateway.now_s, "key", 8, tenths / 10, lambda: b"new")
             if refusal is not None:
                 assert refusal.wait_s > tenths / 10, (promises, tenths)
                 refused += 1

@@ -53,9 +53,9 @@ def scaled(
 @given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 50))
 @example(1.0, 5e-324, 3)
 def test_as_many_hosts_as_the_demand_fills_to_seventy_percent_at_once(demand: float, rate: float, most: int) -> None:
-    replicas_next = replicas(Replicas(1, 0.0), demand, rate, 0.0, True, 50.0, most=most, adopt_after_s=2.0, load_s=5.0)
-    workers_needed = demand / (USED * rate) if USED * rate else 1
-    assert replicas_next.count == max(1, math.ceil(min(most, workers_needed)))
+    next_replicas = replicas(Replicas(1, 0.0), demand, rate, 0.0, True, 50.0, most=most, adopt_after_s=2.0, load_s=5.0)
+    hosts_needed = demand / (USED * rate) if USED * rate else 1
+    assert next_replicas.count == max(1, math.ceil(min(most, hosts_needed)))
 
 
 def test_one_more_when_work_waits_although_all_hosts_have_the_model_and_not_before_a_load_has_passed() -> None:
@@ -93,7 +93,7 @@ models, workers = st.integers(0, 24).map("m{}".format), st.integers(0, 7).map("w
 def lanes(
     draw: st.DrawFn,
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int], dict[str, Holdings], dict[str, float], dict[str, int]]:
-    counts = draw(st.dictionaries(models, st.integers(1, 3), min_size=1, max_size=25))
+    host_counts = draw(st.dictionaries(models, st.integers(1, 3), min_size=1, max_size=25))
     live = sorted(draw(st.sets(workers, min_size=1)))
     some = st.sets(models, max_size=6).map(frozenset)
     holdings = {
@@ -101,7 +101,7 @@ def lanes(
     }
     prev = draw(st.dictionaries(models, st.lists(workers, max_size=4, unique=True).map(tuple), max_size=25))
     demand = draw(st.dictionaries(models, st.floats(0, 3), max_size=25))
-    return prev, counts, holdings, demand, {name: draw(st.integers(0, 8)) for name in live}
+    return prev, host_counts, holdings, demand, {name: draw(st.integers(0, 8)) for name in live}
 
 
 _HOLDS = {name: Holdings(frozenset({model})) for name, model in (("w0", "m1"), ("w1", "m2"), ("w2", "m1"))}
@@ -111,11 +111,11 @@ _HOLDS = {name: Holdings(frozenset({model})) for name, model in (("w0", "m1"), (
 # m1 leaves w0 for w1, which is full: it goes to w2, which has it
 @example(({"m1": ("w0", "w1"), "m2": ("w1",)}, {"m1": 1, "m2": 1}, _HOLDS, {}, {"w1": 1}))
 def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_leaves(lane) -> None:  # type: ignore[no-untyped-def]
-    prev, expected, holdings, demand, slots = lane
-    table = place(prev, expected, holdings, demand, slots)
-    assert table.keys() == expected.keys()
+    prev, host_counts, holdings, demand, slots = lane
+    table = place(prev, host_counts, holdings, demand, slots)
+    assert table.keys() == host_counts.keys()
     for model, hosts in table.items():
-        count = min(expected[model], len(holdings))
+        count = min(host_counts[model], len(holdings))
         assert set(hosts) <= holdings.keys()
         assert len(hosts) == len(set(hosts))
         assert count <= len(hosts) <= count + 1
@@ -129,10 +129,10 @@ def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_
 @given(lanes())
 @settings(max_examples=60)
 def test_equal_inputs_move_nothing_once_the_moves_that_help_are_made(lane) -> None:  # type: ignore[no-untyped-def]
-    prev, count, holdings, demand, slots = lane
-    table = place(prev, count, holdings, demand, slots)
-    for _ in range(len(count) * len(holdings) + 1):
-        before, table = table, place(table, count, holdings, demand, slots)
+    prev, host_counts, holdings, demand, slots = lane
+    table = place(prev, host_counts, holdings, demand, slots)
+    for _ in range(len(host_counts) * len(holdings) + 1):
+        before, table = table, place(table, host_counts, holdings, demand, slots)
         if table == before:
             return
     raise AssertionError("the table never came to rest")
@@ -140,12 +140,12 @@ def test_equal_inputs_move_nothing_once_the_moves_that_help_are_made(lane) -> No
 
 @given(lanes(), st.data())
 def test_a_lost_worker_moves_its_own_models_alone(lane, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
-    prev, count, holdings, _, _ = lane
-    table = place(prev, count, holdings, {}, {})
-    table = place(table, count, holdings, {}, {})
+    prev, host_counts, holdings, _, _ = lane
+    table = place(prev, host_counts, holdings, {}, {})
+    table = place(table, host_counts, holdings, {}, {})
     lost = data.draw(st.sampled_from(sorted(holdings)))
     left = {name: held for name, held in holdings.items() if name != lost}
-    after = place(table, count, left, {}, {})
+    after = place(table, host_counts, left, {}, {})
     for model in after:
         stayed = [name for name in table[model] if name != lost]
         assert set(stayed) <= set(after[model])
@@ -158,9 +158,9 @@ def test_no_worker_gets_more_models_than_slots_while_another_has_room(
     count: int, slots: int, number: int, random
 ) -> None:  # type: ignore[no-untyped-def]
     names = [f"w{index}" for index in range(count)]
-    counts = {f"m{index}": 1 for index in range(number)}
-    prev = {model: (random.choice(names),) for model in counts if random.random() < 0.5}
-    table = place(prev, counts, dict.fromkeys(names, Holdings()), {}, dict.fromkeys(names, slots))
+    host_counts = {f"m{index}": 1 for index in range(number)}
+    prev = {model: (random.choice(names),) for model in host_counts if random.random() < 0.5}
+    table = place(prev, host_counts, dict.fromkeys(names, Holdings()), {}, dict.fromkeys(names, slots))
     used = [sum(name in hosts for hosts in table.values()) for name in names]
     if number <= count * slots:
         assert max(used) <= slots
@@ -175,15 +175,15 @@ def test_a_table_that_was_lost_is_made_of_what_the_workers_have() -> None:
 
 
 def test_a_move_off_a_hot_worker_keeps_the_old_host_until_the_new_one_has_the_model() -> None:
-    counts, demand = {"a": 1, "b": 1}, {"a": 0.5, "b": 0.5}
+    host_counts, demand = {"a": 1, "b": 1}, {"a": 0.5, "b": 0.5}
     both, none = Holdings(frozenset({"a", "b"})), Holdings()
-    table = place({"a": ("w1",), "b": ("w1",)}, counts, {"w1": both, "w2": none}, demand, {})
+    table = place({"a": ("w1",), "b": ("w1",)}, host_counts, {"w1": both, "w2": none}, demand, {})
     assert sorted(table.values()) == [("w1",), ("w1", "w2")]
     moved = next(model for model, hosts in table.items() if len(hosts) == 2)
     assert sum(demand.values()) > HOT
-    loading = place(table, counts, {"w1": both, "w2": Holdings(loading=frozenset({moved}))}, demand, {})
+    loading = place(table, host_counts, {"w1": both, "w2": Holdings(loading=frozenset({moved}))}, demand, {})
     assert loading == table
-    done = place(table, counts, {"w1": both, "w2": Holdings(frozenset({moved}))}, demand, {})
+    done = place(table, host_counts, {"w1": both, "w2": Holdings(frozenset({moved}))}, demand, {})
     assert done[moved] == ("w2",)
 
 
@@ -226,15 +226,15 @@ def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
 
 def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_its_cost() -> None:
     """50 messages in 5 s: of the usual 32 tokens they are more than one worker takes in, of none they are nothing."""
-    planner, second = Planner(2.0), Planner(2.0)
-    planner.note({"m": (1, 0, 0)})
-    table = planner.step(None, [beat("w1"), beat("w2")], [], {}, 0.0)
+    usual_planner, cheap_planner = Planner(2.0), Planner(2.0)
+    usual_planner.note({"m": (1, 0, 0)})
+    table = usual_planner.step(None, [beat("w1"), beat("w2")], [], {}, 0.0)
     assert table is not None
     assert len(table.hosts["m"]) == 1
     beats, waiting = [beat("w1", rate=100.0), beat("w2", rate=100.0)], {"m": ModelBacklog(50, 5.0)}
-    second.note({"m": (1, 1, 0)})
-    cheap = second.step(None, beats, [], waiting, 1.0)
-    usual = planner.step(table, beats, [], waiting, 1.0)
+    cheap_planner.note({"m": (1, 1, 0)})
+    cheap = cheap_planner.step(None, beats, [], waiting, 1.0)
+    usual = usual_planner.step(table, beats, [], waiting, 1.0)
     assert cheap is not None
     assert usual is not None
     assert (len(cheap.hosts["m"]), len(usual.hosts["m"])) == (1, 2)

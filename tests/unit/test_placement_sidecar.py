@@ -59,15 +59,15 @@ async def put(cluster: InProcess, hosts: dict[str, tuple[str, ...]], at_s: float
 def test_only_a_host_pulls_and_only_the_first_one_asks_for_work_before_it_has_the_model(
     hosts: tuple[str, ...], loaded: bool, held: bool, waits: bool
 ) -> None:
-    role_read = role(hosts, "a", loaded=loaded, held=held, waits=waits)
+    assigned_role = role(hosts, "a", loaded=loaded, held=held, waits=waits)
     if "a" not in hosts:
-        assert role_read == ("pull" if loaded and waits else "none")
+        assert assigned_role == ("pull" if loaded and waits else "none")
     elif loaded:
-        assert role_read == "pull"
+        assert assigned_role == "pull"
     elif hosts[0] == "a":
-        assert role_read == ("none" if held else "probe")
+        assert assigned_role == ("none" if held else "probe")
     else:
-        assert role_read == "ahead"
+        assert assigned_role == "ahead"
 
 
 class Host:
@@ -264,11 +264,11 @@ async def test_a_host_that_loads_a_model_holds_one_message_of_it(cluster: InProc
     model = ENTRIES[0].id
     sent = [asyncio.create_task(gateway.encode(str(number), model=model)) for number in range(20)]
     await adapter.until(lambda adapter: adapter.loads, "the load")
-    second = asyncio.create_task(gateway.encode("x", model=ENTRIES[1].id))
+    second_task = asyncio.create_task(gateway.encode("x", model=ENTRIES[1].id))
     await adapter.until(lambda adapter: len(adapter.loads) == 2, "the load of another model beside it")
     assert await sidecar.metric("sie_deliveries_total") == 2
     adapter.let_go()
-    assert {answer.status_code for answer in await asyncio.gather(*sent, second)} == {200}
+    assert {answer.status_code for answer in await asyncio.gather(*sent, second_task)} == {200}
 
 
 async def test_work_of_a_model_that_moved_away_is_finished_where_it_was_pulled(cluster: InProcess) -> None:
@@ -292,21 +292,21 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
     """The load may drop them before all others."""
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     await cluster.sidecar(adapter)
-    mine, moved, expected = (entry.id for entry in ENTRIES[:3])
+    mine, moved, new_model = (entry.id for entry in ENTRIES[:3])
     for model in (mine, moved):
         assert (await gateway.encode("x", model=model)).status_code == 200
     await gateway.end()
-    await put(cluster, {mine: ("w0",), moved: ("w9",), expected: ("w0",)})
-    adapter.refusals[expected] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
+    await put(cluster, {mine: ("w0",), moved: ("w9",), new_model: ("w0",)})
+    adapter.refusals[new_model] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
     server = cluster.server.connect("publisher")
     item = messages.WorkItem(
-        "r", 0, expected, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000
+        "r", 0, new_model, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000
     )
-    await server.ensure_consumer(topology.work_consumer(LANE, "interactive", expected, 10.0))
+    await server.ensure_consumer(topology.work_consumer(LANE, "interactive", new_model, 10.0))
     item = msgspec.structs.replace(item, revision=ENTRIES[2].revision)
-    await server.publish(topology.work_subject(LANE, "interactive", expected), messages.encode(item), "1")
+    await server.publish(topology.work_subject(LANE, "interactive", new_model), messages.encode(item), "1")
     await until(lambda: len(adapter.loads) == 3, "the question")
-    assert adapter.loads[2:] == [expected]
+    assert adapter.loads[2:] == [new_model]
     assert adapter.may_drop[2:] == [(moved, mine)]
 
 
@@ -367,8 +367,8 @@ async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(
         cluster.source.put(msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls")))
         await cluster.sidecar()
         items = [await cluster.publish(str(number), config_revision=1 if number < 3 else 2) for number in range(4)]
-        reasons_read = [reasons(await cluster.result(item)) for item in items]
-    assert reasons_read == [*[["NOT_READY config_changed"]] * 3, [""]]
+        outcomes = [reasons(await cluster.result(item)) for item in items]
+    assert outcomes == [*[["NOT_READY config_changed"]] * 3, [""]]
 
 
 # pools

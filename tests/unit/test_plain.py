@@ -29,30 +29,30 @@ def ext(array: np.ndarray) -> msgspec.msgpack.Ext:
 
 
 def kinds(value: Any) -> set[type]:
-    result = {type(value)}
+    types = {type(value)}
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            result |= kinds(inner)
+            types |= kinds(inner)
     if isinstance(value, dict):
         assert set(map(type, value)) <= {str}
-    return result
+    return types
 
 
 @pytest.mark.parametrize(
     "array", [MATRIX, MATRIX[:0], MATRIX[0], np.float32(1).reshape(()), np.arange(2, dtype=np.int32)]
 )
 def test_an_array_of_the_extension_type_is_a_map_until_it_is_unpacked(array: np.ndarray) -> None:
-    value = from_msgpack(msgspec.msgpack.encode({"a": [ext(array)], "b": ext(array)}))
-    assert kinds(value) <= PLAIN
-    assert value["b"] == value["a"][0], "which arrays could not be asked"
-    unpacked = arrays.unpack(value)["b"]
+    document = from_msgpack(msgspec.msgpack.encode({"a": [ext(array)], "b": ext(array)}))
+    assert kinds(document) <= PLAIN
+    assert document["b"] == document["a"][0], "which arrays could not be asked"
+    unpacked = arrays.unpack(document)["b"]
     assert (unpacked.dtype, unpacked.shape, unpacked.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 def test_both_kinds_of_arrays_are_the_same_multivector() -> None:
     for sent in (ext(MATRIX), arrays.pack(MATRIX), {key.decode(): value for key, value in arrays.pack(MATRIX).items()}):
-        result = from_msgpack(msgspec.msgpack.encode({"items": [{"multivector": sent}]}))
-        assert arrays.multivector(result["items"][0]["multivector"]).tolist() == MATRIX.tolist()
+        body = from_msgpack(msgspec.msgpack.encode({"items": [{"multivector": sent}]}))
+        assert arrays.multivector(body["items"][0]["multivector"]).tolist() == MATRIX.tolist()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_what_is_not_plain_is_refused_in_every_place(odd: Any) -> None:
 
 
 def test_keys_of_bytes_are_text_at_every_depth_in_their_order() -> None:
-    value = from_msgpack(msgspec.msgpack.encode({b"b": [{b"a": b"kept"}], "a": 1}))
-    assert list(value.items()) == [("b", [{"a": b"kept"}]), ("a", 1)]
+    body = from_msgpack(msgspec.msgpack.encode({b"b": [{b"a": b"kept"}], "a": 1}))
+    assert list(body.items()) == [("b", [{"a": b"kept"}]), ("a", 1)]
 
 
 @pytest.mark.parametrize(

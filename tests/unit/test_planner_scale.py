@@ -49,11 +49,11 @@ def _lane() -> tuple[str, str, str]:
 
 
 def hosted(table: Placement) -> list[dict[str, int]]:
-    tables: list[dict[str, int]] = [{} for _ in range(WORKERS)]
+    hosted_models: list[dict[str, int]] = [{} for _ in range(WORKERS)]
     for model, hosts in table.hosts.items():
         for name in hosts:
-            tables[int(name[1:])][model] = len(hosts)
-    return tables
+            hosted_models[int(name[1:])][model] = len(hosts)
+    return hosted_models
 
 
 def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
@@ -84,13 +84,13 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
         backlog = {name: ModelBacklog(1, 0.01) for name in rng.sample(NAMES, 300)}
         now_s += 0.5
         before_s = time.thread_time()
-        steps = planner.step(table, beats, [], backlog, now_s)
+        next_table = planner.step(table, beats, [], backlog, now_s)
         after_s = time.thread_time()
         costs_s.append(after_s - before_s)
         assert len({name: max(0.0, cost) for name, cost in ARRIVING.items()}) == MODELS
         passes_s.append(time.thread_time() - after_s)
-        assert steps is None or steps.hosts == table.hosts, "nothing moves in a steady lane"
-        table = steps or table
+        assert next_table is None or next_table.hosts == table.hosts, "nothing moves in a steady lane"
+        table = next_table or table
     first, steady = first_s / np.median(passes_s), np.median(costs_s) / np.median(passes_s)
     print(f"first table {first_s * 1000:.0f} ms, {first:.0f} passes, steady look {steady:.2f} passes")
     assert first < FIRST

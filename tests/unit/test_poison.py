@@ -43,10 +43,12 @@ async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster:
     items.insert(7, await cluster.publish("before", "bad", "after"))
     adapter.let_go()
     results = [await cluster.result(item) for item in items]
-    expected_reasons = [[POISON if entry.text == "bad" else "" for entry in item.inputs] for item in items]
-    assert [reasons(result) for result in results] == expected_reasons
+    expected = [[POISON if work_input.text == "bad" else "" for work_input in item.inputs] for item in items]
+    assert [reasons(result) for result in results] == expected
     for item, result in zip(items, results, strict=True):
-        assert all(is_right(result, item, index) for index, entry in enumerate(item.inputs) if entry.text != "bad")
+        assert all(
+            is_right(result, item, index) for index, work_input in enumerate(item.inputs) if work_input.text != "bad"
+        )
     assert len(adapter.deaths) == 2
     assert adapter.deaths[1] == ["bad"]
     await cluster.left(0)
@@ -138,11 +140,11 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
     await cluster.sidecar()
     item = await cluster.publish("a")
     await cluster.result(item)
-    second_item = msgspec.structs.replace(item, request="other", revision="another")
+    unknown_item = msgspec.structs.replace(item, request="other", revision="another")
     await cluster.broker.publish(
-        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(second_item), "other"
+        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(unknown_item), "other"
     )
-    result = await cluster.result(second_item)
+    result = await cluster.result(unknown_item)
     assert reasons(result) == ["NOT_READY config_changed"]
     await cluster.left(0)
     (letter,) = await cluster.letters()
@@ -155,14 +157,14 @@ async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(clust
     """
     items = [await cluster.publish(f"text {number}") for number in range(3)]
     stopped = cluster.server.connect("stopped")
-    marks: list[Delivery] = []
-    pulls = stopped.pulls(cluster.stream.name, marks.append)
+    deliveries: list[Delivery] = []
+    pulls = stopped.pulls(cluster.stream.name, deliveries.append)
     for _ in range(5):
         pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, len(items))
-        await until(lambda: len(marks) == len(items), "the deliveries")
-        for delivery in marks:
+        await until(lambda: len(deliveries) == len(items), "the deliveries")
+        for delivery in deliveries:
             await delivery.nak()
-        marks.clear()
+        deliveries.clear()
     await pulls.stop()
     adapter = await cluster.deadly()
     sidecar = await cluster.sidecar(adapter)
@@ -197,22 +199,22 @@ async def marks_of(server: MemoryServer, worker: str, now_s: Times) -> PoisonMar
 
 async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
     server, now_s = MemoryServer(), Times()
-    marks_first, two = await marks_of(server, "one", now_s), await marks_of(server, "two", now_s)
-    await marks_first.suspected("m", ["k1", "k2"])
+    first_marks, two = await marks_of(server, "one", now_s), await marks_of(server, "two", now_s)
+    await first_marks.suspected("m", ["k1", "k2"])
     await until(lambda: "m" in two.models, "the marks at the other worker")
     await two.died("m", ["k1"])
-    await until(lambda: (mark := marks_first.get("k1")) and mark.is_poison, "the verdict")
-    assert marks_first.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
-    await marks_first.clear(["k2"])
+    await until(lambda: (mark := first_marks.get("k1")) and mark.is_poison, "the verdict")
+    assert first_marks.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
+    await first_marks.clear(["k2"])
     await until(lambda: two.get("k2") is None, "cleared there too")
     later = await marks_of(server, "later", now_s)
-    assert later.get("k1") == marks_first.get("k1"), "read before anything runs"
+    assert later.get("k1") == first_marks.get("k1"), "read before anything runs"
     assert later.get("k2") is None
     now_s.now_s += POISON_LIFETIME_S
     assert "m" in two.models
     assert two.get("k1") is None
     assert "m" not in two.models
-    for marks in (marks_first, two, later):
+    for marks in (first_marks, two, later):
         await marks.close()
 
 
@@ -230,19 +232,19 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
 async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before() -> None:
     """The revisions of the new bucket begin again, below those that the worker knows."""
     server, now_s = MemoryServer(), Times()
-    marks_first = await marks_of(server, "one", now_s)
-    await marks_first.suspected("m", [f"other{number}" for number in range(5)])
-    await marks_first.suspected("m", ["k"])
+    first_marks = await marks_of(server, "one", now_s)
+    await first_marks.suspected("m", [f"other{number}" for number in range(5)])
+    await first_marks.suspected("m", ["k"])
     del server.buckets[POISON_BUCKET]
-    await marks_first.open()
-    mark = marks_first.get("k")
+    await first_marks.open()
+    mark = first_marks.get("k")
     assert mark is not None
     assert mark.deaths == 1, "what this worker knew stays"
     two = await marks_of(server, "two", now_s)
     await two.died("m", ["k"])
     await two.died("m", ["k"])
-    await until(lambda: (mark := marks_first.get("k")) and mark.is_poison, "the verdict of the other worker")
-    for marks in (marks_first, two):
+    await until(lambda: (mark := first_marks.get("k")) and mark.is_poison, "the verdict of the other worker")
+    for marks in (first_marks, two):
         await marks.close()
 
 

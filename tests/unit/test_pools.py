@@ -100,9 +100,11 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
         if not reservation.takes_last:
             continue  # what was free may have been the last of its bundle
         # nor would it be met with all that is free, or was taken by younger ones
-        younger = {later.spec.name for later in order[place + 1 :]}
-        moved = {worker for worker, pool in assignment.items() if pool in younger and before.get(worker) != pool}
-        enough = [workers[worker] for worker in held | free | moved if workers[worker].fits(reservation.spec)]
+        younger = {successor.spec.name for successor in order[place + 1 :]}
+        moved_workers = {
+            worker for worker, pool in assignment.items() if pool in younger and before.get(worker) != pool
+        }
+        enough = [workers[worker] for worker in held | free | moved_workers if workers[worker].fits(reservation.spec)]
         assert not is_met(reservation.spec, enough)
 
 
@@ -116,8 +118,8 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
     may = {entry.spec.name for entry in reservations if entry.takes_last}
     for bundle in ("default", "other"):
         names = {name for name, worker in workers.items() if worker.bundle == bundle}
-        moved = {name for name in names if name in assignment and assignment[name] != before.get(name)}
-        if moved and all(assignment[name] not in may for name in moved):
+        moved_workers = {name for name in names if name in assignment and assignment[name] != before.get(name)}
+        if moved_workers and all(assignment[name] not in may for name in moved_workers):
             assert names - assignment.keys(), bundle
     for reservation in reservations:
         if is_held_back(reservation, workers, assignment):
@@ -136,12 +138,12 @@ def test_what_is_asked_for_would_meet_a_reservation(
     reservations, workers, _ = case
     for reservation in reservations:
         held = [worker for worker in workers.values() if worker.fits(reservation.spec)]
-        workers_needed = requested_workers(reservation.spec, held, {})
+        worker_counts = requested_workers(reservation.spec, held, {})
         short, count = lacking(reservation.spec, held)
-        assert sum(workers_needed.values()) - len(held) == max(count, sum(short.values()))
+        assert sum(worker_counts.values()) - len(held) == max(count, sum(short.values()))
         more = [
             AssignableWorker(profile, bundle)
-            for (profile, bundle), number in workers_needed.items()
+            for (profile, bundle), number in worker_counts.items()
             for _ in range(number)
         ]
         assert is_met(reservation.spec, [*held, *more])
@@ -242,9 +244,9 @@ FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
     """Return the answer of a gateway once the condition holds."""
     async with asyncio.timeout(30):
-        while not condition(pool_info := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
+        while not condition(reply := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
             await asyncio.sleep(0.02)
-    return pool_info
+    return reply
 
 
 class Town(InProcess):
@@ -274,15 +276,15 @@ class Town(InProcess):
         for gateway in self.gateways:  # which may hear of it later
             await eventually(gateway, "/health", known)
 
-    async def state(self, pool_state: str, name: str = "team") -> dict[str, Any]:
+    async def state(self, expected: str, name: str = "team") -> dict[str, Any]:
         """The Pool object at both gateways, once it has this state."""
         path = f"/v1/pools/{name}"
-        pools_read = [
-            await eventually(entry, path, lambda pool: pool.get("status", {}).get("state") == pool_state)
-            for entry in self.gateways
+        pools = [
+            await eventually(town_gateway, path, lambda pool: pool.get("status", {}).get("state") == expected)
+            for town_gateway in self.gateways
         ]
-        assert pools_read[0] == pools_read[1]
-        return pools_read[0]
+        assert pools[0] == pools[1]
+        return pools[0]
 
     async def events(self, event: str) -> float:
         """How often both gateways together counted it."""
@@ -321,8 +323,8 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     first_gateway, two = town.gateways
     await town.worker()
     await town.worker()
-    created = await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
-    assert created.status_code == 201
+    reply = await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
+    assert reply.status_code == 201
     pool = await town.state("active")
     assert pool["spec"] == {
         "name": "team",
@@ -336,19 +338,19 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     [worker] = pool["status"]["assigned_workers"]
     assert worker == {"name": worker["name"], "url": None, "gpu": "l4"}
     assert pool["status"]["expires_at"] == pool["status"]["last_renewed"] + 600
-    mine, second_worker = worker["name"], "w1" if worker["name"] == "w0" else "w0"
+    mine, free_worker = worker["name"], "w1" if worker["name"] == "w0" else "w0"
     for gateway in town.gateways:
-        assignment = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
-        assert assignment.json() == {"worker": mine, "pools": ["team"]}
-        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": second_worker})).json()[
-            "pools"
-        ] == ["_default"]
+        assignments = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
+        assert assignments.json() == {"worker": mine, "pools": ["team"]}
+        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": free_worker})).json()["pools"] == [
+            "_default"
+        ]
     for gateway, named in ((first_gateway, {"X_SIE_Pool": "Team"}), (two, {"X_SIE_MACHINE_PROFILE": "team/l4"})):
         for _ in range(4):
             assert (await gateway.encode("x", **named)).headers["x-sie-worker"] == mine
-            assert (await gateway.encode("x", X_SIE_Pool="default")).headers["x-sie-worker"] == second_worker
+            assert (await gateway.encode("x", X_SIE_Pool="default")).headers["x-sie-worker"] == free_worker
     health = (await two.client.get("/health")).json()
-    assert {info["name"]: info["pool"] for info in health["workers"]} == {mine: "team", second_worker: "_default"}
+    assert {info["name"]: info["pool"] for info in health["workers"]} == {mine: "team", free_worker: "_default"}
     assert await first_gateway.metric("sie_gateway_active_lease_gpus") == 1
     await town.counted("active")
     assert (await two.client.delete("/v1/pools/team")).json() == {"message": "Pool deleted"}
@@ -358,8 +360,8 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     assert "WORK_team" not in town.server.streams
     events = {event: await town.events(event) for event in ("created", "active", "assigned", "released", "deleted")}
     assert set(events.values()) == {1}, events
-    created = await first_gateway.client.post("/v1/pools", json=SPEC)  # the name is free at once
-    assert created.status_code == 201
+    reply = await first_gateway.client.post("/v1/pools", json=SPEC)  # the name is free at once
+    assert reply.status_code == 201
 
 
 async def test_a_post_of_the_owner_renews_a_reservation_and_may_change_its_spec(town: Town) -> None:
@@ -370,15 +372,15 @@ async def test_a_post_of_the_owner_renews_a_reservation_and_may_change_its_spec(
     assert again.status_code == 201
     assert again.json()["status"]["created_at"] == first["status"]["created_at"]
     assert again.json()["status"]["expires_at"] > first["status"]["expires_at"]
-    second = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
-    assert second.status_code == 201
-    assert second.json()["spec"] == {**first["spec"], "minimum_worker_count": 1}
-    assert second.json()["status"]["created_at"] == first["status"]["created_at"]
-    count = (await first_gateway.client.get("/v1/pools/team")).json()["spec"]["minimum_worker_count"]
-    assert (count, await town.events("created"), await town.events("renewed")) == (1, 1, 2)
+    changed_reply = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
+    assert changed_reply.status_code == 201
+    assert changed_reply.json()["spec"] == {**first["spec"], "minimum_worker_count": 1}
+    assert changed_reply.json()["status"]["created_at"] == first["status"]["created_at"]
+    minimum = (await first_gateway.client.get("/v1/pools/team")).json()["spec"]["minimum_worker_count"]
+    assert (minimum, await town.events("created"), await town.events("renewed")) == (1, 1, 2)
     renewed = (await first_gateway.client.post("/v1/pools/team/renew")).json()
     assert renewed == {"message": "Pool renewed", "expires_at": renewed["expires_at"]}
-    assert renewed["expires_at"] > second.json()["status"]["expires_at"]
+    assert renewed["expires_at"] > changed_reply.json()["status"]["expires_at"]
 
 
 async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -> None:
@@ -416,7 +418,7 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
     assert sorted(answer.status_code for answer in answers) == [201] * MAX_RESERVATIONS + [403] * 6
     assert {code(answer) for answer in answers if answer.status_code == 403} == {(403, "POOL_OPERATION_FORBIDDEN")}
     for gateway in town.gateways:
-        await eventually(gateway, "/v1/pools", lambda pools_listed: len(pools_listed["pools"]) == MAX_RESERVATIONS + 1)
+        await eventually(gateway, "/v1/pools", lambda listing: len(listing["pools"]) == MAX_RESERVATIONS + 1)
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
@@ -426,8 +428,13 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
     first_gateway, two = town.gateways
     assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
     figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
-    for figure in figures.values():
-        assert (figure["reserved"], figure["wanted_replicas"], figure["demand"], figure["ready_workers"]) == (
+    for lane_figures in figures.values():
+        assert (
+            lane_figures["reserved"],
+            lane_figures["wanted_replicas"],
+            lane_figures["demand"],
+            lane_figures["ready_workers"],
+        ) == (
             2,
             2,
             1,
@@ -447,9 +454,9 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
     await town.worker()
     await town.state("active")
     assert (await two.encode("x", X_SIE_Pool="team")).status_code == 200
-    figure = (await two.client.get("/v1/scaling/_default.l4.default")).json()
-    assert (figure["reserved"], figure["ready_workers"]) == (2, 0)
-    assert figure["wanted_replicas"] >= 2
+    lane_figures = (await two.client.get("/v1/scaling/_default.l4.default")).json()
+    assert (lane_figures["reserved"], lane_figures["ready_workers"]) == (2, 0)
+    assert lane_figures["wanted_replicas"] >= 2
 
 
 async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> None:
@@ -471,10 +478,10 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     )
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
-    names_waiting = [placer._waiting.__self__._names for placer in placers()]  # type: ignore[attr-defined]  # of `Ages.waiting_of`
-    assert len(names_waiting) == 2, "two gateways"
+    lane_names = [placer._waiting.__self__._names for placer in placers()]  # type: ignore[attr-defined]  # of `Ages.waiting_of`
+    assert len(lane_names) == 2, "two gateways"
     await until(
-        lambda: not any(lane.pool == "team" for names in names_waiting for lane in names), "its lanes are forgotten"
+        lambda: not any(lane.pool == "team" for names in lane_names for lane in names), "its lanes are forgotten"
     )
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
@@ -492,9 +499,7 @@ async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: T
     refused = await two.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")
     assert code(refused) == (503, "PROVISIONING")
     assert refused.json()["error"]["message"].endswith(f"; the pool 'team' is pending: {HELD_BACK}")
-    scaling = await eventually(
-        two, "/v1/scaling/_default.l4.default", lambda scaling_read: scaling_read["reserved"] == 2
-    )
+    scaling = await eventually(two, "/v1/scaling/_default.l4.default", lambda reply: reply["reserved"] == 2)
     assert scaling["wanted_replicas"] >= 2
     assert (await two.encode("x")).status_code == 200
     await town.worker()
@@ -509,8 +514,8 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
     workers = {process.worker: process for process in (await town.worker(), await town.worker())}
     await town.gateways[0].client.post("/v1/pools", json=SPEC)
     [first] = (await town.state("active"))["status"]["assigned_workers"]
-    worker_gone = workers.pop(first["name"])
-    await worker_gone.end()
+    lost_worker = workers.pop(first["name"])
+    await lost_worker.end()
     pool = await town.state("active")
     [left] = workers
     while [worker["name"] for worker in pool["status"]["assigned_workers"]] != [left]:
@@ -630,7 +635,7 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
     town.server.lose_stream("WORK_team")
     town.server.reconnect()
     for gateway in town.gateways:
-        await eventually(gateway, "/v1/pools/team", lambda pool_read: pool_read.get("code") == "POOL_NOT_FOUND")
+        await eventually(gateway, "/v1/pools/team", lambda reply: reply.get("code") == "POOL_NOT_FOUND")
     await town.serves("w0", "_default")
     assert (await town.gateways[1].encode("x")).status_code == 200
     assert (await town.gateways[1].client.post("/v1/pools", json=SPEC)).status_code == 201

@@ -33,17 +33,17 @@ def few_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_no_process_gets_a_port_that_another_was_given(few_ports: None) -> None:
     mine = [ports.free_port() for _ in range(60)]
     argv = [sys.executable, "-c", OTHER]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        theirs = [int(port) for port in holder.stdout.readline().split()]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        theirs = [int(port) for port in process.stdout.readline().split()]
         mine += [ports.free_port() for _ in range(20)]
-        holder.communicate("\n")
+        process.communicate("\n")
     assert len({*mine, *theirs}) == len(mine) + len(theirs) == 140
 
 
 def test_neighbours_are_free_too(few_ports: None) -> None:
-    ports_used = [port + offset for port in (ports.free_port(3) for _ in range(20)) for offset in range(3)]
-    assert len(set(ports_used)) == 60
+    port_numbers = [port + offset for port in (ports.free_port(3) for _ in range(20)) for offset in range(3)]
+    assert len(set(port_numbers)) == 60
 
 
 def test_it_says_when_there_is_none(few_ports: None) -> None:

@@ -163,7 +163,7 @@ def test_a_dense_encoder_has_its_pooling_prompts_and_profiles() -> None:
             "asked": {},
         },
     }
-    assert [field.partition(":")[0] for field in translation.ignored] == [
+    assert [note.partition(":")[0] for note in translation.ignored] == [
         "profiles.default.max_batch_tokens",
         "profiles.asked",
         "profiles.default.adapter_options.loadtime.trust_remote_code",
@@ -185,7 +185,7 @@ def test_late_interaction_has_its_markers_and_lengths() -> None:
     }
     assert translation.entry["profiles"] == {"muvera": {"run": {"muvera": True, "output_types": ["dense"]}}}
     assert any(
-        field.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for field in translation.ignored
+        note.endswith("muvera_config.center_tokens: ignored, it has no counterpart") for note in translation.ignored
     )
 
 
@@ -199,9 +199,9 @@ def test_a_decoder_that_scores_has_the_pieces_of_its_pair() -> None:
     mixed = yaml.safe_load(DECODER)
     options = mixed["profiles"]["default"]["adapter_options"]["loadtime"]
     options |= {"input_format": "mxbai", "score_mode": "logit_diff", "yes_token": "1", "no_token": "0"}
-    result = translated(mixed).entry
-    assert tuple(result["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
-    assert result["head"]["score"] == "difference"
+    model_entry = translated(mixed).entry
+    assert tuple(model_entry["pair"]) == ours["mixedbread-ai/mxbai-rerank-large-v2"].pair
+    assert model_entry["head"]["score"] == "difference"
 
 
 def test_options_of_a_family_are_parameters() -> None:
@@ -221,7 +221,7 @@ def test_a_gliner_with_a_threshold_for_relations_has_relations() -> None:
 def test_weights_without_a_commit_are_unpinned_and_named() -> None:
     translation = entry_of(PERSONS)
     assert translation.entry["weights"] == {"hub": "org/persons", "unpinned": True}
-    assert any(field.startswith("hf_revision:") for field in translation.ignored)
+    assert any(note.startswith("hf_revision:") for note in translation.ignored)
     assert entry_of(PERSONS, weights_path="/w").entry["weights"]["path"] == "/w"
     assert refused(PERSONS, hf_id=None)[0] == "$.hf_id"
 
@@ -248,7 +248,7 @@ def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None
     raw = yaml.safe_load(PERSONS)
     translation = entry_of(PERSONS, profiles={"candle": raw["profiles"]["default"]})
     assert translation.entry["profiles"] == {"candle": {}}
-    assert any(field.startswith("profiles: the file has no default profile") for field in translation.ignored)
+    assert any(note.startswith("profiles: the file has no default profile") for note in translation.ignored)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_a_file_without_a_default_profile_has_the_first_one_as_default() -> None
 def test_a_model_that_nothing_here_computes_is_refused_by_its_field(
     changes: dict[str, Any], loc: str, words: str
 ) -> None:
-    fault, message = refused(WRITER, **changes)
-    assert fault == loc
+    location, message = refused(WRITER, **changes)
+    assert location == loc
     assert words in message
 
 
@@ -278,7 +278,7 @@ def test_a_profile_of_another_family_is_named_and_left_out() -> None:
     raw["profiles"]["cross"] = {"extends": "default", "adapter_path": "a:CrossEncoderAdapter"}
     translation = translated(raw)
     assert {"remote", "cross"}.isdisjoint(translation.entry["profiles"])
-    named = {field.partition(":")[0] for field in translation.ignored}
+    named = {note.partition(":")[0] for note in translation.ignored}
     assert {"profiles.remote", "profiles.cross"} <= named
 
 

@@ -47,7 +47,7 @@ def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: 
     )
     fix = Examined(tmp_path, {}).told("broker", f"the files of its stream {files.name}", "start it again")
     (data_dir / access.FILE).unlink()
-    (command,) = (entry for entry in commands(fix) if entry.startswith("sie repair"))
+    (command,) = (line for line in commands(fix) if line.startswith("sie repair"))
     done = CliRunner().invoke(main, command.split()[1:], env=NONE)
     assert done.exit_code == 0, done.output
     assert "makes the stream anew" in done.output

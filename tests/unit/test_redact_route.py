@@ -157,7 +157,7 @@ async def test_value_that_the_model_and_a_pattern_find_is_one_span(cluster: InPr
     span = {"text": EMAIL, "label": "email", "score": 0.9, "start": 0, "end": len(EMAIL)}
     await work_options(cluster, entities(span))
     (slot,) = (await reply).json()["items"]
-    assert (slot["text"], [entry["source"] for entry in slot["spans"]]) == ("*****", ["pattern"])
+    assert (slot["text"], [slot_span["source"] for slot_span in slot["spans"]]) == ("*****", ["pattern"])
 
 
 async def test_offsets_count_utf16_units_where_the_client_wants_it(cluster: InProcess, gateway: GatewayProcess) -> None:
@@ -200,14 +200,14 @@ async def test_what_any_of_several_models_finds_is_replaced(
     assert (first.labels, second.labels) == (("person", "email"), ())
     assert (first.parameters["threshold"], second.parameters["threshold"]) == (0.4, 0.4)
     answer = await reply
-    report = answer.json()
-    (slot,) = report["items"]
+    reply_body = answer.json()
+    (slot,) = reply_body["items"]
     assert slot["text"] == "[NAME_1], [EMAIL_1]"
-    assert slot["usage"]["total_tokens"] == report["usage"]["total_tokens"] == 6
+    assert slot["usage"]["total_tokens"] == reply_body["usage"]["total_tokens"] == 6
     assert answer.headers["x-sie-units-input-tokens"] == "6"
     assert any(" tokens=6 " in record.getMessage() for record in caplog.records)
-    assert report["model"] == LABELLED
-    assert report["warnings"] == [
+    assert reply_body["model"] == LABELLED
+    assert reply_body["warnings"] == [
         f"kinds: selects only patterns; {FIXED} has kinds of its own, and all of them are redacted"
     ]
     assert restore(slot["text"], slot["map"]) == text

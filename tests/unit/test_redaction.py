@@ -220,7 +220,7 @@ def test_overlapping_spans_become_one_of_the_longest_kind(
     spans: list[SensitiveSpan], expected: list[tuple[int, int, str]]
 ) -> None:
     for ordered in itertools.permutations(spans):
-        assert [(first.start, first.end, first.kind) for first in disjoint(ordered)] == expected
+        assert [(merged_span.start, merged_span.end, merged_span.kind) for merged_span in disjoint(ordered)] == expected
 
 
 # styles
@@ -242,9 +242,9 @@ def test_synthetic_replacements_of_kinds_with_the_same_stand_ins_differ() -> Non
 
 
 def test_hash_depends_on_the_key_and_is_not_that_of_the_value_alone() -> None:
-    first, same, different = (Replacer("hash", key).replacement("phone", PHONE) for key in (b"a", b"a", b"b"))
-    assert first == same != different
-    assert re.fullmatch(r"\[PHONE_[0-9a-f]{16}\]", first)
+    replacement, same, different = (Replacer("hash", key).replacement("phone", PHONE) for key in (b"a", b"a", b"b"))
+    assert replacement == same != different
+    assert re.fullmatch(r"\[PHONE_[0-9a-f]{16}\]", replacement)
 
 
 def test_mask_shows_neither_length_nor_kind() -> None:
@@ -285,7 +285,7 @@ def test_redacted_text_has_the_replacements_of_its_style(style: str) -> None:
     entities = [{"label": "person", "score": 0.9, "start": start, "end": start + 3} for start in (0, 8)]
     slot = redacted_slot("Ada met Ada.", entities, rules(style, "person"))
     assert slot["text"] == EXPECTED[style]
-    assert [(entry["start"], entry["end"], entry["source"]) for entry in slot["spans"]] == [
+    assert [(slot_span["start"], slot_span["end"], slot_span["source"]) for slot_span in slot["spans"]] == [
         (0, 3, "model"),
         (8, 11, "model"),
     ]
@@ -327,7 +327,7 @@ def test_random_texts_keep_what_is_outside_of_spans_and_are_restored_byte_for_by
         assert restore(slot["text"], slot["map"]).encode() == text.encode()
         units = [1 + (ord(character) > 0xFFFF and offsets == "utf16") for character in text]
         places = [0, *itertools.accumulate(units)]
-        spans = [(places.index(entry["start"]), places.index(entry["end"])) for entry in slot["spans"]]
+        spans = [(places.index(slot_span["start"]), places.index(slot_span["end"])) for slot_span in slot["spans"]]
         for value, kind in ((entity, "model") for entity in entities):
             covered = any(start <= value["start"] and value["end"] <= end for start, end in spans)
             assert covered or value["start"] == value["end"], kind

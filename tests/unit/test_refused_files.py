@@ -67,13 +67,13 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
     """A model of a kind and its entry, made once."""
     root = tmp_path_factory.mktemp("good")
-    faults: dict[str, tuple[Path, dict[str, Any]]] = {}
+    cache: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def made(kind: str) -> tuple[Path, dict[str, Any]]:
-        if kind not in faults:
+        if kind not in cache:
             folder = KINDS[kind](root / kind)
-            faults[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
-        return faults[kind]
+            cache[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
+        return cache[kind]
 
     return made
 
@@ -203,7 +203,7 @@ def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
     """Return the texts of `inspect`, of `add` for the folder and for an entry, and of a load; the last two use the
     entry of the good folder.
     """
-    lines = []
+    outputs = []
     named = {**entry, "weights": {"path": str(folder)}}
     file = tmp_path.with_name("entry.yaml")
     file.write_text(yaml.safe_dump(named))
@@ -212,11 +212,11 @@ def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
         done = CliRunner().invoke(main, ["models", *arguments], env={"SIE_HF_FALLBACK": "false"})
         assert done.exit_code == 1, (arguments, done.output)
         assert "Traceback" not in done.output
-        lines.append(" ".join(done.output.split()))
+        outputs.append(" ".join(done.output.split()))
     assert not list(tmp_path.glob("**/*.yaml"))
     with pytest.raises(ModelLoadFailed) as refused:
         load(parse_entry(named))
-    return [*lines, refused.value.message]
+    return [*outputs, refused.value.message]
 
 
 def load(entry: ModelEntry) -> Any:

@@ -97,11 +97,11 @@ class Relay:
             return self.status, b"{}", "location: http://127.0.0.1:1/\r\n"
         if path == "/info":
             return 200, json.dumps(self.info).encode(), ""
-        fields_sent = {
+        headers = {
             name: fields[name] for name in ("content-type", "accept", "authorization", "x-sie-remote") if name in fields
         }
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            answer = await client.post(self._to.join(path), content=body, headers=fields_sent)
+            answer = await client.post(self._to.join(path), content=body, headers=headers)
         return answer.status_code, self.change(answer.content), ""
 
 
@@ -572,9 +572,9 @@ def test_vectors_are_equal_up_to_the_bound_of_the_precision(precision: str) -> N
 
 def test_a_long_text_that_deviates_limits_the_proof_to_texts_that_surely_fit() -> None:
     own, run = reference(long=2), proofs.plain_run(RESOLVED)
-    vectors_changed = own.vectors.copy()
-    vectors_changed[2] = 0
-    short = proofs.prove(ENTRY, run, own, vectors_changed)
+    bad_vectors = own.vectors.copy()
+    bad_vectors[2] = 0
+    short = proofs.prove(ENTRY, run, own, bad_vectors)
     assert short.covers(ENTRY, run, ["x" * (512 - proofs.SPECIAL_TOKENS)])
     assert not short.covers(ENTRY, run, ["x" * 512])
     assert not short.covers(ENTRY, run, ["\ufdfa" * 40])  # one character whose normal form has eighteen
@@ -647,6 +647,6 @@ def test_the_prompts_of_an_entry_are_compared_with_both_sides() -> None:
 
 def test_the_worst_probe_is_named() -> None:
     left = np.eye(2, dtype=np.float32)
-    differences = list(proofs.measure(left, np.array([[1, 0], [0, 1.1]], np.float32)))
-    assert differences[0] == ProbeAgreement(1.0, 0.0, 0)
-    assert differences[1].difference == pytest.approx(0.1, rel=1e-5)
+    agreements = list(proofs.measure(left, np.array([[1, 0], [0, 1.1]], np.float32)))
+    assert agreements[0] == ProbeAgreement(1.0, 0.0, 0)
+    assert agreements[1].difference == pytest.approx(0.1, rel=1e-5)

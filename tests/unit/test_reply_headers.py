@@ -37,29 +37,29 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 def check(answer: httpx.Response) -> None:
-    message = f"{answer.request.method} {answer.request.url.path} {answer.status_code} {answer.headers}"
+    summary = f"{answer.request.method} {answer.request.url.path} {answer.status_code} {answer.headers}"
     ids = [answer.headers.get_list(name) for name in ("x-sie-request-id", "x-request-id")]
-    assert [len(values) for values in ids] == [1, 1], message
-    assert _UUID7.fullmatch(ids[0][0]), message
-    assert ids[1][0] == answer.request.headers.get("x-request-id", ids[0][0]), message
-    assert answer.headers.get_list("x-sie-version") == [__version__], message
-    assert answer.headers.get_list("x-sie-server-version") == [SERVER_VERSION], message
+    assert [len(values) for values in ids] == [1, 1], summary
+    assert _UUID7.fullmatch(ids[0][0]), summary
+    assert ids[1][0] == answer.request.headers.get("x-request-id", ids[0][0]), summary
+    assert answer.headers.get_list("x-sie-version") == [__version__], summary
+    assert answer.headers.get_list("x-sie-server-version") == [SERVER_VERSION], summary
     if "x-sie-error-code" in answer.headers and answer.content[:1] == b"{":
         error = answer.json()["error"]
-        assert not isinstance(error, dict) or error.get("request_id", ids[0][0]) == ids[0][0], message
-    assert answer.headers["x-content-type-options"] == "nosniff", message
-    assert answer.headers["referrer-policy"] == "no-referrer", message
+        assert not isinstance(error, dict) or error.get("request_id", ids[0][0]) == ids[0][0], summary
+    assert answer.headers["x-content-type-options"] == "nosniff", summary
+    assert answer.headers["referrer-policy"] == "no-referrer", summary
     policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; "), message
+    assert policy.startswith("default-src 'none'; "), summary
     for rule in ("frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"):
-        assert rule in policy, message
-    assert len(answer.headers.get_list("content-security-policy")) == 1, message
-    assert len(re.findall("script-src[^;]*unsafe", policy)) == 0, message
+        assert rule in policy, summary
+    assert len(answer.headers.get_list("content-security-policy")) == 1, summary
+    assert len(re.findall("script-src[^;]*unsafe", policy)) == 0, summary
     if "text/html" not in answer.headers.get("content-type", ""):
         return
     for script in re.findall("<script>(.*?)</script>", answer.text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy, message
+        assert f"'sha256-{digest}'" in policy, summary
 
 
 async def test_every_route_of_a_gateway_and_what_is_none(cluster: InProcess) -> None:

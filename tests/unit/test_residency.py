@@ -124,8 +124,8 @@ async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again
     assert (await request).status_code == 200
     await adapter.until(lambda it: it.releases == ["toy/one"], "the unload")
     await eventually(gateway, "available")
-    entry = await asked(gateway, "unload")
-    assert (entry.status_code, entry.json()["state"], entry.json()["lanes"]) == (200, "available", [])
+    repeated = await asked(gateway, "unload")
+    assert (repeated.status_code, repeated.json()["state"], repeated.json()["lanes"]) == (200, "available", [])
     answer = await gateway.encode("b", authorization=f"Bearer {USER}")
     assert answer.status_code == 200
     assert (adapter.loads, adapter.releases) == (["toy/one", "toy/one"], ["toy/one"])

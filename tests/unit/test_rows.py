@@ -71,8 +71,8 @@ def work(texts: Sequence[str], query: str | None = None, **options: Any) -> Work
 
 
 def rows_of(kind: str, layout: Layout | Rows, item: WorkItemInput) -> list[TokenRow]:
-    (batch,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
-    return batch.rows
+    (work_rows,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
+    return work_rows.rows
 
 
 def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
@@ -80,11 +80,11 @@ def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, trun
     whole = library(kind)([left], [right])
     length = len(whole["input_ids"][0])
     special = length - len(plain(kind, left)) - len(plain(kind, right))
-    ids_expected = plain(kind, right if strategy == "only_first" else left)
+    uncut_ids = plain(kind, right if strategy == "only_first" else left)
     assert row.full == length
     assert row.truncated == (length > limit)
     assert len(row.ids) == min(length, limit)
-    if len(ids_expected) <= int(
+    if len(uncut_ids) <= int(
         QUERY_SHARE * (limit - special)
     ):  # what is not cut fits its share, so the library can do it too
         expected = library(kind, side_of(truncate))(
@@ -102,8 +102,8 @@ def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, trun
 def test_a_pair_is_what_the_library_cuts_in_its_second_text(
     kind: str, query: str, texts: list[str], limit: int, truncate: Truncate
 ) -> None:
-    rows_made = rows_of(kind, "pair", work(texts, query, truncate=truncate, max_tokens=limit))
-    for row, text in zip(rows_made, texts, strict=True):
+    token_rows = rows_of(kind, "pair", work(texts, query, truncate=truncate, max_tokens=limit))
+    for row, text in zip(token_rows, texts, strict=True):
         check_pair(kind, row, query, text, limit, truncate, "only_second")
 
 
@@ -119,7 +119,7 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
     kind: str, texts: list[str], labels: list[str], limit: int, truncate: Truncate
 ) -> None:
     parameters = {"hypothesis_template": "is {}."}
-    rows_made = iter(
+    token_rows = iter(
         rows_of(
             kind,
             "hypotheses",
@@ -128,8 +128,8 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
     )
     for text in texts:
         for label in labels:
-            check_pair(kind, next(rows_made), text, f"is {label}.", limit, truncate, "only_first")
-    assert next(rows_made, None) is None
+            check_pair(kind, next(token_rows), text, f"is {label}.", limit, truncate, "only_first")
+    assert next(token_rows, None) is None
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -145,8 +145,8 @@ def test_a_long_query_keeps_its_share_and_what_the_document_leaves(
     template = ours(kind).pair
     room = limit - template.special
     left, right = plain(kind, query), plain(kind, text)
-    room_of_left = min(len(left), max(int(QUERY_SHARE * room), room - len(right)))
-    expected = [*template.first, *left[:room_of_left], *template.middle, *right[: room - room_of_left], *template.last]
+    query_length = min(len(left), max(int(QUERY_SHARE * room), room - len(right)))
+    expected = [*template.first, *left[:query_length], *template.middle, *right[: room - query_length], *template.last]
     assert row.ids.tolist() == expected
 
 
@@ -158,12 +158,12 @@ def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
 ) -> None:
     pieces = (("system {query}",), ("query: ", "query", ""), ("\n",), ("document: ", "document", " end"), ("answer:",))
     (row,) = rows_of(kind, "pieces", work([text], query, pieces=pieces, truncate=truncate, max_tokens=limit))
-    ids_of_query = plain(kind, f"query: {query}")
-    before = [*plain(kind, "system {query}"), *ids_of_query[: int(QUERY_SHARE * limit)], *plain(kind, "\n")]
+    query_ids = plain(kind, f"query: {query}")
+    before = [*plain(kind, "system {query}"), *query_ids[: int(QUERY_SHARE * limit)], *plain(kind, "\n")]
     after, document = plain(kind, "answer:"), plain(kind, f"document: {text} end")
     assert row.ids.tolist() == [*before, *document[: max(0, limit - len(before) - len(after))], *after]
     assert row.ids.tolist()[-len(after) :] == after
-    whole = len(plain(kind, "system {query}")) + len(ids_of_query) + len(plain(kind, "\n")) + len(document) + len(after)
+    whole = len(plain(kind, "system {query}")) + len(query_ids) + len(plain(kind, "\n")) + len(document) + len(after)
     assert row.full == whole
     assert row.truncated == (whole > len(row.ids))
 
@@ -205,8 +205,8 @@ def test_a_field_that_a_client_writes_is_text() -> None:
 @EXAMPLES
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
 def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit: int, truncate: Truncate) -> None:
-    rows_made = rows_of(kind, "spans", work(texts, truncate=truncate, max_tokens=limit))
-    for row, text in zip(rows_made, texts, strict=True):
+    token_rows = rows_of(kind, "spans", work(texts, truncate=truncate, max_tokens=limit))
+    for row, text in zip(token_rows, texts, strict=True):
         expected = library(kind, side_of(truncate))(
             text, truncation=True, max_length=limit, return_offsets_mapping=True, return_special_tokens_mask=True
         )
@@ -218,7 +218,7 @@ def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit
         assert row.offsets is not None
         assert [tuple(place) for place in row.offsets.tolist()] == places
         assert row.full == len(library(kind)(text)["input_ids"])
-    assert np.frombuffer(offsets_of(rows_made), np.int32).size == 2 * sum(len(row.ids) for row in rows_made)
+    assert np.frombuffer(offsets_of(token_rows), np.int32).size == 2 * sum(len(row.ids) for row in token_rows)
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -231,11 +231,11 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
 ) -> None:
     layout = Rows("sides", Side(marker=7, limit=cap, expanded=32), Side(marker=8))
     options = {"query_prefix": "q: ", "query_suffix": "?", "prefix": "d: ", "truncate": truncate, "max_tokens": limit}
-    (batch,) = make(ours(kind), layout, [work(texts, query, **options)])
-    assert batch.shared == 1
+    (work_rows,) = make(ours(kind), layout, [work(texts, query, **options)])
+    assert work_rows.shared == 1
     tokenizer = library(kind, side_of(truncate))
     for index, (row, text) in enumerate(
-        zip(batch.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)
+        zip(work_rows.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)
     ):
         most = min(limit, cap) if index == 0 else limit
         ids = tokenizer(text, truncation=True, max_length=most - 1)["input_ids"]
@@ -253,10 +253,10 @@ def test_passages_are_pairs_with_the_places_of_their_text(
     """The instruction is paired with the text as the library does; where the library would cut the instruction, it is
     cut as a query is.
     """
-    rows_made = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
+    token_rows = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
     pairs = rows_of(kind, "pair", work(texts, instruction, max_tokens=limit))
     tokenizer = library(kind)
-    for row, pair, text in zip(rows_made, pairs, texts, strict=True):
+    for row, pair, text in zip(token_rows, pairs, texts, strict=True):
         assert row.ids.tolist() == pair.ids.tolist()
         assert (row.full, row.types is None) == (pair.full, pair.types is None)
         assert row.offsets is not None
@@ -301,11 +301,13 @@ def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Tr
         )
     ]
     together = make(ours("wordpiece"), Rows(layout), items)
-    for item, batch in zip(items, together, strict=True):
+    for item, work_rows in zip(items, together, strict=True):
         (alone,) = make(ours("wordpiece"), Rows(layout), [item])
-        assert batch.shared == alone.shared
-        assert [row.ids.tolist() for row in batch.rows] == [row.ids.tolist() for row in alone.rows]
-        assert [(row.full, row.truncated) for row in batch.rows] == [(row.full, row.truncated) for row in alone.rows]
+        assert work_rows.shared == alone.shared
+        assert [row.ids.tolist() for row in work_rows.rows] == [row.ids.tolist() for row in alone.rows]
+        assert [(row.full, row.truncated) for row in work_rows.rows] == [
+            (row.full, row.truncated) for row in alone.rows
+        ]
 
 
 def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
@@ -317,6 +319,6 @@ def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
 
 def test_raw_rows_count_and_keep_the_texts() -> None:
     item = work(["river " * 100, "paper"], "search")
-    (batch,) = make(ours("wordpiece"), Rows("raw"), [item])
+    (work_rows,) = make(ours("wordpiece"), Rows("raw"), [item])
     assert texts_of(item) == ["search", "river " * 100, "paper"]
-    assert (batch.shared, [row.full for row in batch.rows]) == (1, [1, 100, 1])
+    assert (work_rows.shared, [row.full for row in work_rows.rows]) == (1, [1, 100, 1])

@@ -54,8 +54,8 @@ def work(*inputs: Input, query: Input | None = None, **options: Any) -> WorkItem
 
 
 def made_of(kind: str, described: Described, item: WorkItemInput) -> WorkRows:
-    (batch,) = make(ours(kind), described, [item])
-    return batch
+    (work_rows,) = make(ours(kind), described, [item])
+    return work_rows
 
 
 def whole(kind: str, text: str) -> list[int]:
@@ -85,10 +85,10 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
         last
     ):  # else its own words spell a special token
         given_ids += [bare, [*first, *bare], [*bare, *last]]
-    rows_made = rows_of(
+    token_rows = rows_of(
         kind, ENCODE, work(*(Input(tokens=tuple(ids)) for ids in given_ids), truncate=truncate, max_tokens=limit)
     )
-    for row in rows_made:
+    for row in token_rows:
         assert row.ids.tolist() == expected.ids.tolist()
         assert row.ids.dtype == np.int32
         assert (row.full, row.truncated, row.cost) == (expected.full, expected.truncated, expected.cost)
@@ -134,13 +134,13 @@ def test_a_marker_stands_before_ids_once() -> None:
     [((-1,), 0), ((5, 6, 1 << 20), 2), ((5, 1 << 40, -3), 1), ((1 << 63,), 0), ((5,) * 5000 + (-7,), 5000)],
 )
 def test_an_id_that_is_no_token_is_an_error_of_its_own_input(ids: tuple[int, ...], place: int) -> None:
-    batch = made_of("wordpiece", ENCODE, work(Input("river"), Input(tokens=ids), Input(tokens=(40, 41))))
-    assert list(batch.unfit) == [1]
-    error = batch.unfit[1]
+    work_rows = made_of("wordpiece", ENCODE, work(Input("river"), Input(tokens=ids), Input(tokens=(40, 41))))
+    assert list(work_rows.unfit) == [1]
+    error = work_rows.unfit[1]
     size = len(library("wordpiece"))
     assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "bad_token_id", f"tokens[{place}]")
     assert f"from 0 to {size - 1}, got {ids[place]}" in error.message
-    assert [row.ids.tolist()[1:-1] for row in batch.rows[::2]] == [plain("wordpiece", "river"), [40, 41]]
+    assert [row.ids.tolist()[1:-1] for row in work_rows.rows[::2]] == [plain("wordpiece", "river"), [40, 41]]
     assert made_of("wordpiece", ENCODE, work(Input(tokens=(size - 1,)))).unfit == {}
     assert made_of("wordpiece", ENCODE, work(Input(tokens=(size,)))).unfit != {}
 
@@ -151,19 +151,19 @@ def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(lay
     options = {"labels": ("a",), "pieces": (("", "query", " ", "document", ""),), "outputs": ("multivector",)}
     strange = (Input(tokens=(5,)), Input("river", pair="music"), Input(vectors=vectors(2)))
     query = Input("search") if layout in ("pair", "pieces", "sides") else None
-    batch = made_of(
+    work_rows = made_of(
         "wordpiece", Described(layout), work(Input("paper"), *strange, Input("music"), query=query, **options)
     )
-    assert batch.error is None
-    assert list(batch.unfit) == [1, 2, 3]
-    assert {error.reason for error in batch.unfit.values()} == {"unsupported_modality"}
-    assert [error.param for error in batch.unfit.values()] == ["tokens", "pair", "multivector"]
+    assert work_rows.error is None
+    assert list(work_rows.unfit) == [1, 2, 3]
+    assert {error.reason for error in work_rows.unfit.values()} == {"unsupported_modality"}
+    assert [error.param for error in work_rows.unfit.values()] == ["tokens", "pair", "multivector"]
     alone = made_of("wordpiece", Described(layout), work(Input("paper"), Input("music"), query=query, **options))
-    assert [batch.rows[index].ids.tolist() for index in (*range(batch.shared), batch.shared, -1)] == [
+    assert [work_rows.rows[index].ids.tolist() for index in (*range(work_rows.shared), work_rows.shared, -1)] == [
         row.ids.tolist() for row in alone.rows
     ]
-    for source in strange if query else ():
-        refused = made_of("wordpiece", Described(layout), work(Input("paper"), query=source, **options))
+    for odd_query in strange if query else ():
+        refused = made_of("wordpiece", Described(layout), work(Input("paper"), query=odd_query, **options))
         assert refused.rows == []
         assert refused.error is not None
         assert refused.error.reason == "unsupported_modality"
@@ -188,29 +188,32 @@ def test_a_pair_is_what_the_library_makes_of_it(
 
 
 def test_a_pair_needs_a_text_and_ids_are_none() -> None:
-    batch = made_of(
+    work_rows = made_of(
         "wordpiece",
         Described("text", pairs=True, tokens=True),
         work(Input(tokens=(5,), pair="a"), Input(None, pair="a")),
     )
-    assert [batch.unfit[index].param for index in (0, 1)] == ["pair", "pair"]
+    assert [work_rows.unfit[index].param for index in (0, 1)] == ["pair", "pair"]
 
 
 # vectors
 
 
-def frame_of(operation: Any, described: Described, item: WorkItemInput, batch: WorkRows) -> RunBatch:
-    return to_batch("b", "m", operation, described.layout, [BatchPart(batch.rows, item)])
+def frame_of(operation: Any, described: Described, item: WorkItemInput, work_rows: WorkRows) -> RunBatch:
+    return to_batch("b", "m", operation, described.layout, [BatchPart(work_rows.rows, item)])
 
 
 def test_vectors_travel_in_the_place_of_ids() -> None:
     sent = [vectors(3), vectors(0), vectors(2, seed=1)]
     item = work(
-        Input("river"), *(Input("not read", vectors=row) for row in sent[:2]), query=Input(vectors=sent[2]), **MAXSIM
+        Input("river"),
+        *(Input("not read", vectors=matrix) for matrix in sent[:2]),
+        query=Input(vectors=sent[2]),
+        **MAXSIM,
     )
-    batch = made_of("wordpiece", SIDES, item)
-    assert (batch.error, batch.unfit, batch.shared) == (None, {}, 1)
-    frame = frame_of("score", SIDES, item, batch)
+    work_rows = made_of("wordpiece", SIDES, item)
+    assert (work_rows.error, work_rows.unfit, work_rows.shared) == (None, {}, 1)
+    frame = frame_of("score", SIDES, item, work_rows)
     assert np.frombuffer(frame.given, "<i4").tolist() == [2, -1, 3, 0]
     assert frame.vectors == sent[2].data + sent[0].data + sent[1].data
     assert np.frombuffer(frame.lengths, "<i4").tolist() == [0, len(plain("wordpiece", "river")) + 3, 0, 0]
@@ -248,8 +251,8 @@ def test_vectors_are_taken_where_token_vectors_are_all_that_is_used(
     described: Described, options: dict[str, Any], reason: str
 ) -> None:
     query = Input("search") if described is SIDES else None
-    batch = made_of("wordpiece", described, work(Input("river"), Input(vectors=vectors(2)), query=query, **options))
-    assert [(index, error.reason) for index, error in batch.unfit.items()] == [(1, reason)]
+    work_rows = made_of("wordpiece", described, work(Input("river"), Input(vectors=vectors(2)), query=query, **options))
+    assert [(index, error.reason) for index, error in work_rows.unfit.items()] == [(1, reason)]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +268,8 @@ def test_vectors_of_another_shape_say_what_was_expected(sent: Vectors, reason: s
         work(Input("a"), Input(vectors=sent), query=Input("q"), **MAXSIM),
         work(Input("a"), query=Input(vectors=sent), **MAXSIM),
     ):
-        batch = made_of("wordpiece", SIDES, item)
-        error = batch.unfit.get(1) or batch.error
+        work_rows = made_of("wordpiece", SIDES, item)
+        error = work_rows.unfit.get(1) or work_rows.error
         assert error is not None
         assert (error.code, error.reason) == ("INVALID_INPUT", reason)
         assert named in error.message
@@ -280,10 +283,10 @@ def test_work_items_of_all_kinds_tokenised_together_are_as_alone() -> None:
         work(Input("music"), Input(tokens=(-1,)), is_query=True),
     ]
     described = Described("text", Side(marker=7, limit=20), Side(marker=8), tokens=True, vectors=WIDTH)
-    for item, batch in zip(items, make(ours("wordpiece"), described, items), strict=True):
+    for item, work_rows in zip(items, make(ours("wordpiece"), described, items), strict=True):
         alone = made_of("wordpiece", described, item)
-        assert same(batch.rows, alone.rows)
-        assert list(batch.unfit) == list(alone.unfit)
+        assert same(work_rows.rows, alone.rows)
+        assert list(work_rows.unfit) == list(alone.unfit)
 
 
 def same(left: Sequence[rows.TokenRow], right: Sequence[rows.TokenRow]) -> bool:

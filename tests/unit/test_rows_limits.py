@@ -32,8 +32,8 @@ def work(*texts: str, query: str | None = None, **options: Any) -> WorkItemInput
     )
 
 
-def ids(batch: WorkRows) -> list[list[int]]:
-    return [row.ids.tolist() for row in batch.rows]
+def ids(work_rows: WorkRows) -> list[list[int]]:
+    return [row.ids.tolist() for row in work_rows.rows]
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
 def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the rows would have after truncation, exactly."""
     item = work("paper river " * 60, "music", labels=LABELS[:20])
-    (batch,) = make(TOKENIZER, Rows("hypotheses"), [item])
-    tokens = sum(len(row.ids) for row in batch.rows)
+    (work_rows,) = make(TOKENIZER, Rows("hypotheses"), [item])
+    tokens = sum(len(row.ids) for row in work_rows.rows)
     monkeypatch.setattr(layouts, "MAX_TOKENS", tokens)
-    assert ids(make(TOKENIZER, Rows("hypotheses"), [item])[0]) == ids(batch)
+    assert ids(make(TOKENIZER, Rows("hypotheses"), [item])[0]) == ids(work_rows)
     monkeypatch.setattr(layouts, "MAX_TOKENS", tokens - 1)
     (refused,) = make(TOKENIZER, Rows("hypotheses"), [item])
     assert refused.error is not None
@@ -80,13 +80,13 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
     apart = work("paper river", "music " * 100, labels=LABELS[:20], parameters={"multi_label": True})
     part = {"type": "decision", "labels": LABELS[:7], "is_many": True}
     decided = work("paper river", parameters={"parts": [part, {"type": "decision", "labels": ("yes",)}]})
-    (single,), (many,), (parts,) = (make(TOKENIZER, layout, [item]) for item in (together, apart, decided))
+    (joint_rows,), (many,), (parts,) = (make(TOKENIZER, layout, [item]) for item in (together, apart, decided))
     own = [len(TOKENIZER.contents([f" {label}"], 64, "END")[0].ids) for label in LABELS[:20]]
     words = [row.full for row in many.rows]
     assert [row.cost for row in many.rows] == [
         max(count, sum(min(TOKENIZER.max_tokens, count + 5 + size) for size in own)) for count in words
     ]
-    assert single.rows[0].cost == min(TOKENIZER.max_tokens, words[0] + 5 + sum(own))
+    assert joint_rows.rows[0].cost == min(TOKENIZER.max_tokens, words[0] + 5 + sum(own))
     assert parts.rows[0].cost > 8 * (words[0] + 5)
     assert make(TOKENIZER, Rows("raw"), [apart])[0].rows[0].cost == words[0]
     monkeypatch.setattr(layouts, "MAX_TOKENS", sum(row.cost for row in many.rows))
@@ -106,8 +106,8 @@ def test_a_model_that_tokenises_itself_gets_a_long_text_whose_tokens_are_counted
     """The tokens of a whole text took 400 bytes for each of its characters."""
     text = "paper river " * 60_000
     monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", long_text.MAX_PIECE_CHARACTERS + 100)
-    (batch,) = make(TOKENIZER, Rows("raw"), [work(text)])
-    assert batch.rows[0].full == batch.rows[0].cost == len(batch.rows[0].ids) == 120_000
+    (work_rows,) = make(TOKENIZER, Rows("raw"), [work(text)])
+    assert work_rows.rows[0].full == work_rows.rows[0].cost == len(work_rows.rows[0].ids) == 120_000
 
 
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
@@ -116,10 +116,10 @@ def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
 
 
 def test_no_labels_are_an_error_of_their_own_item() -> None:
-    without, batch = make(TOKENIZER, Rows("hypotheses"), [work("a"), work("a", labels=("b",))])
+    without, labelled = make(TOKENIZER, Rows("hypotheses"), [work("a"), work("a", labels=("b",))])
     assert without.error is not None
     assert without.error.reason == "labels_required"
-    assert len(batch.rows) == 1
+    assert len(labelled.rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout:
 def test_text_that_travels_beside_few_tokens_has_its_cost(layout: Layout) -> None:
     """White space has no tokens, and still it is what a frame holds."""
     blank = " " * (1 << 17)
-    (batch,) = make(TOKENIZER, Rows(layout), [work(f"a{blank}b")])
-    assert batch.rows[0].cost == (1 << 17) // rows.COST_CHARACTERS
+    (work_rows,) = make(TOKENIZER, Rows(layout), [work(f"a{blank}b")])
+    assert work_rows.rows[0].cost == (1 << 17) // rows.COST_CHARACTERS
     (short,) = make(TOKENIZER, Rows(layout), [work("paper river")])
     assert short.rows[0].cost == len(short.rows[0].ids)
 
@@ -149,9 +149,9 @@ def test_text_that_travels_beside_few_tokens_has_its_cost(layout: Layout) -> Non
 @pytest.mark.parametrize("truncate", ["END", "START", "NONE"])
 def test_only_what_the_tokens_reach_of_a_cut_text_is_sent(truncate: str) -> None:
     texts = ["paper river music " * 500, "paper river"]
-    (batch,) = make(TOKENIZER, Rows("spans"), [work(*texts, truncate=truncate)])
-    sent = reached(texts, batch.rows)
-    places = np.frombuffer(offsets_of(batch.rows[:1]), np.int32).reshape(-1, 2)
+    (work_rows,) = make(TOKENIZER, Rows("spans"), [work(*texts, truncate=truncate)])
+    sent = reached(texts, work_rows.rows)
+    places = np.frombuffer(offsets_of(work_rows.rows[:1]), np.int32).reshape(-1, 2)
     inside = places[places[:, 0] >= 0]
     assert [sent[0][start:end] for start, end in inside] == [texts[0][start:end] for start, end in inside]
     assert all(sent[0][start:end] for start, end in inside)
@@ -175,9 +175,10 @@ async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(
 
 async def let_go(cluster: InProcess, worker: str) -> None:
     """Until a heartbeat that is yet to come says that nothing is held."""
-    count = len(cluster.beats)
+    beat_count = len(cluster.beats)
     await until(
-        lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[count:]), "nothing held"
+        lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[beat_count:]),
+        "nothing held",
     )
 
 

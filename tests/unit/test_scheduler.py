@@ -110,7 +110,7 @@ class Scheduling(RuleBasedStateMachine):
     def one_is_cancelled(self, place: int) -> None:
         entry = self.here.pop(place % len(self.here))
         self.waiting.remove(entry)
-        if (due := self.due[entry.bulk]) is not None and due[0] is entry:
+        if (due_entry := self.due[entry.bulk]) is not None and due_entry[0] is entry:
             self.due[entry.bulk] = None
 
     def oldest(self, bulk: bool) -> BatchEntry[int] | None:
@@ -131,12 +131,12 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def send(self) -> None:
         for bulk in (False, True):
-            entry, due = self.oldest(bulk), self.due[bulk]
-            if entry is not None and self.is_due(entry) and (due is None or due[0] is not entry):
+            entry, due_entry = self.oldest(bulk), self.due[bulk]
+            if entry is not None and self.is_due(entry) and (due_entry is None or due_entry[0] is not entry):
                 keys = {
-                    second.key
-                    for second in self.here
-                    if second.bulk == bulk and second.key.residency == entry.key.residency
+                    candidate.key
+                    for candidate in self.here
+                    if candidate.bulk == bulk and candidate.key.residency == entry.key.residency
                 }
                 self.due[bulk] = (entry, len(keys))
         action = next_batch(
@@ -158,7 +158,7 @@ class Scheduling(RuleBasedStateMachine):
         head = queue[0]
         # what it holds
         assert len({entry.work for entry in batch.entries}) == len(batch.entries)
-        assert all(any(entry is second for second in queue) for entry in batch.entries), (
+        assert all(any(entry is candidate for candidate in queue) for entry in batch.entries), (
             "each waits, and has this key and this priority"
         )
         assert batch.cost == sum(entry.cost for entry in batch.entries)
@@ -191,8 +191,8 @@ class Scheduling(RuleBasedStateMachine):
         elif self.oldest(True) is not None:
             self.overtaken += 1
             assert self.overtaken <= self.limits.bulk_max_overtakes or self.limits.bulk_max_overtakes == 0
-        if (due := self.due[bulk]) is not None:
-            entry, may_see = due
+        if (due_entry := self.due[bulk]) is not None:
+            entry, may_see = due_entry
             if entry.work in works:
                 self.due[bulk] = None
             else:
@@ -266,8 +266,8 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
 def test_the_loras_of_a_model_take_turns() -> None:
     """A backlog of one LoRA does not hold the others, and no batch mixes two."""
     backlog = [BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
-    entries = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
-    assert formed([*backlog, *entries], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
+    later_entries = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
+    assert formed([*backlog, *later_entries], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
 
 
 def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:

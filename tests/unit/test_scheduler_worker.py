@@ -112,9 +112,9 @@ async def gatherings(folder: Path, requests: int, **environ: str) -> tuple[float
         adapter = await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, ready=False, **environ)
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * requests
-        count = await sidecar.metric("sie_gathered_deliveries_count")
+        gathering_count = await sidecar.metric("sie_gathered_deliveries_count")
         assert await sidecar.metric("sie_gathered_deliveries_sum") == requests
-        return count, len(adapter.batches)
+        return gathering_count, len(adapter.batches)
 
 
 def stored(server: MemoryServer) -> int:
@@ -213,7 +213,7 @@ async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_de
     first = {status.model: status.oldest_s for status in beat.models}
     assert await sidecar.metric("sie_queue_depth", model="toy/one") == 2
     assert await sidecar.metric("sie_queue_depth", model="toy/two") == 1
-    later = await until(lambda: (deliveries := held(cluster, tokens)) is not beat and deliveries, "a later heartbeat")
+    later = await until(lambda: (new_beat := held(cluster, tokens)) is not beat and new_beat, "a later heartbeat")
     for status in later.models:
         assert status.oldest_s > first[status.model] >= 0
     adapter.let_go()

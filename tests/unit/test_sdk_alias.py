@@ -60,9 +60,9 @@ def test_another_owner_of_the_name_comes_first(site: Path) -> None:
         "sie_sdk_alias",
         "sie_sdk_alias.pth",
     }
-    second_site = site / "sie_sdk"
-    second_site.mkdir()
-    (second_site / "__init__.py").write_text("OWNER = 'another'\n")
+    package = site / "sie_sdk"
+    package.mkdir()
+    (package / "__init__.py").write_text("OWNER = 'another'\n")
     assert output(site, "import sie_sdk; print(sie_sdk.OWNER)") == "another"
-    shutil.rmtree(second_site)
+    shutil.rmtree(package)
     assert output(site, "import sie_sdk; print(sie_sdk.__name__)") == "sie_client"

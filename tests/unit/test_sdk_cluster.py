@@ -24,7 +24,7 @@ TOLD = {
 
 def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
     """Return the requests of a plan, answered with `replies`, and its result."""
-    replies_left, sent, reply = iter(replies), [], None
+    bodies, sent, reply = iter(replies), [], None
     while True:
         try:
             step = plan.send(reply)
@@ -33,7 +33,7 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
         reply = None
         if isinstance(step, Send):
             sent.append(step)
-            body = next(replies_left)
+            body = next(bodies)
             is_msgpack = "msgpack" in step.headers["accept"]
             reply = Received(
                 200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode()
@@ -59,7 +59,9 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     """
     info = {"name": "org/m", "inputs": inputs, "tasks": tasks, "state": "available"}
     session = Session(wait_for_capacity=False)
-    sent, reply = replied(cluster.warmed("org/m", {"gpu": "l4"}, session), info, answer, {**info, "state": "loaded"})
+    sent, final_info = replied(
+        cluster.warmed("org/m", {"gpu": "l4"}, session), info, answer, {**info, "state": "loaded"}
+    )
     assert [step.path for step in sent] == ["/v1/models/org/m", path, "/v1/models/org/m"]
     assert sent[1].headers["x-sie-machine-profile"] == "l4"
     (item,) = msgspec.msgpack.decode(sent[1].body)["items"]
@@ -68,7 +70,7 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     else:
         (image,) = item["images"]
         assert (Image.open(io.BytesIO(image["data"])).convert("RGB").size, image["format"]) == ((1, 1), "png")
-    assert reply["state"] == "loaded"
+    assert final_info["state"] == "loaded"
 
 
 def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:

@@ -74,7 +74,7 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
     """Return the requests of a plan, answered with `replies` in order, and its result. Parts run one after the other;
     other steps are done.
     """
-    replies_left, sent = iter(replies), []
+    answers, sent = iter(replies), []
 
     def drive(steps: Plan[object]) -> object:
         reply: object = None
@@ -86,16 +86,16 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
             reply = None
             if isinstance(step, Send):
                 sent.append({"path": step.path, **msgspec.msgpack.decode(step.body)})
-                reply = next(replies_left)
+                reply = next(answers)
             elif isinstance(step, Together):
-                reply = [drive(element) for element in step.plans]
+                reply = [drive(sub_plan) for sub_plan in step.plans]
             elif isinstance(step, BlockingWork):
                 reply = step.function()
             else:
                 assert isinstance(step, HttpAnswer)
 
     result = drive(steps)
-    assert next(replies_left, None) is None, "it wants fewer"
+    assert next(answers, None) is None, "it wants fewer"
     return sent, result
 
 
@@ -184,7 +184,7 @@ def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
     count = verbs.MAX_ITEMS + 3
     sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
     assert [len(request["items"]) for request in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
-    assert [result["dense"][0] for result in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
+    assert [slot["dense"][0] for slot in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
     assert results.usage == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[attr-defined]
 
 
@@ -450,9 +450,16 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
     next(steps)
     with pytest.raises(sie_client.SIEError, match=f"{leaf.code}: why") as caught:
         steps.send(Received(error.status, headers, json.dumps(body).encode()))
-    report = caught.value
-    assert type(report) is sie_client.errors.codes()[leaf.code]
-    assert (report.code, report.status, report.reason, report.param, report.request_id, report.retryable) == (
+    client_error = caught.value
+    assert type(client_error) is sie_client.errors.codes()[leaf.code]
+    assert (
+        client_error.code,
+        client_error.status,
+        client_error.reason,
+        client_error.param,
+        client_error.request_id,
+        client_error.retryable,
+    ) == (
         leaf.code,
         error.status,
         "a_reason",
@@ -460,7 +467,7 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
         "r9",
         error.retryable,
     )
-    assert (report.details["limit"], report.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
+    assert (client_error.details["limit"], client_error.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
 
 
 def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
@@ -542,15 +549,15 @@ def test_an_unreadable_error_still_has_its_status() -> None:
 
 
 def test_parameters_are_passed_on_as_they_are() -> None:
-    arguments = {
+    parameters = {
         "output_types": ["dense"],
         "muvera": {"seed": 7},
         "lora_id": "org/lora",
         "options": {"pooling": "cls"},
         "truncate": False,
     }
-    (sent,), _ = outcome(verbs.encode("m", ["a"], arguments, Session()), answered(1))
-    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": arguments}
+    (sent,), _ = outcome(verbs.encode("m", ["a"], parameters, Session()), answered(1))
+    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": parameters}
 
 
 def test_every_output_is_an_array_that_outputs_describes() -> None:
@@ -659,7 +666,7 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
     sent, result = outcome(steps, replied(scores=first, usage=usages[0]), replied(scores=second, usage=usages[1]))
     assert [[item["id"] for item in request["items"]] for request in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
     assert [request["query"] for request in sent] == ["q", "q"]
-    assert [(score["item_id"], score["score"], score["rank"]) for score in result["scores"]] == [  # type: ignore[index]
+    assert [(row["item_id"], row["score"], row["rank"]) for row in result["scores"]] == [  # type: ignore[index]
         ("item-0", 0.75, 0),
         ("item-2", 0.5, 1),
         ("twin", 0.5, 2),
@@ -680,7 +687,7 @@ def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.Mon
     )
     sent, results = outcome(steps, *(replied(items=part) for part in slots))
     assert [request["params"] for request in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
-    assert [result["id"] for result in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
+    assert [slot["id"] for slot in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
     assert results[2]["entities"] == [{"label": "person"}]  # type: ignore[index]
 
 
@@ -722,13 +729,13 @@ def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(mo
         next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
 
 
-@pytest.mark.parametrize(("wrong", "source"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
-def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, source: str) -> None:
+@pytest.mark.parametrize(("wrong", "description"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
+def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, description: str) -> None:
     with SIEClient("http://127.0.0.1:9") as client:
         for call in (client.encode, client.extract, client.rerank):
             args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
             with pytest.raises(
-                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {source}"
+                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {description}"
             ):
                 call(*args)
 

@@ -19,11 +19,11 @@ SQUARE, DISC = (60, 50, 81, 41), (200, 120, 61, 61)  # x, y, width, height
 
 
 def scene() -> Image.Image:
-    picture = Image.new("RGB", (320, 240), GROUND)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (320, 240), GROUND)
+    pen = ImageDraw.Draw(image)
     for (x, y, width, height), shape, colour in ((SQUARE, pen.rectangle, "navy"), (DISC, pen.ellipse, "darkgreen")):
         shape((x, y, x + width - 1, y + height - 1), fill=colour)
-    return picture
+    return image
 
 
 def an_object(label: str, bbox: Any, score: float = 0.5) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_a_label_has_one_colour_and_the_better_frame_is_on_top() -> None:
     original = scene()
     boxes = [[20, 100, 30, 30], [70, 100, 30, 30], [120, 100, 30, 30], [120, 100, 30, 30]]
     labels, scores = ("a", "b", "a", "b"), (0.9, 0.8, 0.7, 0.2)
-    result = {"objects": [an_object(*triple) for triple in zip(labels, boxes, scores, strict=True)]}
+    result = {"objects": [an_object(*detection) for detection in zip(labels, boxes, scores, strict=True)]}
     colours = [draw(original, result).getpixel((x, y + 15)) for x, y, *_ in boxes]
     assert colours[0] == colours[2] == colours[3] != colours[1]
     assert GROUND not in colours
@@ -100,14 +100,14 @@ def test_an_image_is_taken_in_every_form_in_which_it_may_be_sent(form: str, tmp_
     original = scene()
     data = png(original)
     (tmp_path / "scene.png").write_bytes(data)
-    sources: dict[str, Any] = {
+    forms: dict[str, Any] = {
         "path": tmp_path / "scene.png",
         "bytes": data,
         "data URI": "data:image/png;base64," + base64.b64encode(data).decode(),
         "file": io.BytesIO(data),
         "map": {"data": data},
     }
-    drawn = draw(sources[form], {"objects": [an_object("a thing", list(SQUARE))]})
+    drawn = draw(forms[form], {"objects": [an_object("a thing", list(SQUARE))]})
     expected = draw(original, {"objects": [an_object("a thing", list(SQUARE))]})
     assert np.array_equal(np.asarray(drawn), np.asarray(expected))
     assert original.tobytes() == scene().tobytes()

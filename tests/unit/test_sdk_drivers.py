@@ -172,17 +172,17 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
         time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)  # what comes first is not what was sent first
 
     server.special = special
-    lines: list[sie_client.Progress] = []
+    reports: list[sie_client.Progress] = []
     results = using(
         server.url,
-        lambda client: client.encode("m", TEXTS, on_progress=lines.append),
+        lambda client: client.encode("m", TEXTS, on_progress=reports.append),
         part_tokens=TEN_A_PART,
         concurrency=4,
     )
     assert [result["dense"].tolist() for result in results] == [[float(text)] for text in TEXTS]
     assert (server.most_running, len(server.seen)) == (4, 10)
     assert results.usage["total_tokens"] == 100
-    assert [line.done for line in lines] == list(range(10, 101, 10))
+    assert [report.done for report in reports] == list(range(10, 101, 10))
 
 
 @pytest.mark.parametrize("listed", [list, pandas.Series, polars.Series, np.array, iter], ids=repr)
@@ -204,18 +204,20 @@ def test_embed_makes_one_array_of_texts_in_their_order(
     assert params == [{"on_item_error": "fail", "output_types": ["dense"]}] * 10
 
 
-@pytest.mark.parametrize("mode", [None, "slot", "fail"])
-def test_embed_and_rerank_fail_if_an_item_fails(mode: str | None, server: Server, using: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("on_error", [None, "slot", "fail"])
+def test_embed_and_rerank_fail_if_an_item_fails(
+    on_error: str | None, server: Server, using: Callable[..., Any]
+) -> None:
     server.special = lambda *_: (400, failure("INVALID_INPUT"))
     for function in (
-        lambda client: client.embed("m", "7", on_item_error=mode),
-        lambda client: client.rerank("m", "q", ["7"], on_item_error=mode),
-        lambda client: client.extract("m", "7", schema=Plain, on_item_error=mode),
+        lambda client: client.embed("m", "7", on_item_error=on_error),
+        lambda client: client.rerank("m", "q", ["7"], on_item_error=on_error),
+        lambda client: client.extract("m", "7", schema=Plain, on_item_error=on_error),
     ):
         with pytest.raises(sie_client.InvalidInputError):
             using(server.url, function)
     sent = [body["params"]["on_item_error"] for _, _, body in server.seen]
-    assert sent == ["fail", "fail", mode or "fail"]
+    assert sent == ["fail", "fail", on_error or "fail"]
 
 
 def test_embed_of_one_text_is_one_vector_and_of_none_no_row(server: Server, using: Callable[..., Any]) -> None:
@@ -388,17 +390,17 @@ def test_a_host_that_does_not_exist_is_told_at_once(
     using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
 ) -> None:
     """A resolver that could not tell is asked again, within patience."""
-    requests = []
+    attempts = []
 
     def nobody(*_: object, **__: object) -> Any:
-        requests.append(1)
+        attempts.append(1)
         raise socket.gaierror(errno, "told by the resolver")
 
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
     with pytest.raises(sie_client.SIEConnectionError, match="told by the resolver"):
         using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.8)
-    assert (len(requests) > 1) == (errno == socket.EAI_AGAIN)
+    assert (len(attempts) > 1) == (errno == socket.EAI_AGAIN)
 
 
 POOL = {"name": "eval", "spec": {"gpus": {"l4": 1}}, "status": {"state": "active"}}

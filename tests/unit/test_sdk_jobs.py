@@ -42,7 +42,7 @@ def using(request: pytest.FixtureRequest, server: JobServer) -> Callable[..., An
 
     def sync(function: Callable[..., Any]) -> Any:
         with SIEClient(server.url) as client:
-            return function(client, lambda value: list(value) if isinstance(value, Iterator) else value)
+            return function(client, lambda result: list(result) if isinstance(result, Iterator) else result)
 
     def asynchronous(function: Callable[..., Any]) -> Any:
         with asyncio.Runner() as runner:
@@ -50,12 +50,12 @@ def using(request: pytest.FixtureRequest, server: JobServer) -> Callable[..., An
             async def opened() -> SIEAsyncClient:
                 return SIEAsyncClient(server.url)
 
-            async def done(value: Any) -> Any:
-                return [entry async for entry in value] if hasattr(value, "__aiter__") else await value
+            async def done(result: Any) -> Any:
+                return [entry async for entry in result] if hasattr(result, "__aiter__") else await result
 
             client = runner.run(opened())
             try:
-                return function(client, lambda value: runner.run(done(value)))
+                return function(client, lambda result: runner.run(done(result)))
             finally:
                 runner.run(client.close())
 
@@ -73,7 +73,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callable[..., Any], rows: Path) -> None:
-    events: list[sie_client.Progress] = []
+    reports: list[sie_client.Progress] = []
     at = datetime(2030, 1, 31, 6, tzinfo=UTC)
 
     def submit(client: Any, do: Callable[[Any], Any]) -> Any:
@@ -90,7 +90,7 @@ def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callabl
                 deadline=at,
                 cache=True,
                 name=None,
-                on_upload=events.append,
+                on_upload=reports.append,
             )
         )
 
@@ -99,9 +99,9 @@ def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callabl
     assert (file.bytes, file.filename, file.purpose) == (rows.stat().st_size, "docs %221%22.jsonl", "jobs")
     assert file.expires_at == file.created_at + 30 * 86_400
     assert server.digests[file.id] == hashlib.sha256(rows.read_bytes()).hexdigest()
-    assert [event.done for event in events] == sorted(event.done for event in events)
-    assert events[-1] == sie_client.Progress(file.bytes, file.bytes)
-    assert len(events) > 3
+    assert [report.done for report in reports] == sorted(report.done for report in reports)
+    assert reports[-1] == sie_client.Progress(file.bytes, file.bytes)
+    assert len(reports) > 3
     assert (job.id, job.state, job.has_ended) == (f"{JOB}0", "queued", False)
     assert server.bodies[job.id] == JobRequest(
         model="org/m",
@@ -135,8 +135,8 @@ def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Ca
     """The client sends its own key with each attempt of one call, and the key of its caller in place of that."""
 
     def submit(client: Any, do: Callable[[Any], Any]) -> Any:
-        ids = [do(client.jobs.submit("org/m", f"{FILE}0", idempotency_key="mine")).id for _ in range(2)]
-        return [*ids, *(do(client.jobs.submit("org/m", f"{FILE}0")).id for _ in range(2))]
+        job_ids = [do(client.jobs.submit("org/m", f"{FILE}0", idempotency_key="mine")).id for _ in range(2)]
+        return [*job_ids, *(do(client.jobs.submit("org/m", f"{FILE}0")).id for _ in range(2))]
 
     assert using(submit) == [f"{JOB}0", f"{JOB}0", f"{JOB}1", f"{JOB}2"]
 
@@ -275,16 +275,16 @@ def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
         with pytest.raises(sie_client.ContentConflictError):
             do(job.delete())
         states.append(do(job.cancel()).state)
-        retried = do(job.retry())
+        retried_job = do(job.retry())
         failed, fine = do(job.rows(failed=True)), do(job.rows(limit=5, failed=False))
         do(client.jobs.delete(job.id))
         with pytest.raises(sie_client.NotFoundError):
             do(job.refresh())
-        return states, retried.id, failed[0]["error"]["code"], fine
+        return states, retried_job.id, failed[0]["error"]["code"], fine
 
-    states, second, code, fine = using(steer)
+    states, retry_id, code, fine = using(steer)
     assert states == ["running", "paused", "running", "running", "cancelled"]
-    assert (second, code, fine) == (f"{JOB}1", "INVALID_INPUT", [{"id": "8", "dims": 4}])
+    assert (retry_id, code, fine) == (f"{JOB}1", "INVALID_INPUT", [{"id": "8", "dims": 4}])
 
 
 def test_what_an_attempt_without_an_answer_did_is_a_success(server: JobServer, using: Callable[..., Any]) -> None:
@@ -344,14 +344,14 @@ def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(rows: Path) ->
 def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
     server.add()
     server.script = [{"state": "planning"}, {"state": "running", "counts": {"rows": 3, "done": 1}}, COMPLETED]
-    events: list[tuple[str, int]] = []
+    reports: list[tuple[str, int]] = []
 
     def wait(client: Any, do: Callable[[Any], Any]) -> Any:
         job = do(client.jobs.get(f"{JOB}0"))
-        return do(job.wait(on_progress=lambda info: events.append((info.state, info.counts.done))))
+        return do(job.wait(on_progress=lambda info: reports.append((info.state, info.counts.done))))
 
     job = using(wait)
-    assert events == [("running", 1), ("completed", 3)]
+    assert reports == [("running", 1), ("completed", 3)]
     assert repr(job).endswith(f"{JOB}0 completed, 3 of 3 rows>")
 
 
@@ -413,14 +413,14 @@ def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callabl
     """A part is cut off twice. All are there. Of the second call only the part that was spoilt is fetched."""
     finished(server)
     server.cuts["part-00003.parquet"] = 2
-    events: list[sie_client.Progress] = []
+    reports: list[sie_client.Progress] = []
     folder = tmp_path / "a" / "out"
-    paths = using(download(folder, on_progress=events.append))
+    paths = using(download(folder, on_progress=reports.append))
     assert [path.name for path in paths] == list(server.parts)
     assert [path.read_bytes() for path in paths] == list(server.parts.values())
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *server.parts]
     assert len(json.loads((folder / "manifest.json").read_text())["parts"]) == 5
-    assert events[-1] == sie_client.Progress(1_500_000, 1_500_000)
+    assert reports[-1] == sie_client.Progress(1_500_000, 1_500_000)
     assert len(server.asked("GET", f"/v1/jobs/{JOB}0/part")) == 7
 
     server.seen.clear()
@@ -501,6 +501,6 @@ def test_the_options_of_a_job_are_the_fields_of_its_request() -> None:
 
 
 def test_what_the_example_of_the_contract_says_is_read() -> None:
-    job_info = msgspec.convert(JobInfo.EXAMPLE | {"of_tomorrow": 1, "state": "sleeping"}, jobs.JobInfo)
-    assert (job_info.state, job_info.has_ended, job_info.counts.rows) == ("sleeping", False, 1_000_000)
-    assert job_info.request == JobInfo.EXAMPLE["request"]
+    info = msgspec.convert(JobInfo.EXAMPLE | {"of_tomorrow": 1, "state": "sleeping"}, jobs.JobInfo)
+    assert (info.state, info.has_ended, info.counts.rows) == ("sleeping", False, 1_000_000)
+    assert info.request == JobInfo.EXAMPLE["request"]

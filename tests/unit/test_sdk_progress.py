@@ -39,11 +39,11 @@ def test_the_first_wait_and_one_each_minute_are_logged_with_their_cause(caplog: 
 
 
 def test_a_callback_is_told_of_each_part_and_each_wait() -> None:
-    events: list[Progress] = []
-    meter = Meter(Session(on_progress=events.append), 10)
+    reports: list[Progress] = []
+    meter = Meter(Session(on_progress=reports.append), 10)
     for step in (HttpAnswer(4), Pause(1.0, "connection", 118.0), HttpAnswer(6)):
         meter.update(step)
-    assert events == [Progress(4, 10), Progress(4, 10, "connection", 118.0), Progress(10, 10)]
+    assert reports == [Progress(4, 10), Progress(4, 10, "connection", 118.0), Progress(10, 10)]
 
 
 def bar(stream: io.StringIO, session: Session, last_s: float = 3.0) -> str:

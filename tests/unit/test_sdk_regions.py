@@ -21,7 +21,7 @@ from sie_client import InvalidInputError, region
 def test_corners_are_bins_of_a_thousandth(
     bbox: Sequence[float], size: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
-    assert region(bbox, size) == "".join(f"<loc_{entry}>" for entry in expected)
+    assert region(bbox, size) == "".join(f"<loc_{coordinate}>" for coordinate in expected)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,16 @@ def fields(shape: type) -> dict[str, Any]:
 
 def bare(hint: Any) -> Any:
     if typing.get_origin(hint) in (Union, types.UnionType):
-        kinds = [arg for arg in typing.get_args(hint) if arg not in (type(None), UnsetType)]
-        return Union[tuple(bare(kind) for kind in kinds)]  # noqa: UP007  made of a tuple
+        members = [member for member in typing.get_args(hint) if member not in (type(None), UnsetType)]
+        return Union[tuple(bare(member) for member in members)]  # noqa: UP007  made of a tuple
     return hint
 
 
 def test_the_options_of_a_reservation_are_the_fields_of_its_request() -> None:
-    hints = {name: hint for name, hint in fields(operations.PoolRequest).items() if name not in POSITIONAL | OF_OTHERS}
-    assert fields(client.PoolOptions) == hints
+    request_fields = {
+        name: hint for name, hint in fields(operations.PoolRequest).items() if name not in POSITIONAL | OF_OTHERS
+    }
+    assert fields(client.PoolOptions) == request_fields
 
 
 @pytest.mark.parametrize(("reply", "shape"), [(client.Pool, operations.Pool), (client.Usage, shapes.Usage)])

@@ -91,8 +91,8 @@ def test_a_version_has_the_newest_dialect_that_is_not_newer(version: str, first:
 
 def test_the_contract_of_a_client_is_its_own_and_at_most_ours() -> None:
     ours = ".".join(map(str, CONTRACT_VERSION))
-    versions = {version: server_version(version) for version in ("0.3.1", "0.10.1", "7.0.0", "x")}
-    assert versions == {"0.3.1": "0.3", "0.10.1": ours, "7.0.0": ours, "x": ours}
+    contracts = {version: server_version(version) for version in ("0.3.1", "0.10.1", "7.0.0", "x")}
+    assert contracts == {"0.3.1": "0.3", "0.10.1": ours, "7.0.0": ours, "x": ours}
     assert ours == SERVER_VERSION
 
 
@@ -112,8 +112,8 @@ async def test_a_public_sdk_is_told_at_once_that_no_worker_is_there(cluster: InP
             answer = await gateway.encode("x", X_SIE_SDK_Version=version)
             assert (answer.status_code, answer.headers["x-sie-error-code"]) == (status, "PROVISIONING")
             assert answer.headers["retry-after"] == "5"
-            body = answer.json() if status == 202 else answer.json()["error"]
-            assert body["status"] == "provisioning"
+            reply = answer.json() if status == 202 else answer.json()["error"]
+            assert reply["status"] == "provisioning"
 
 
 async def test_a_public_sdk_is_told_within_seconds_that_a_model_is_being_loaded(cluster: InProcess) -> None:
@@ -196,6 +196,6 @@ async def test_a_reply_has_the_units_that_public_sdks_read(cluster: InProcess) -
     answer = await gateway.encode("a", "b")
     tokens = answer.json()["usage"]["prompt_tokens"]
     assert tokens > 0
-    values = [answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens")]
-    assert values == ["local", str(tokens)]
+    units = [answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens")]
+    assert units == ["local", str(tokens)]
     assert "x-sie-units-pairs" not in answer.headers

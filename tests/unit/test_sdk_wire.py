@@ -101,8 +101,8 @@ def test_a_document_has_the_format_of_its_name_only_if_that_is_a_text(
 
 
 def test_what_a_client_says_of_a_file_wins_and_goes_with_it() -> None:
-    document = {"data": b"x", "format": "md", "sample_rate": 16000}
-    assert media({**document, "extra": None}, "p") == document
+    media_fields = {"data": b"x", "format": "md", "sample_rate": 16000}
+    assert media({**media_fields, "extra": None}, "p") == media_fields
     uri = "data:image/png;base64,AAAA"
     assert media(uri, "p") == uri
     assert media({"data": uri, "format": "png"}, "p") == {"data": uri, "format": "png"}
@@ -131,8 +131,8 @@ def test_an_image_of_pil_loses_nothing(mode: str) -> None:
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (5, 7, 3), (5, 7, 4), (1, 1)], ids=str)
 def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
     pixels = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
-    for source in (pixels, np.asfortranarray(pixels), {"data": pixels}):
-        (sent,) = wire.item({"images": source}, "i")["images"]
+    for image in (pixels, np.asfortranarray(pixels), {"data": pixels}):
+        (sent,) = wire.item({"images": image}, "i")["images"]
         again = Image.open(io.BytesIO(sent["data"]))
         again.verify()
         again = Image.open(io.BytesIO(sent["data"]))
@@ -141,7 +141,7 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("image", "why"),
     [
         ("/no/such/file", "FileNotFoundError"),
         (Path("/"), "IsADirectoryError"),
@@ -156,10 +156,10 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
         (np.uint8(3), "got uint8"),
     ],
 )
-def test_a_file_that_cannot_be_sent_is_named_by_its_place(source: Any, why: str) -> None:
+def test_a_file_that_cannot_be_sent_is_named_by_its_place(image: Any, why: str) -> None:
     """No other exception leaves the client, and what was given is not repeated."""
     with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.images\[1\].*{why}") as caught:
-        wire.item({"images": [b"x", source]}, "items[2]")
+        wire.item({"images": [b"x", image]}, "items[2]")
     assert (caught.value.code, caught.value.reason) == ("INVALID_INPUT", "invalid_media")
 
 
@@ -173,7 +173,7 @@ def test_the_url_of_an_image_is_left_to_the_gateway_and_one_of_another_file_is_r
 
 
 def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed() -> None:
-    fields_given: Item = {
+    original: Item = {
         "id": "a",
         "text": "t",
         "images": png(),
@@ -183,9 +183,9 @@ def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed()
         "metadata": {"n": np.float32(0.5), "v": np.ones(2, np.float32)},
         "multivector": [[1, 2], [3, 4]],
     }
-    before = dict(fields_given)
-    sent = wire.item(fields_given, "items[0]")
-    assert fields_given == before
+    before = dict(original)
+    sent = wire.item(original, "items[0]")
+    assert original == before
     assert (sent["id"], sent["text"]) == ("a", "t")
     assert sent["images"] == [{"data": png(), "format": "png"}]
     assert [sent[name].get("format") for name in ("document", "audio", "video")] == [None, "wav", "webm"]
@@ -196,11 +196,11 @@ def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed()
 
 
 @pytest.mark.parametrize(
-    ("matrix", "dtype"),
+    ("source_dtype", "dtype"),
     [("<f8", np.float32), ("<f4", np.float32), ("<f2", np.float16), ("<i8", np.float32), (">f4", np.float32)],
 )
-def test_token_matrices_travel_as_the_array_map_of_the_contract(matrix: Any, dtype: Any) -> None:
-    array = np.asfortranarray(np.arange(6).reshape(3, 2).astype(matrix))
+def test_token_matrices_travel_as_the_array_map_of_the_contract(source_dtype: Any, dtype: Any) -> None:
+    array = np.asfortranarray(np.arange(6).reshape(3, 2).astype(source_dtype))
     body = wire.encode({"items": [wire.item({"multivector": array}, "i")]}, "items")
     expected = msgspec.msgpack.encode(arrays.pack(np.arange(6).reshape(3, 2).astype(dtype)))
     assert expected in body
@@ -237,13 +237,13 @@ def test_strings_of_numpy_are_strings() -> None:
 
 
 def reply(values: Any) -> bytes:
-    body = {
+    envelope = {
         "model": "m",
         "timing": {},
         "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []},
         "fingerprint": "f",
     }
-    return msgspec.msgpack.encode({**body, "items": [{"dense": {"dims": 2, "dtype": "float32", "values": values}}]})
+    return msgspec.msgpack.encode({**envelope, "items": [{"dense": {"dims": 2, "dtype": "float32", "values": values}}]})
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "message"),
+    ("audio", "message"),
     [
         (np.zeros(5, np.float32), "audio: samples need their rate"),
         ({"data": np.zeros(5, np.float32)}, "audio.sample_rate: expected the number of samples"),
@@ -332,6 +332,6 @@ def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
     ],
     ids=range(6),
 )
-def test_samples_that_make_no_file_are_refused(samples: Any, message: str) -> None:
+def test_samples_that_make_no_file_are_refused(audio: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        wire.item({"audio": samples}, "items[0]")
+        wire.item({"audio": audio}, "items[0]")

@@ -53,17 +53,17 @@ def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
             children.extend(group)
         return 0
 
-    expected_names = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    base_environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
     with (
-        mock.patch.dict(os.environ, expected_names | environ, clear=True),
+        mock.patch.dict(os.environ, base_environ | environ, clear=True),
         mock.patch.object(processes.LocalCluster, "run", noted),
     ):
         done = CliRunner().invoke(main, argv)
     assert done.exit_code == 0, done.output
     lines = done.stderr.splitlines()
-    settings_read = {child.name: _read(child, lines) for child in children if child.name != "nats-server"}
-    return Served(settings_read, [line for line in lines if line.startswith("warning: ")])
+    settings = {child.name: _read(child, lines) for child in children if child.name != "nats-server"}
+    return Served(settings, [line for line in lines if line.startswith("warning: ")])
 
 
 def _read(child: Child, lines: list[str]) -> Settings:
@@ -74,14 +74,14 @@ def _read(child: Child, lines: list[str]) -> Settings:
     runner = CliRunner()
     with mock.patch.dict(os.environ, child.environ, clear=True), runner.isolation() as (_, stderr, _):
         values = command.make_context(child.argv[role], list(child.argv[role + 1 :])).params
-        settings_read = loaded(values, mode).settings
+        settings = loaded(values, mode).settings
         lines += stderr.getvalue().decode().splitlines()
-    return settings_read
+    return settings
 
 
-def of(served_settings: Served, field: str) -> dict[str, Any]:
+def values_of(service: Served, field: str) -> dict[str, Any]:
     """The value of a field in each process that reads it."""
-    return {name: getattr(settings, field) for name, settings in served_settings.settings.items()}
+    return {name: getattr(settings, field) for name, settings in service.settings.items()}
 
 
 # the documented examples
@@ -89,9 +89,9 @@ def of(served_settings: Served, field: str) -> dict[str, Any]:
 
 def test_the_production_example_value_by_value(tmp_path: Path) -> None:
     """On one machine with a queue: what is for standalone alone is told once, and the sidecar's own knobs hold."""
-    served_settings = served(tmp_path, exported(PRODUCTION, {}))
-    assert served_settings.settings.keys() == QUEUE.keys()
-    settings = served_settings.settings
+    service = served(tmp_path, exported(PRODUCTION, {}))
+    assert service.settings.keys() == QUEUE.keys()
+    settings = service.settings
     adapter, gateway = settings["adapter"], settings["gateway"]
     assert adapter.device == "cuda"
     assert adapter.models_dir == settings["config"].models_dir == "s3://my-bucket/models/"
@@ -99,17 +99,20 @@ def test_the_production_example_value_by_value(tmp_path: Path) -> None:
     assert adapter.cache_folder == Path("/mnt/nvme/cache")
     assert adapter.memory_pressure_threshold_percent == 90
     assert gateway.max_concurrent_requests == 1024
-    assert set(of(served_settings, "log_json").values()) == {True}
-    for setting in settings.values():
-        assert setting.tracing.enabled
-        assert (setting.tracing.endpoint, setting.tracing.protocol) == ("http://collector:4317", "grpc")
+    assert set(values_of(service, "log_json").values()) == {True}
+    for process_settings in settings.values():
+        assert process_settings.tracing.enabled
+        assert (process_settings.tracing.endpoint, process_settings.tracing.protocol) == (
+            "http://collector:4317",
+            "grpc",
+        )
     assert limits_of(settings["sidecar"], "queue") == BatchLimits(16384, 12, 0.005)
 
 
 def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> None:
-    served_settings = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
-    assert served_settings.settings.keys() == STANDALONE.keys()
-    alone, adapter = served_settings.settings["standalone"], served_settings.settings["adapter"]
+    service = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
+    assert service.settings.keys() == STANDALONE.keys()
+    alone, adapter = service.settings["standalone"], service.settings["adapter"]
     assert limits_of(alone, "standalone") == BatchLimits(16384, 128, 0.005)
     assert alone.max_concurrent_requests == 1024
     assert (adapter.device, adapter.models_dir, alone.models_dir) == (
@@ -119,10 +122,10 @@ def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> Non
     )
     assert (adapter.cluster_cache, adapter.cache_folder) == ("s3://my-bucket/weights/", Path("/mnt/nvme/cache"))
     assert adapter.memory_pressure_threshold_percent == 90
-    for settings in (alone, adapter):
-        assert settings.log_json
-        assert (settings.tracing.enabled, settings.tracing.endpoint) == (True, "http://collector:4317")
-    assert served_settings.warnings == []
+    for process_settings in (alone, adapter):
+        assert process_settings.log_json
+        assert (process_settings.tracing.enabled, process_settings.tracing.endpoint) == (True, "http://collector:4317")
+    assert service.warnings == []
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
@@ -131,10 +134,10 @@ def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     environ = exported(DEVELOPMENT, {"=mps": f"={device}"})
     queued, alone = served(tmp_path, environ), served(tmp_path / "alone", environ, "--standalone")
-    for served_settings, mode in ((queued, "queue"), (alone, "standalone")):
-        adapter = served_settings.settings["adapter"]
+    for service, mode in ((queued, "queue"), (alone, "standalone")):
+        adapter = service.settings["adapter"]
         assert (adapter.device, adapter.models_dir, adapter.instrumentation) == (device, "./models", True)
-        assert served_settings.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
+        assert service.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
         assert not adapter.log_json
         assert not adapter.tracing.enabled
         assert adapter.memory_pressure_threshold_percent == 85
@@ -163,8 +166,8 @@ def test_each_warning_is_told_once_whatever_the_number_of_processes(tmp_path: Pa
         "OTEL_TRACES_SAMPLER": "xray",
         "OTEL_TRACES_EXPORTER": "zipkin",
     }
-    served_settings = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
-    assert sorted(warning.split()[1].rstrip(":") for warning in served_settings.warnings) == sorted(
+    service = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
+    assert sorted(warning.split()[1].rstrip(":") for warning in service.warnings) == sorted(
         [
             "SIE_TYPO",
             "OTEL_TRACES_SAMPLER",
@@ -179,8 +182,11 @@ def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(
     tmp_path: Path, name: str, documented: int
 ) -> None:
     field = name.removeprefix("SIE_").lower()
-    assert of(served(tmp_path / "unset", {"SIE_DEVICE": "cpu"}), field)["sidecar"] != documented
-    assert of(served(tmp_path / "set", {"SIE_DEVICE": "cpu", name: str(documented)}), field)["sidecar"] == documented
+    assert values_of(served(tmp_path / "unset", {"SIE_DEVICE": "cpu"}), field)["sidecar"] != documented
+    assert (
+        values_of(served(tmp_path / "set", {"SIE_DEVICE": "cpu", name: str(documented)}), field)["sidecar"]
+        == documented
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,5 +202,5 @@ def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(
     tmp_path: Path, environ: dict[str, str], most: int
 ) -> None:
     """SIE_MAX_CONCURRENT_BATCHES: an adapter on a CPU has a lane for each core, and lanes bound what runs there."""
-    served_settings = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
-    assert served_settings.settings["sidecar"].max_concurrent_batches == most
+    service = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
+    assert service.settings["sidecar"].max_concurrent_batches == most

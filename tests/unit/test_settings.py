@@ -252,15 +252,17 @@ def test_a_row_says_what_it_is_for(row: SettingRow) -> None:
 @each_row
 def test_a_setting_has_its_documented_default(row: SettingRow) -> None:
     """Also where everything else is set."""
-    rest = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
+    rest_environ = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
     # what these say changes the defaults of others, on purpose
-    rest = {
-        name: raw for name, raw in rest.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")
+    rest_environ = {
+        name: raw
+        for name, raw in rest_environ.items()
+        if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")
     }
-    for environ in ({}, rest):
-        loaded_settings = load(environ=environ)
-        assert shown(row, getattr(loaded_settings.settings, row.field)) == DOCUMENTED[row.name].default
-        assert loaded_settings.sources[row.name] == "default"
+    for environ in ({}, rest_environ):
+        configuration = load(environ=environ)
+        assert shown(row, getattr(configuration.settings, row.field)) == DOCUMENTED[row.name].default
+        assert configuration.sources[row.name] == "default"
 
 
 @each_row
@@ -284,12 +286,12 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
     """
     assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
     for raw in DOCUMENTED[row.name].bad:
-        loaded_settings = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
-        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[row.name]) == (
+        configuration = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
+        assert (getattr(configuration.settings, row.field), configuration.sources[row.name]) == (
             row.default,
             "default",
         )
-        (warning,) = loaded_settings.warnings
+        (warning,) = configuration.warnings
         assert warning.startswith(f"{row.name}: got '{raw}', expected {row.expected}")
         assert warning.endswith(f"it is ignored, and the default {shown(row, row.default)} is used")
         assert load(environ={row.name: raw}).warnings == ()
@@ -299,9 +301,9 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
 def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: SettingRow) -> None:
     """An empty variable of OpenTelemetry is always unset."""
     if row.default is None or row.is_standard:
-        loaded_settings = load(environ={row.name: "  "})
-        assert getattr(loaded_settings.settings, row.field) == row.default
-        assert loaded_settings.sources[row.name] == "default"
+        configuration = load(environ={row.name: "  "})
+        assert getattr(configuration.settings, row.field) == row.default
+        assert configuration.sources[row.name] == "default"
     else:
         with pytest.raises(SettingError, match=f"^{row.name}: "):
             load(environ={row.name: "  "})
@@ -311,14 +313,14 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 def test_a_flag_beats_the_environment_beats_the_default(row: SettingRow) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
     # of which each character counts
-    loaded_settings = load(
+    configuration = load(
         environ={row.name: good if row.name in ("SIE_NATS_PASSWORD", "SIE_NATS_STREAMS_PASSWORD") else f" {good} "}
     )
-    assert getattr(loaded_settings.settings, row.field) == row.read(good) != row.default
-    assert loaded_settings.sources[row.name] == "environment"
-    loaded_settings = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
-    assert getattr(loaded_settings.settings, row.field) == row.default
-    assert loaded_settings.sources[row.name] == "flag"
+    assert getattr(configuration.settings, row.field) == row.read(good) != row.default
+    assert configuration.sources[row.name] == "environment"
+    configuration = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
+    assert getattr(configuration.settings, row.field) == row.default
+    assert configuration.sources[row.name] == "flag"
 
 
 def test_a_profile_of_the_operator_s_own_has_the_values_of_a_cpu_where_no_gpu_is_said() -> None:
@@ -339,20 +341,20 @@ def test_a_measured_default_stands_between_environment_and_documented_default(pr
         row = BY_NAME[name]
         where = f"machine profile {profile}"
         for chooser in ("SIE_MACHINE_PROFILE", "SIE_GPU_TYPE", "SIE_POOL"):
-            loaded_settings = load(environ={chooser: profile})
-            assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (
+            configuration = load(environ={chooser: profile})
+            assert (getattr(configuration.settings, row.field), configuration.sources[name]) == (
                 row.read(measured),
                 where,
             )
-        loaded_settings = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
-        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (3, "environment")
+        configuration = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
+        assert (getattr(configuration.settings, row.field), configuration.sources[name]) == (3, "environment")
         written = load(environ={"SIE_MACHINE_PROFILE": profile, name: str(row.default)})
         assert (getattr(written.settings, row.field), written.sources[name]) == (
             row.default,
             "environment",
         ), "what was written wins"
-        loaded_settings = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
-        assert (getattr(loaded_settings.settings, row.field), loaded_settings.sources[name]) == (5, "flag")
+        configuration = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
+        assert (getattr(configuration.settings, row.field), configuration.sources[name]) == (5, "flag")
         assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"
 
 
@@ -387,10 +389,10 @@ def test_values_that_contradict_each_other_end_the_start(environ: dict[str, str]
 
 
 def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> None:
-    loaded_settings = load(
+    configuration = load(
         environ={"SIE_MAX_BATCH_COSTS": "1", "PATH": "/bin", "OTEL_PYTHON": "x", "SIE_CHUNK_COST": "10"}
     )
-    assert loaded_settings.warnings == ("SIE_MAX_BATCH_COSTS is set, but no such setting exists",)
+    assert configuration.warnings == ("SIE_MAX_BATCH_COSTS is set, but no such setting exists",)
 
 
 @each_row
@@ -453,20 +455,20 @@ def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
 
 def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
     """Repr and str of everything that holds them, the table, and errors about them."""
-    loaded_settings = load(environ=SECRET_ENVIRON)
-    assert loaded_settings.settings.auth_token == Secret(CANARY)
-    assert loaded_settings.settings.nats_url is not None
-    assert CANARY in loaded_settings.settings.nats_url, "it is there to be used"
+    configuration = load(environ=SECRET_ENVIRON)
+    assert configuration.settings.auth_token == Secret(CANARY)
+    assert configuration.settings.nats_url is not None
+    assert CANARY in configuration.settings.nats_url, "it is there to be used"
     printed = [
-        repr(loaded_settings),
-        str(loaded_settings.settings),
-        repr(loaded_settings.settings.auth_tokens),
-        f"{loaded_settings.settings.admin_token}",
-        *loaded_settings.warnings,
+        repr(configuration),
+        str(configuration.settings),
+        repr(configuration.settings.auth_tokens),
+        f"{configuration.settings.admin_token}",
+        *configuration.warnings,
     ]
-    printed += [shown(row, getattr(loaded_settings.settings, row.field)) for row in ROWS]
+    printed += [shown(row, getattr(configuration.settings, row.field)) for row in ROWS]
     assert all(CANARY not in text for text in printed)
-    assert "host:4222,nats://other:4222" in repr(loaded_settings)
+    assert "host:4222,nats://other:4222" in repr(configuration)
 
 
 @pytest.mark.parametrize(
@@ -598,10 +600,10 @@ async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Pa
         more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []
         process = Forked("sie", [SIE, command, *more], {"PATH": os.environ["PATH"], name: raw})
         with process.stdout as output:
-            output_text = await asyncio.to_thread(output.read)
+            message = await asyncio.to_thread(output.read)
         status = process.wait(60)
-        right = status == 2 and output_text.startswith(f"error: {name}: ") and output_text.count("\n") == 1
-        return "" if right else f"{command} {name}={raw!r}: {status} {output_text}"
+        right = status == 2 and message.startswith(f"error: {name}: ") and message.count("\n") == 1
+        return "" if right else f"{command} {name}={raw!r}: {status} {message}"
 
     wrong = await asyncio.gather(*(check(*start) for start in BAD_STARTS))
     assert not any(wrong), "\n".join(wrong)

@@ -183,11 +183,11 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
     pushed = snapshot(tmp_path / "a")
     ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), FetchProgress("it"))
     cache = {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
-    weights = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
-    assert weights == tmp_path / "b" / pushed.relative_to(tmp_path / "a")
+    weights_path = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
+    assert weights_path == tmp_path / "b" / pushed.relative_to(tmp_path / "a")
     assert hub.asked == []
     ClusterCache(place.url).remove("org/model", COMMIT)
-    assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == weights
+    assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == weights_path
     empty = {"SIE_LOCAL_CACHE": str(tmp_path / "c")}
     missing = str(weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, SIE_HF_FALLBACK="false", **empty))
     assert re.match(
@@ -223,15 +223,15 @@ def lora(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("variable", "max_loras"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
+@pytest.mark.parametrize(("variable", "lora_limit"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
 def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
-    variable: dict[str, str], max_loras: int, tmp_path: Path
+    variable: dict[str, str], lora_limit: int, tmp_path: Path
 ) -> None:
     """SIE_MAX_LORAS_PER_MODEL."""
     entry = toys.entry(toys.save(tmp_path / "base", "bert"))
     with engine_of(SIE_MODELS_DIR=str(tmp_path), SIE_DEFAULT_COMPUTE_PRECISION="float32", **variable) as engine:
         resident = engine.residency.ensure(entry.id, entry)
-        names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(max_loras + 1)]
+        names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(lora_limit + 1)]
 
         def vectors(name: str) -> bytes | str:
             reply = engine.execute(toy_batch(entry.id, name))
@@ -239,14 +239,14 @@ def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
 
         with torch.inference_mode():
             base = vectors("")
-            for name in names[:max_loras]:
+            for name in names[:lora_limit]:
                 engine.ensure_lora(entry.id, name)
             first = vectors(names[0])
-            engine.ensure_lora(entry.id, names[max_loras])
-            assert resident.weights.loras.names() == (*names[2:max_loras], names[0], names[max_loras])
+            engine.ensure_lora(entry.id, names[lora_limit])
+            assert resident.weights.loras.names() == (*names[2:lora_limit], names[0], names[lora_limit])
             assert vectors(names[1]) == "LORA_LOADING"
             assert vectors(names[0]) == first != base
-            assert len({vectors(name) for name in ("", names[0], names[max_loras])}) == 3
+            assert len({vectors(name) for name in ("", names[0], names[lora_limit])}) == 3
             assert vectors("") == base
 
 

@@ -150,20 +150,20 @@ def test_without_overtaking_it_is_first_come_first_served() -> None:
 
 def quantum(p50_ms: float | None, **environ: str) -> Quantum:
     """Return the quantum after a second in which work was answered this long after its delivery."""
-    quantum_read = quantum_of(settings_of(**environ))
+    batch_quantum = quantum_of(settings_of(**environ))
     for number in range(WINDOW if p50_ms is not None else 0):
-        quantum_read.answered((p50_ms or 0.0) / 1000, number / WINDOW)
-    return quantum_read
+        batch_quantum.answered((p50_ms or 0.0) / 1000, number / WINDOW)
+    return batch_quantum
 
 
-def gathered_ms(quantum_read: Quantum, *, every_ms: float | None) -> float:
+def gathered_ms(batch_quantum: Quantum, *, every_ms: float | None) -> float:
     """How long a gathering lasts for which more is always expected: deliveries come at this distance, or none after the
     first.
     """
     began_s = last_s = 1.0
-    while every_ms is not None and last_s + every_ms / 1000 <= quantum_read.until_s(began_s, last_s):
+    while every_ms is not None and last_s + every_ms / 1000 <= batch_quantum.until_s(began_s, last_s):
         last_s += every_ms / 1000
-    return round((quantum_read.until_s(began_s, last_s) - began_s) * 1000, 6)
+    return round((batch_quantum.until_s(began_s, last_s) - began_s) * 1000, 6)
 
 
 def test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_late() -> None:
@@ -193,10 +193,10 @@ def test_gathering_is_the_longer_the_further_the_median_is_below_its_target() ->
     assert gathered_ms(quantum(25), every_ms=0.5) == 8.5
     assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="25"), every_ms=0.5) == 2
     assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="100"), every_ms=0.5) == 11.75
-    quantum_read = quantum(400)
+    batch_quantum = quantum(400)
     for number in range(WINDOW):
-        quantum_read.answered(0.025, 1 + number / WINDOW)
-    assert quantum_read.seconds(2) == pytest.approx(0.0085)
+        batch_quantum.answered(0.025, 1 + number / WINDOW)
+    assert batch_quantum.seconds(2) == pytest.approx(0.0085)
 
 
 class BarrierTokenizer:
@@ -232,11 +232,11 @@ async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_wor
     texts = [["x" * (INLINE_CHARACTERS + 1 + number)] for number in range(3 * workers)]
     try:
         async with asyncio.timeout(30):
-            works = [functools.partial(tokenizer.encode, text, "END", 0) for text in texts]
-            outcomes = await asyncio.gather(
-                *(pool.run(len(text[0]), work) for text, work in zip(texts, works, strict=True))
+            works = [functools.partial(tokenizer.encode, group, "END", 0) for group in texts]
+            encodings = await asyncio.gather(
+                *(pool.run(len(group[0]), work) for group, work in zip(texts, works, strict=True))
             )
     finally:
         pool.close()
     assert tokenizer.peak == workers
-    assert [tokens[0].ids.tolist() for tokens in outcomes] == [[len(text[0])] * 3 for text in texts]
+    assert [tokens[0].ids.tolist() for tokens in encodings] == [[len(group[0])] * 3 for group in texts]

@@ -148,7 +148,7 @@ async def test_all_traffic_goes_over_the_named_broker(
     """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service is encoded; another
     broker is idle.
     """
-    with NatsServer(tmp_path / "other") as second_server:
+    with NatsServer(tmp_path / "other") as idle_server:
         broker = {"SIE_NATS_URL": nats.url}
         config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
         url = await processes.gateway(**broker, **config)
@@ -156,13 +156,12 @@ async def test_all_traffic_goes_over_the_named_broker(
         answer = await encode(url)
         assert answer.status_code == 200
         assert adapter.loads == ["toy/one"]
-        variables = {
-            name: await asked(server.monitor_url, "/varz")
-            for name, server in (("named", nats), ("other", second_server))
+        statistics = {
+            name: await asked(server.monitor_url, "/varz") for name, server in (("named", nats), ("other", idle_server))
         }
-    assert variables["named"]["total_connections"] == 3
-    assert variables["named"]["in_msgs"] > 10
-    assert (variables["other"]["total_connections"], variables["other"]["in_msgs"]) == (0, 0)
+    assert statistics["named"]["total_connections"] == 3
+    assert statistics["named"]["in_msgs"] > 10
+    assert (statistics["other"]["total_connections"], statistics["other"]["in_msgs"]) == (0, 0)
 
 
 async def test_a_password_may_have_any_character_and_stands_in_no_url(

@@ -108,7 +108,7 @@ async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(
         assert int(refused.headers["retry-after"]) >= 1
     small = post(b'{"items": ["b"]}')
     adapter.let_go()
-    assert [(await task).status_code for task in (first, small, post(large))] == [200] * 3
+    assert [(await post_task).status_code for post_task in (first, small, post(large))] == [200] * 3
 
 
 @pytest.mark.parametrize("path", ["/v1/encode/toy/one", "/v1/files", "/v1/jobs", "/v1/pools"])
@@ -170,9 +170,9 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
     gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="2")
     idle = Heartbeat("idle", "_default", "other", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
     await cluster.send(topology.health_subject("idle"), messages.encode(idle))  # a worker that takes nothing
-    requests = [({}, "2"), ({"X_SIE_Timeout_Ms": "1500"}, "1.5"), ({"X_SIE_Timeout_Ms": "60000"}, "2")]
-    answers = await asyncio.gather(*(gateway.encode("nobody answers", **headers) for headers, _ in requests))
-    for (_, budget), answer in zip(requests, answers, strict=True):
+    cases = [({}, "2"), ({"X_SIE_Timeout_Ms": "1500"}, "1.5"), ({"X_SIE_Timeout_Ms": "60000"}, "2")]
+    answers = await asyncio.gather(*(gateway.encode("nobody answers", **headers) for headers, _ in cases))
+    for (_, budget), answer in zip(cases, answers, strict=True):
         assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
         assert f"budget of {budget} s" in answer.json()["error"]["message"]
     stream = cluster.server.streams[STREAM]
@@ -210,20 +210,20 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
         async with asyncio.timeout(30):
             while await gateway.metric("sie_gateway_gateways") != gateways:  # until it has heard of the other
                 pass
-    tasks = [
+    requests = [
         asyncio.create_task(gateway.encode(*["x" * 98] * 200, Authorization=f"Bearer {key}", X_SIE_Priority=priority))
         for gateway in started
         for key in ("key-a", "key-b")
         for priority in ("interactive", "bulk")
     ]
     stream = cluster.server.streams[STREAM]
-    expected = messages_each * len(tasks)
+    expected = messages_each * len(requests)
     await until(lambda: len(stream.messages) >= expected, f"{expected} messages")
     for gateway in started:
         assert await gateway.metric("sie_gateway_permits_held_messages") == 4 * messages_each
     assert len(stream.messages) == expected
     await cluster.sidecar(SIE_WORKER_ID="idle")
-    assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+    assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
 
 
 async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cluster: InProcess) -> None:
@@ -419,16 +419,16 @@ async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
     interval_s = settings.health_publish_interval_ms / 1000
     fleet.note(beat("w1"))
     now_s += 2 * interval_s
-    assert [worker.worker for worker in fleet.healthy()] == ["w1"]
+    assert [heartbeat.worker for heartbeat in fleet.healthy()] == ["w1"]
     now_s = 100.0 + timeout_s - 0.001
-    assert [worker.worker for worker in fleet.healthy()] == ["w1"]
+    assert [heartbeat.worker for heartbeat in fleet.healthy()] == ["w1"]
     now_s = 100.0 + timeout_s
     assert fleet.healthy() == []
-    assert [(worker.worker, healthy) for worker, healthy in fleet.workers()] == [("w1", False)], (
+    assert [(heartbeat.worker, healthy) for heartbeat, healthy in fleet.workers()] == [("w1", False)], (
         "still shown, as unhealthy"
     )
     fleet.note(beat("w1"))
-    assert [worker.worker for worker in fleet.healthy()] == ["w1"]
+    assert [heartbeat.worker for heartbeat in fleet.healthy()] == ["w1"]
 
 
 # leases

@@ -264,9 +264,9 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(
 ) -> None:
     """SIE_MACHINE_PROFILE: else SIE_GPU_TYPE, else the pool; another kind of node beside it never gets its work."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
-    named, second_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
+    named, idle_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
     sidecar = await cluster.sidecar(named, **environ)
-    await cluster.sidecar(second_adapter, SIE_MACHINE_PROFILE="other")
+    await cluster.sidecar(idle_adapter, SIE_MACHINE_PROFILE="other")
     beat = cluster.last_beat(sidecar.worker)
     assert beat is not None
     assert beat.machine_profile == profile
@@ -274,7 +274,7 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(
         assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers[
             "x-sie-worker"
         ] == sidecar.worker
-    assert not second_adapter.batches
+    assert not idle_adapter.batches
 
 
 async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InProcess) -> None:
@@ -483,7 +483,7 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
     passing = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
     await until(
-        lambda: (beat := cluster.last_beat("w0")) and [entry.state for entry in beat.models] == ["failed"],
+        lambda: (beat := cluster.last_beat("w0")) and [model_state.state for model_state in beat.models] == ["failed"],
         "the failure",
     )
     reason = "preloading toy/one, toy/two (try 1 of 3 failed: too little memory)"
@@ -498,7 +498,10 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     second_adapter.refusals["toy/two"] = adapter.refusals["toy/two"]
     await cluster.sidecar(second_adapter, SIE_PRELOAD_MODELS="toy/two,toy/one")
     beat = cluster.last_beat("w1", ready=True)
-    assert [(entry.model, entry.state) for entry in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
+    assert [(model_state.model, model_state.state) for model_state in beat.models] == [
+        ("toy/two", "failed"),
+        ("toy/one", "loaded"),
+    ]
     assert "toy/two of SIE_PRELOAD_MODELS could not be loaded" in caplog.text
     unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
     with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):

@@ -324,7 +324,7 @@ def _is_os(node: ast.AST, names: set[str]) -> bool:
 @functools.cache
 def fields_by_attribute() -> dict[str, frozenset[str]]:
     """The fields behind each attribute of Settings: a field itself, and what a property is made of."""
-    fields_of_row = {row.field: frozenset({row.field}) for row in ROWS}
+    fields_by_name = {row.field: frozenset({row.field}) for row in ROWS}
     tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     for node in body:
@@ -334,18 +334,18 @@ def fields_by_attribute() -> dict[str, frozenset[str]]:
             used = {
                 child.attr
                 for child in ast.walk(node)
-                if isinstance(child, ast.Attribute) and child.attr in fields_of_row
+                if isinstance(child, ast.Attribute) and child.attr in fields_by_name
             }
-            fields_of_row[node.name] = frozenset(used)
-    return fields_of_row
+            fields_by_name[node.name] = frozenset(used)
+    return fields_by_name
 
 
 def fields_read(tree: ast.AST) -> set[str]:
     """Fields read as attributes of something named settings."""
-    expected_names = fields_by_attribute()
+    field_sets = fields_by_attribute()
     read: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in expected_names:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in field_sets:
             owner = (
                 node.value.id
                 if isinstance(node.value, ast.Name)
@@ -354,7 +354,7 @@ def fields_read(tree: ast.AST) -> set[str]:
                 else ""
             )
             if owner in ("settings", "_settings"):
-                read |= expected_names[node.attr]
+                read |= field_sets[node.attr]
     return read
 
 
@@ -363,7 +363,7 @@ def readers() -> dict[str, frozenset[str]]:
     """Field -> components that read it: in their package, in a module of the store that they import, or in the command
     that starts their process.
     """
-    result: dict[str, set[str]] = defaultdict(set)
+    field_components: dict[str, set[str]] = defaultdict(set)
     commands = {
         node.name: node
         for file, tree in trees("cli")
@@ -379,8 +379,8 @@ def readers() -> dict[str, frozenset[str]]:
         stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:
             for field in fields_read(tree):
-                result[field].add(component)
-    return {field: frozenset(components) for field, components in result.items()}
+                field_components[field].add(component)
+    return {field: frozenset(components) for field, components in field_components.items()}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -403,7 +403,7 @@ def test_every_setting_has_a_test_of_its_effect() -> None:
 def test_the_test_of_an_effect_exists_and_names_the_setting(name: str) -> None:
     file, _, function = EFFECTS[name].partition("::")
     tree = ast.parse((ROOT / file).read_text("utf-8"))
-    (result,) = (
+    (definition,) = (
         node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     )
-    assert name in (ast.get_docstring(result) or ast.get_docstring(tree) or "")
+    assert name in (ast.get_docstring(definition) or ast.get_docstring(tree) or "")

@@ -41,9 +41,9 @@ def heard(seed: int) -> SoundFeatures:
     return SoundFeatures(1, *RECIPE.shape, 0.4, hashlib.sha256(features).digest(), features)
 
 
-def work(*inputs: Input, **features: SoundFeatures | InvalidInput) -> WorkItemInput:
+def work(*inputs: Input, **sound_features: SoundFeatures | InvalidInput) -> WorkItemInput:
     return WorkItemInput(
-        inputs, None, RunOptions(), sounds={int(name[1:]): feature for name, feature in features.items()}
+        inputs, None, RunOptions(), sounds={int(name[1:]): sound for name, sound in sound_features.items()}
     )
 
 
@@ -87,9 +87,9 @@ def test_a_value_that_is_no_sound_fails_the_request_and_names_its_place(form: An
 
 @pytest.mark.parametrize("form", ["?", "data:audio/wav,x", {"data": ""}])
 def test_a_text_that_is_no_base64_fails_its_input_alone(form: Any) -> None:
-    files, fault = images.read_sound(form, "items[0].audio")
+    content, fault = images.read_sound(form, "items[0].audio")
     assert fault is not None
-    assert (files, fault.reason) == (b"", "invalid_media")
+    assert (content, fault.reason) == (b"", "invalid_media")
 
 
 def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
@@ -99,8 +99,8 @@ def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
 
 
 def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
-    result = bodies.items({"items": [{"text": "a", "audio": b"x"}, {"audio": b"x"}, "b"]}, limit=3)
-    (warning,) = bodies.unread_texts(result, "org/ear")
+    inputs = bodies.items({"items": [{"text": "a", "audio": b"x"}, {"audio": b"x"}, "b"]}, limit=3)
+    (warning,) = bodies.unread_texts(inputs, "org/ear")
     assert warning == "text: ignored in 1 of 3 inputs; org/ear reads the sound of an input that has both"
 
 
@@ -108,10 +108,10 @@ def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
 
 
 def test_an_input_with_a_sound_is_a_row_without_ids_that_costs_its_chunks(tokenizer: ModelTokenizer) -> None:
-    (batch,) = layouts.make(tokenizer, LAYOUT, [work(Input("river", audio=FILE), Input("river"), _0=heard(0))])
-    sound, refusal = batch.rows
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input("river", audio=FILE), Input("river"), _0=heard(0))])
+    sound, text_row = work_rows.rows
     assert (len(sound.ids), sound.cost, sound.media_bytes) == (0, 8, len(heard(0).features))
-    assert (refusal.ids.tolist(), refusal.cost, refusal.sound) == ([1], 1, None)
+    assert (text_row.ids.tolist(), text_row.cost, text_row.sound) == ([1], 1, None)
 
 
 def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenizer: ModelTokenizer) -> None:
@@ -120,45 +120,47 @@ def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenize
     values = np.zeros((1, 90, 8), np.float32).tobytes()
     long = SoundFeatures(1, 1, 90, 8, 1.8, hashlib.sha256(values).digest(), values)
     layout = Rows("raw", sounds=whole)
-    item = work(Input("river"), Input(audio=FILE), _1=long)
-    (created,) = layouts.make(tokenizer, layout, [item])
-    assert [(row.cost, row.media_bytes) for row in created.rows] == [(1, 0), (36, len(values))]
-    batch = to_batch("b", "m", "extract", "raw", [BatchPart(created.rows, item)])
-    sounds_read = sounds(batch.sounds, batch.features, whole)
-    assert sounds_read is not None
-    assert (batch.texts, sounds_read.tokens.tolist()) == (("river", ""), [36])
-    assert [len(feature) for feature in sounds_read.for_items(np.arange(2))] == [0, 1]
+    work_item = work(Input("river"), Input(audio=FILE), _1=long)
+    (work_rows,) = layouts.make(tokenizer, layout, [work_item])
+    assert [(row.cost, row.media_bytes) for row in work_rows.rows] == [(1, 0), (36, len(values))]
+    batch = to_batch("b", "m", "extract", "raw", [BatchPart(work_rows.rows, work_item)])
+    batch_sounds = sounds(batch.sounds, batch.features, whole)
+    assert batch_sounds is not None
+    assert (batch.texts, batch_sounds.tokens.tolist()) == (("river", ""), [36])
+    assert [len(row_sounds) for row_sounds in batch_sounds.for_items(np.arange(2))] == [0, 1]
 
 
 def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: ModelTokenizer) -> None:
     broken = InvalidInput("audio: undecodable: the sound file is empty", reason="invalid_media")
-    item = work(Input(audio=FILE), Input("river"), Input(audio=FILE), _0=broken, _2=heard(0))
-    (batch,) = layouts.make(tokenizer, LAYOUT, [item])
-    assert dict(batch.unfit) == {0: broken}
-    assert [row.sound is not None for row in batch.rows] == [False, False, True]
+    work_item = work(Input(audio=FILE), Input("river"), Input(audio=FILE), _0=broken, _2=heard(0))
+    (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
+    assert dict(work_rows.unfit) == {0: broken}
+    assert [row.sound is not None for row in work_rows.rows] == [False, False, True]
     (deaf,) = layouts.make(tokenizer, Rows(), [work(Input(audio=FILE), Input("river"))])
     assert (set(deaf.unfit), deaf.unfit[0].reason) == ({0}, "unsupported_modality")
     (both,) = layouts.make(tokenizer, LAYOUT, [work(Input(audio=FILE, images=(b"x",)), _0=heard(0))])
     assert both.unfit[0].reason == "unsupported_modality"
-    item = WorkItemInput([Input("river")], Input(audio=FILE), RunOptions())
-    assert "audio: the model accepts none in a query" in str(layouts.make(tokenizer, LAYOUT, [item])[0].error)
+    work_item = WorkItemInput([Input("river")], Input(audio=FILE), RunOptions())
+    assert "audio: the model accepts none in a query" in str(layouts.make(tokenizer, LAYOUT, [work_item])[0].error)
 
 
 def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTokenizer) -> None:
     """The sounds belong to two work items in one batch."""
     first, second = work(Input("river"), Input(audio=FILE), _1=heard(1)), work(Input(audio=FILE), _0=heard(2))
     parts = [
-        BatchPart(created.rows, item) for item in (first, second) for created in layouts.make(tokenizer, LAYOUT, [item])
+        BatchPart(work_rows.rows, work_item)
+        for work_item in (first, second)
+        for work_rows in layouts.make(tokenizer, LAYOUT, [work_item])
     ]
     batch = to_batch("b", "m", "encode", "text", parts)
-    sounds_read = sounds(batch.sounds, batch.features, RECIPE)
-    assert sounds_read is not None
-    decoded = items(batch.lengths, batch.ids, batch.types, None, sounds_read)
+    batch_sounds = sounds(batch.sounds, batch.features, RECIPE)
+    assert batch_sounds is not None
+    decoded = items(batch.lengths, batch.ids, batch.types, None, batch_sounds)
     assert (decoded.lengths.tolist(), decoded.costs.tolist()) == ([1, 0, 0], [1, 8, 8])
-    assert [len(row) for row in sounds_read.for_items(np.arange(3))] == [0, 1, 1]
-    for features, feature in zip(sounds_read.shown, (heard(1), heard(2)), strict=True):
+    assert [len(row) for row in batch_sounds.for_items(np.arange(3))] == [0, 1, 1]
+    for features, source in zip(batch_sounds.shown, (heard(1), heard(2)), strict=True):
         assert features.shape == RECIPE.shape
-        assert features.tobytes() == feature.features
+        assert features.tobytes() == source.features
     assert sounds(b"", b"", RECIPE) is None
 
 
@@ -181,9 +183,9 @@ def test_sounds_that_do_not_belong_to_their_batch_are_refused(
 
 
 def test_a_sound_of_a_row_that_is_not_there_is_refused() -> None:
-    sounds_read = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
+    batch_sounds = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
     with pytest.raises(MalformedBatch, match="a sound is of row 3"):
-        items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, sounds_read)
+        items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, batch_sounds)
 
 
 def test_the_shape_of_a_recipe_is_what_its_features_have() -> None:

@@ -54,17 +54,17 @@ def refusal(data: bytes) -> str:
 )
 def test_each_format_gives_its_samples(kind: str, subtype: str, gap: float) -> None:
     sound = tone(0.5)
-    wave = decoded(encoded(sound, kind, subtype=subtype))
-    assert wave.dtype == np.float32
-    assert np.abs(wave[:20_000] - sound[:20_000]).max() <= gap
+    samples = decoded(encoded(sound, kind, subtype=subtype))
+    assert samples.dtype == np.float32
+    assert np.abs(samples[:20_000] - sound[:20_000]).max() <= gap
 
 
 def test_channels_become_their_mean_and_another_rate_the_models() -> None:
     """The order is that of librosa.load: first the mean, then soxr at high quality."""
     sound = tone(0.5, rate=44_100, channels=3)
-    wave = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
-    assert np.array_equal(wave, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))
-    assert len(wave) == 24_000
+    samples = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
+    assert np.array_equal(samples, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))
+    assert len(samples) == 24_000
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_damaged_files_are_refused_or_read_and_never_raise_anything_else() -> No
         for _ in range(chance.randint(1, 8)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         try:
-            prepared = sounds.prepare(bytes(data), PLAIN)
-            assert prepared.shape == PLAIN.shape
-            assert np.isfinite(prepared.values).all()
+            features = sounds.prepare(bytes(data), PLAIN)
+            assert features.shape == PLAIN.shape
+            assert np.isfinite(features.values).all()
             outcomes.add("read")
         except InvalidInput as error:
             outcomes.add(error.message.partition(":")[0])

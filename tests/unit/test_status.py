@@ -54,8 +54,8 @@ def looking(process: GatewayProcess | SidecarProcess, path: str, **headers: str)
 
 async def frame(socket: ClientConnection) -> dict[str, Any]:
     async with asyncio.timeout(30):
-        frame_read: dict[str, Any] = json.loads(await socket.recv(decode=True))
-    return frame_read
+        payload: dict[str, Any] = json.loads(await socket.recv(decode=True))
+    return payload
 
 
 async def refusal(
@@ -80,8 +80,8 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         await until(lambda: _is_idle(cluster), "the model in a heartbeat, without work")
         for _ in range(2):  # the present one, and one that was made before
             await frame(socket)
-        frame_read, health = await frame(socket), (await gateway.client.get("/health")).json()
-    assert set(frame_read) == {
+        cluster_frame, health = await frame(socket), (await gateway.client.get("/health")).json()
+    assert set(cluster_frame) == {
         "timestamp",
         "version",
         "cluster",
@@ -91,8 +91,8 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         "model_queues",
         "failures",
     }
-    assert frame_read["version"] == health["version"] == sie_contracts.__version__
-    (worker,) = frame_read["workers"]
+    assert cluster_frame["version"] == health["version"] == sie_contracts.__version__
+    (worker,) = cluster_frame["workers"]
     assert worker == health["workers"][0]
     assert set(worker) >= {
         "name",
@@ -110,14 +110,14 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
     }
     assert (worker["name"], worker["gpu"], worker["gpu_count"], worker["loaded_models"]) == ("w0", "l4", 2, ["toy/one"])
     assert (
-        frame_read["models"]
+        cluster_frame["models"]
         == health["models"]
         == [
             {"name": "toy/one", "state": "loaded", "worker_count": 1, "gpu_types": ["l4"], "total_queue_depth": 0},
             {"name": "toy/two", "state": "available", "worker_count": 0, "gpu_types": [], "total_queue_depth": 0},
         ]
     )
-    assert {name: frame_read["cluster"][name] for name in ("worker_count", "gpu_count", "models_loaded")} == {
+    assert {name: cluster_frame["cluster"][name] for name in ("worker_count", "gpu_count", "models_loaded")} == {
         "worker_count": 1,
         "gpu_count": 2,
         "models_loaded": 1,
@@ -136,15 +136,15 @@ async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InPro
         asking = asyncio.create_task(gateway.encode("x", **{"X-SIE-MACHINE-PROFILE": "l4"}))
         try:
             async with asyncio.timeout(60):
-                while not (frame_read := await frame(socket))["model_queues"]:
+                while not (cluster_frame := await frame(socket))["model_queues"]:
                     pass
         finally:
             asking.cancel()
     lane = {"pool": "_default", "machine_profile": "l4", "bundle": "default", "priority": "interactive"}
-    (waiting,) = frame_read["model_queues"]
+    (waiting,) = cluster_frame["model_queues"]
     assert waiting.items() >= {**lane, "model": "toy/one", "messages": 1}.items()
     assert waiting["oldest_s"] > 0
-    (queue,) = [entry for entry in frame_read["queues"] if entry["messages"]]
+    (queue,) = [entry for entry in cluster_frame["queues"] if entry["messages"]]
     assert queue == {**lane, "messages": 1, "oldest_s": queue["oldest_s"]}
 
 
@@ -305,9 +305,9 @@ async def test_the_workers_frame_has_the_last_batches_where_the_adapter_keeps_th
             RanBatch(7, 1.5e9, "toy/one", "encode", 2, 2, 1, 20, 15, 250, 0.25, padding=10, inference_ms=1.5),
         )
         async with asyncio.timeout(30):
-            while "batches" not in (frame_read := await frame(socket)):
+            while "batches" not in (worker_frame := await frame(socket)):
                 pass
-    assert frame_read["batches"] == [
+    assert worker_frame["batches"] == [
         {
             "number": 7,
             "ended": 1.5e9,
@@ -335,8 +335,8 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
     sidecar = await cluster.sidecar(SIE_GPU_TYPE="l4", SIE_BATCHER_MAX_BATCH_REQUESTS="7")
     assert (await gateway.encode("one", "two", "three")).status_code == 200
     async with looking(sidecar, "/ws/status") as socket:
-        frame_read = await frame(socket)
-    assert set(frame_read) == {
+        worker_frame = await frame(socket)
+    assert set(worker_frame) == {
         "timestamp",
         "ready",
         "name",
@@ -353,16 +353,16 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
         "counters",
         "histograms",
     }
-    assert (frame_read["ready"], frame_read["name"], frame_read["pool_name"], frame_read["bundle"]) == (
+    assert (worker_frame["ready"], worker_frame["name"], worker_frame["pool_name"], worker_frame["bundle"]) == (
         True,
         "w0",
         "_default",
         "default",
     )
-    assert (frame_read["max_batch_requests"], frame_read["loaded_models"]) == (7, ["toy/one"])
-    assert set(frame_read["server"]) == {"version", "uptime_seconds", "user", "working_dir", "pid"}
-    assert frame_read["server"]["version"] == sie_contracts.__version__
-    (device,) = frame_read["gpus"]
+    assert (worker_frame["max_batch_requests"], worker_frame["loaded_models"]) == (7, ["toy/one"])
+    assert set(worker_frame["server"]) == {"version", "uptime_seconds", "user", "working_dir", "pid"}
+    assert worker_frame["server"]["version"] == sie_contracts.__version__
+    (device,) = worker_frame["gpus"]
     assert set(device) == {
         "device",
         "name",
@@ -373,7 +373,7 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
         "memory_threshold_pct",
     }
     assert (device["device"], device["gpu_type"], device["memory_total_bytes"]) == ("fake", "l4", 1 << 30)
-    first, second = frame_read["models"]  # by falling memory
+    first, second = worker_frame["models"]  # by falling memory
     assert (first["name"], first["state"], first["device"], first["memory_bytes"]) == (
         "toy/one",
         "loaded",
@@ -403,12 +403,12 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
     assert 0 < batching["fill_ratio"] < 1
     assert (second["name"], second["state"], second["memory_bytes"]) == ("toy/two", "available", 0)
     assert "adaptive_batching" not in second
-    assert frame_read["counters"]["sie_requests_total"] == {"toy/one": 1}
-    assert frame_read["counters"]["sie_tokens_processed_total"]["toy/one"] > 3
-    sizes = frame_read["histograms"]["sie_batch_size"]["toy/one"]
+    assert worker_frame["counters"]["sie_requests_total"] == {"toy/one": 1}
+    assert worker_frame["counters"]["sie_tokens_processed_total"]["toy/one"] > 3
+    sizes = worker_frame["histograms"]["sie_batch_size"]["toy/one"]
     assert len(sizes["counts"]) == len(sizes["buckets"]) + 1
     assert sizes["counts"][-1] == 1
-    duration = frame_read["histograms"]["sie_request_duration_seconds"]["toy/one"]
+    duration = worker_frame["histograms"]["sie_request_duration_seconds"]["toy/one"]
     assert duration["counts"][-1] == 1, "phases are not added up"
     assert sorted(duration["buckets"]) == duration["buckets"]
 
@@ -487,8 +487,8 @@ async def test_the_gateway_shows_its_own_workers_by_number(cluster: InProcess) -
     plain = await cluster.gateway()
     for port in ports:
         await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port), SIE_CONFIG_READ_TOKEN=TOKEN)
-    async with looking(gateway, "/ws/status") as socket, looking(gateway, "/ws/status?worker=1") as socket_second:
-        assert [(await frame(socket))["name"], (await frame(socket_second))["name"]] == ["w0", "w1"]
+    async with looking(gateway, "/ws/status") as socket, looking(gateway, "/ws/status?worker=1") as second_socket:
+        assert [(await frame(socket))["name"], (await frame(second_socket))["name"]] == ["w0", "w1"]
         at_s = [(await frame(socket))["timestamp"] for _ in range(4)]
         assert at_s == sorted(set(at_s)), "each is a new one"
     for query in ("2", "-1", "x", "9" * 5):
@@ -533,7 +533,7 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
     async def view(gateway: GatewayProcess) -> tuple[dict[str, str | None], list[str]]:
         health = (await gateway.client.get("/health")).json()
         return {worker["name"]: worker["url"] for worker in health["workers"]}, [
-            worker["name"] for worker in health["unhealthy_workers"]
+            unhealthy["name"] for unhealthy in health["unhealthy_workers"]
         ]
 
     async def is_seen() -> bool:
@@ -554,23 +554,23 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
 
 
 def test_a_socket_that_tells_nothing_is_an_unhealthy_worker_without_credentials() -> None:
-    summary = of_socket("http://user:secret@worker:9095", None)
-    assert (summary.info.name, summary.info.healthy) == ("http://worker:9095", False)
+    viewed_worker = of_socket("http://user:secret@worker:9095", None)
+    assert (viewed_worker.info.name, viewed_worker.info.healthy) == ("http://worker:9095", False)
 
 
 def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     def worker(name: str, gpu: str, **models: tuple[str, int]) -> Heartbeat:
-        report = tuple(
+        model_states = tuple(
             ModelStatus(model.replace("_", ":"), state, queued=queued) for model, (state, queued) in models.items()
         )  # type: ignore[arg-type]
-        return Heartbeat(name, "_default", gpu, "default", True, "test", models=report)
+        return Heartbeat(name, "_default", gpu, "default", True, "test", models=model_states)
 
-    summaries_read = [
+    viewed_workers = [
         of_heartbeat(worker("a", "l4", m=("loaded", 2), m_half=("loaded", 1)), healthy=True),
         of_heartbeat(worker("b", "t4", m=("failed", 0), other=("loaded", 9)), healthy=True),
     ]
-    (summary_of_model,) = summaries(["m"], summaries_read)
-    assert msgspec.to_builtins(summary_of_model) == {
+    (model_summary,) = summaries(["m"], viewed_workers)
+    assert msgspec.to_builtins(model_summary) == {
         "name": "m",
         "state": "loaded",
         "worker_count": 1,
@@ -578,7 +578,7 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
         "total_queue_depth": 3,
     }
     loading = of_heartbeat(worker("c", "l4", m=("loading", 0)), healthy=True)
-    assert [summary.state for summary in summaries(["m", "nobody"], [*summaries_read, loading])] == [
+    assert [summary.state for summary in summaries(["m", "nobody"], [*viewed_workers, loading])] == [
         "loading",
         "available",
     ]
@@ -615,15 +615,15 @@ def test_the_reason_of_a_failed_load_is_that_of_workers_that_are_healthy_or_star
     def failed(model: str, why: str) -> ModelStatus:
         return ModelStatus(model, "failed", error=ErrorInfo("MODEL_LOAD_FAILED", why))
 
-    summaries_read = [
+    viewed_workers = [
         worker("a", failed("m:half", "no such file"), ModelStatus("n", "loaded")),
         worker("b", failed("m", "another reason")),
         worker("c", failed("gone", "not seen any more"), healthy=False),
         worker("d", failed("p", "no network"), ModelStatus("q", "loaded"), healthy=False, starting=True),
     ]
-    assert failures(summaries_read) == {"m": "no such file", "p": "no network"}
-    assert [worker.info.reason for worker in summaries_read] == ["", "", "its heartbeats have stopped", "x"]
-    assert [model.state for model in summaries(["gone", "p", "q"], summaries_read)] == [
+    assert failures(viewed_workers) == {"m": "no such file", "p": "no network"}
+    assert [worker.info.reason for worker in viewed_workers] == ["", "", "its heartbeats have stopped", "x"]
+    assert [model.state for model in summaries(["gone", "p", "q"], viewed_workers)] == [
         "available",
         "failed",
         "available",
@@ -649,8 +649,8 @@ async def test_the_rate_of_requests_is_that_of_all_gateways(cluster: InProcess) 
         now_s += 1.0
         for peer in peers:
             beat = peer.beat()
-            for entry in peers:
-                entry.note(beat)
+            for gateway in peers:
+                gateway.note(beat)
     assert [peer.qps() for peer in peers] == [0.0] * 2
 
 

@@ -32,9 +32,9 @@ QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
     ],
 )
 def test_what_a_store_says_is_told_without_a_secret(text: str, kind: type[StoreError], message: str) -> None:
-    failure_read = failure(Exception(text))
-    assert type(failure_read) is kind
-    assert re.search(message, str(failure_read))
+    error = failure(Exception(text))
+    assert type(error) is kind
+    assert re.search(message, str(error))
 
 
 async def test_what_may_pass_is_asked_again_and_what_may_not_is_asked_once() -> None:

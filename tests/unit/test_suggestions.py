@@ -37,16 +37,16 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
         requests += [(path.format(name), body) for path, body in IN_PATH.items()]
         for path, body in requests:
             answer = await gateway.client.post(path, json=body)
-            result = answer.json()
-            error = result["detail" if "error_type" in result else "error"]
-            assert (answer.status_code, result["code"]) == (404, "MODEL_NOT_FOUND"), error
+            reply = answer.json()
+            error = reply["detail" if "error_type" in reply else "error"]
+            assert (answer.status_code, reply["code"]) == (404, "MODEL_NOT_FOUND"), error
             part = next(part for part in (*TASK, "encode", "score", "extract") if f"/{part}" in path)
             like = error["suggestions"]
-            assert all(TASK.get(part, part) in entries[entry].tasks for entry in like), (path, like)
-            suggestion = f"; did you mean {' or '.join(like)}?" if like else ";"
+            assert all(TASK.get(part, part) in entries[model_id].tasks for model_id in like), (path, like)
+            hint = f"; did you mean {' or '.join(like)}?" if like else ";"
             lists = "" if like else " GET /v1/models lists the available ones"
             adds = f" `sie pull {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
-            assert error["message"].endswith(suggestion + adds)
+            assert error["message"].endswith(hint + adds)
         assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
             "suggestions"
         ]

@@ -102,9 +102,9 @@ def test_an_older_entry_does_not_replace_a_newer_one(count: int) -> None:
     moved = Placement(2.0, {**table.hosts, "organisation/model-00000": ("elsewhere",)}, table.raised_s)
     newer = bucket.write(moved)
     assert bucket.shown(newer if count == 10 else [*older, *newer]) == moved
-    for reader in (bucket.writer, bucket.reader):
-        assert [reader.apply(entry) for entry in older] == [False] * len(older)
-        assert reader.table == moved
+    for replica in (bucket.writer, bucket.reader):
+        assert [replica.apply(entry) for entry in older] == [False] * len(older)
+        assert replica.table == moved
     last = Placement(3.0, {**moved.hosts, "organisation/model-00000": ("third",)}, table.raised_s)
     assert bucket.shown(bucket.write(last)) == last
 

@@ -197,7 +197,7 @@ def test_every_route_has_one_row() -> None:
 
 async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_key_made(tenant: Tenant) -> None:
     scopes = {"A": DEFAULT, "B": DEFAULT, "static": DEFAULT, "R": ("read",), "": ()}
-    callers = ("B", "static", "R", "")
+    outsiders = ("B", "static", "R", "")
     parts = ("{name}", "{file}", "{job}", "{batch}", "{request}")
     secrets = [tenant.ids[part] for part in parts]
     # first: the failed requests of a minute that are kept are few, and those of others follow
@@ -212,18 +212,18 @@ async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_
                     answer.text,
                 )
                 if row in rows(SHOWS) - {("GET", "/v1/pools/assignments")}:
-                    report = answer.text
-                    assert MARK in report or any(secret in report for secret in secrets) or "code=" in report, (
+                    text = answer.text
+                    assert MARK in text or any(secret in text for secret in secrets) or "code=" in text, (
                         caller,
                         row,
-                        report,
+                        text,
                     )
     count = 0
     for route in ROUTES:
         row = (route.method, route.path)
         if route.path.startswith("/ws/"):
             continue
-        for caller in callers:
+        for caller in outsiders:
             answer = await tenant.call(caller, *row)
             count += 1
             if route.scope not in (OPEN, ANY) and route.scope not in scopes[caller]:
@@ -234,8 +234,8 @@ async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_
                 # an error may repeat an id that the caller wrote
                 assert not any(name in answer.text for name in (MODEL, FILE, NAME)), (caller, row, answer.text)
             elif row not in rows(SHOWS) or answer.status_code < 400:
-                report = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
-                assert not any(secret in report for secret in (*secrets, MODEL, FILE, NAME)), (caller, row, answer.text)
+                text = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
+                assert not any(secret in text for secret in (*secrets, MODEL, FILE, NAME)), (caller, row, answer.text)
     assert count > 300
     for body in ("/v1/pools", "/v1/jobs", "/v1/batches"):  # by the name of A's pool, the id of A's file
         answer = await tenant.call("B", "POST", body)

@@ -30,23 +30,23 @@ ALL_HARD = "".join(HARD_TEXT) + " \U0001f469\u200d\U0001f4bb Zürich 東京"
 
 
 def told(kind: str, texts: list[str], options: RunOptions) -> list[dict[str, Any]]:
-    results = []
+    tokenizations = []
     for outcome in answer(ours(kind), "tokenize", WorkItemInput([Input(text) for text in texts], None, options)):
         assert isinstance(outcome, Ok)
         assert outcome.data is not None
         assert outcome.tokens == len(outcome.data["ids"])
         assert outcome.outputs == {}
-        results.append(outcome.data)
-    return results
+        tokenizations.append(outcome.data)
+    return tokenizations
 
 
 def counted(kind: str, inputs: list[Input], run: RunOptions) -> list[int]:
-    results = []
+    counts = []
     for outcome in answer(ours(kind), "tokenize", WorkItemInput(inputs, None, counting(run))):
         assert isinstance(outcome, Ok)
         assert outcome.data is None
-        results.append(outcome.tokens)
-    return results
+        counts.append(outcome.tokens)
+    return counts
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -59,26 +59,26 @@ def test_tokens_are_those_of_the_library_with_their_bytes(
     kind: str, texts: list[str], special: bool, prefix: str
 ) -> None:
     """Places are those of the library in characters; a slice of the UTF-8 text is the text of the token."""
-    for text, result in zip(texts, told(kind, texts, tokenizing(prefix, add_special_tokens=special)), strict=True):
+    for text, output in zip(texts, told(kind, texts, tokenizing(prefix, add_special_tokens=special)), strict=True):
         whole = prefix + text
         expected = library(kind)(
             whole, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
         )
-        assert result["ids"] == expected["input_ids"]
-        assert result["special"] == [mark == 1 for mark in expected["special_tokens_mask"]]
+        assert output["ids"] == expected["input_ids"]
+        assert output["special"] == [mark == 1 for mark in expected["special_tokens_mask"]]
         data = whole.encode()
         for index, (start, stop) in enumerate(expected["offset_mapping"]):
-            if result["special"][index]:
-                assert result["starts"][index] is None
-                assert result["stops"][index] is None
-                assert result["texts"][index] == library(kind).convert_ids_to_tokens(result["ids"][index])
+            if output["special"][index]:
+                assert output["starts"][index] is None
+                assert output["stops"][index] is None
+                assert output["texts"][index] == library(kind).convert_ids_to_tokens(output["ids"][index])
             else:
                 assert (
-                    data[result["starts"][index] : result["stops"][index]].decode()
-                    == result["texts"][index]
+                    data[output["starts"][index] : output["stops"][index]].decode()
+                    == output["texts"][index]
                     == whole[start:stop]
                 )
-                assert result["starts"][index] == len(whole[:start].encode())
+                assert output["starts"][index] == len(whole[:start].encode())
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -89,8 +89,8 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
     """The count is of texts and of their ids."""
     run = RunOptions(prefix=prefix, truncate="NONE", max_tokens=8)
     for inputs in ([Input(text) for text in texts], [Input(tokens=tuple(plain(kind, text))) for text in texts]):
-        (batch,) = make(ours(kind), Rows("text", tokens=True), [WorkItemInput(inputs, None, run)])
-        assert counted(kind, inputs, run) == [row.full for row in batch.rows]
+        (work_rows,) = make(ours(kind), Rows("text", tokens=True), [WorkItemInput(inputs, None, run)])
+        assert counted(kind, inputs, run) == [row.full for row in work_rows.rows]
     assert counted(kind, [Input(text) for text in texts], run) == [
         len(library(kind)(prefix + text)["input_ids"]) for text in texts
     ]

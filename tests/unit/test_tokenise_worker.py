@@ -49,9 +49,9 @@ async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
     adapter.hold_batches = True
     held = await cluster.publish("on the device")
     await adapter.until(lambda state: state.running == 1, "a batch on the device")
-    report = await cluster.result(await cluster.publish("é!", operation="tokenize", options=TELL))
+    tokens = await cluster.result(await cluster.publish("é!", operation="tokenize", options=TELL))
     ids = ids_of("é!").tolist()
-    assert data(report) == [
+    assert data(tokens) == [
         {
             "ids": ids,
             "texts": ["[CLS]", "é", "é", "!", "[SEP]"],
@@ -68,7 +68,7 @@ async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
         await cluster.publish("é!", LONG, Input(tokens=(5, 6)), operation="tokenize", options=COUNT)
     )
     assert [outcome.tokens for outcome in counts.outcomes if isinstance(outcome, Ok)] == [5, len(LONG) + 2, 4]
-    for result in (report, read, counts):
+    for result in (tokens, read, counts):
         assert result.stages.worker_ms > 0
         assert result.stages.inference_ms == result.stages.batch_wait_ms == 0
         assert result.fingerprint
@@ -124,8 +124,8 @@ async def test_a_load_that_fails_and_a_budget_that_is_over_are_told(cluster: Dir
     )
     failing = await cluster.publish("a", "b", operation="decode", options=decoding())
     adapter.let_go()
-    result = await cluster.result(failing)
-    assert {reason.split()[0] for reason in reasons(result)} <= {"MODEL_LOAD_FAILED", "INVALID_INPUT"}
+    failure = await cluster.result(failing)
+    assert {reason.split()[0] for reason in reasons(failure)} <= {"MODEL_LOAD_FAILED", "INVALID_INPUT"}
     await cluster.left(0)
 
 
@@ -166,8 +166,8 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
             assert isinstance(result.outcomes[4], Ok)
             assert (result.outcomes[4].tokens, result.outcomes[4].truncated) == (512, True)
     assert [len(texts_of(batch)) for batch in adapter.batches] == [3, 2]
-    unread = await cluster.publish(inputs[1], inputs[3])
-    assert reasons(await cluster.result(unread)) == [
+    invalid_work = await cluster.publish(inputs[1], inputs[3])
+    assert reasons(await cluster.result(invalid_work)) == [
         "INVALID_INPUT bad_token_id",
         "INVALID_INPUT unsupported_modality",
     ]
@@ -202,8 +202,8 @@ async def test_a_work_item_that_cannot_be_prepared_fails_alone_in_its_group(
     inputs = Input("good"), Input("bad", images=files), Input("fine")
     items = [await cluster.publish(source) for source in inputs]
     await cluster.sidecar(adapter, SIE_ADAPTIVE_MIN_QUANTUM_MS="60000", SIE_ADAPTIVE_MAX_QUANTUM_MS="60000")
-    reasons_read = [reasons(await cluster.result(item)) for item in items]
-    assert reasons_read == [[""], ["RESOURCE_EXHAUSTED" if stage == "files" else "INTERNAL_ERROR"], [""]]
+    item_reasons = [reasons(await cluster.result(item)) for item in items]
+    assert item_reasons == [[""], ["RESOURCE_EXHAUSTED" if stage == "files" else "INTERNAL_ERROR"], [""]]
     assert groups == ([2] if stage == "files" else [3, 1, 1, 1])
 
 
@@ -228,8 +228,8 @@ async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_sh
         for number in range(count)
     ]
     await cluster.sidecar(adapter)
-    for item in published:
-        assert [type(outcome) for outcome in (await cluster.result(item)).outcomes] == [Ok]
+    for publication in published:
+        assert [type(outcome) for outcome in (await cluster.result(publication)).outcomes] == [Ok]
     assert len(threads) == count
     # the first delivery may come by itself, and is then short enough
     assert (

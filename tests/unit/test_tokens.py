@@ -294,8 +294,8 @@ def test_a_long_text_without_spaces_is_read_whole_and_right() -> None:
 def test_long_and_short_texts_of_a_batch_keep_their_order(tokenizer: Tokenizer) -> None:
     ours = ModelTokenizer(tokenizer.to_str().encode(), 64)
     texts = [word * times for times in (2000, 1, 1500, 0, 3) for word in ("hello ", "The naive ")]
-    rows_made = text_rows(ours, texts)
-    assert [row.ids.tolist() for row in rows_made] == [oracle(tokenizer, text, "END", 64) for text in texts]
+    rows = text_rows(ours, texts)
+    assert [row.ids.tolist() for row in rows] == [oracle(tokenizer, text, "END", 64) for text in texts]
 
 
 def test_a_limit_below_the_special_tokens_keeps_them_alone() -> None:
@@ -310,7 +310,7 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
     pool = TokenizerPool(4)
     options: list[tuple[Truncate, int]] = [(truncate, limit) for limit in range(3, 67) for truncate in ("END", "START")]
     try:
-        calls = [pool.run(len(text), partial(text_rows, ours, [text], *option)) for option in options]
+        calls = [pool.run(len(text), partial(text_rows, ours, [text], *option_pair)) for option_pair in options]
         rows = await asyncio.gather(*calls)
     finally:
         pool.close()
@@ -361,15 +361,15 @@ async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pyt
         return threading.current_thread().name
 
     small = [pool.run(200, thread, together=34 * 200) for _ in range(32)]
-    stopped = asyncio.ensure_future(pool.run(200, thread, together=34 * 200))
+    cancelled_call = asyncio.ensure_future(pool.run(200, thread, together=34 * 200))
     asking = asyncio.gather(*small, pool.run(200, fails, together=34 * 200), return_exceptions=True)
     await asyncio.sleep(0)
-    stopped.cancel()
-    outcome = await asking
+    cancelled_call.cancel()
+    outcomes = await asking
     assert hops == 1
-    assert len(set(outcome[:32])) == 1
-    assert outcome[0] != threading.main_thread().name
-    assert isinstance(outcome[32], KeyError)
+    assert len(set(outcomes[:32])) == 1
+    assert outcomes[0] != threading.main_thread().name
+    assert isinstance(outcomes[32], KeyError)
     assert await pool.run(200, thread, together=INLINE_CHARACTERS) == threading.main_thread().name
     await asyncio.gather(*(pool.run(INLINE_CHARACTERS + 1, thread) for _ in range(3)))
     assert hops == 4

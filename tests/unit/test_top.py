@@ -88,7 +88,7 @@ def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
         for priority, messages in (("interactive", queued * workers), ("bulk", queued))
     ]
     model_queues = [
-        {**queues[0], "messages": number, "model": name["name"]} for number, name in enumerate(names) if number
+        {**queues[0], "messages": number, "model": model["name"]} for number, model in enumerate(names) if number
     ]
     sums = {
         "worker_count": max(1, workers - 1),
@@ -110,15 +110,15 @@ def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
 def drawn(
     width: int,
     height: int,
-    frame_sent: dict[str, Any] | None,
+    cluster_frame: dict[str, Any] | None,
     *,
     age_s: float = 0.0,
     colours: bool = False,
     past: HistoryTrend | None = None,
 ) -> list[str]:
     view = View("http://gateway:8080", past=past)
-    if frame_sent is not None:
-        view.add_frame(msgspec.convert(frame_sent, StatusFrame), 100.0)
+    if cluster_frame is not None:
+        view.add_frame(msgspec.convert(cluster_frame, StatusFrame), 100.0)
     console = Console(
         width=width, height=height, file=io.StringIO(), force_terminal=colours, legacy_windows=False, highlight=False
     )
@@ -176,9 +176,9 @@ def test_without_a_frame_it_is_connecting() -> None:
 
 
 def test_names_are_no_markup_and_no_control_of_the_terminal() -> None:
-    frame_sent = frame(workers=1, models=0)
-    frame_sent["workers"][0]["name"] = "[red]a\x1b[2Jb"
-    lines = drawn(100, 24, frame_sent, colours=True)
+    cluster_frame = frame(workers=1, models=0)
+    cluster_frame["workers"][0]["name"] = "[red]a\x1b[2Jb"
+    lines = drawn(100, 24, cluster_frame, colours=True)
     assert any("[red]a?[2Jb" in line for line in lines), lines
     assert not any("\x1b[2J" in line for line in lines)
 
@@ -337,14 +337,14 @@ def test_a_trend_leaves_blank_what_was_not_known() -> None:
 
 
 @contextlib.contextmanager
-def gateway(port: int, frame_sent: dict[str, Any]) -> Iterator[Server]:
+def gateway(port: int, cluster_frame: dict[str, Any]) -> Iterator[Server]:
     """Sends a frame at once and then ten each second, until it is shut down."""
     over = threading.Event()
 
     def show(connection: ServerConnection) -> None:
         with contextlib.suppress(Exception):  # the other side went
             while True:
-                connection.send(json.dumps(frame_sent))
+                connection.send(json.dumps(cluster_frame))
                 if over.wait(0.1):
                     return
 
@@ -552,20 +552,20 @@ def test_once_is_one_picture() -> None:
     port = free_port()
     with gateway(port, frame()):
         level = logging.getLogger("sie_client").level
-        result = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
+        invocation = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
         assert logging.getLogger("sie_client").level == level, "who calls it goes on to log"
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("sie top") == 1
-    assert "\x1b" not in result.stdout
+    assert invocation.exit_code == 0, invocation.output
+    assert invocation.stdout.count("sie top") == 1
+    assert "\x1b" not in invocation.stdout
 
 
 def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.cluster.FIRST_S", 0.2)
     port = free_port()
-    result = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: no gateway answers at http://127.0.0.1:{port}: ")
-    assert result.stderr.count("\n") == 1, "attempts are not told of one by one"
+    invocation = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
+    assert invocation.exit_code == 2
+    assert invocation.stderr.startswith(f"error: no gateway answers at http://127.0.0.1:{port}: ")
+    assert invocation.stderr.count("\n") == 1, "attempts are not told of one by one"
 
 
 def test_a_refusal_says_what_to_set() -> None:
@@ -577,9 +577,9 @@ def test_a_refusal_says_what_to_set() -> None:
         serving.start()
         try:
             port = server.socket.getsockname()[1]
-            result = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
+            invocation = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
         finally:
             server.shutdown()
             serving.join(30)
-    assert result.exit_code == 2
-    assert result.stderr.endswith(": set SIE_API_KEY to a token with the scope read\n")
+    assert invocation.exit_code == 2
+    assert invocation.stderr.endswith(": set SIE_API_KEY to a token with the scope read\n")

@@ -81,14 +81,14 @@ def test_consumers_of_different_work_never_share_a_name_or_a_message(
     lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
 ) -> None:
     """Filters are disjoint by construction."""
-    first_spec, second_spec = (
+    consumer, other_consumer = (
         work_consumer(lane, priority, model, 10),
         work_consumer(other_lane, other_priority, other_model, 10),
     )
     same = (lane, priority, model) == (other_lane, other_priority, other_model)
-    assert ((first_spec.stream, first_spec.name) == (second_spec.stream, second_spec.name)) == same
-    assert (first_spec.subject == second_spec.subject) == same
-    assert overlap(first_spec.subject, second_spec.subject) == same
+    assert ((consumer.stream, consumer.name) == (other_consumer.stream, other_consumer.name)) == same
+    assert (consumer.subject == other_consumer.subject) == same
+    assert overlap(consumer.subject, other_consumer.subject) == same
 
 
 @given(LANES, LANES, PRIORITIES, NAMES)
@@ -201,7 +201,9 @@ def test_a_lane_is_written_with_dots() -> None:
 
 
 def test_two_lanes_of_different_pools_have_streams_of_their_own() -> None:
-    first, second = (work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b"))
-    assert first.name != second.name
-    assert not overlap(first.subjects[0], second.subjects[0])
-    assert topology.stream_name("a") == first.name
+    first_stream, second_stream = (
+        work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b")
+    )
+    assert first_stream.name != second_stream.name
+    assert not overlap(first_stream.subjects[0], second_stream.subjects[0])
+    assert topology.stream_name("a") == first_stream.name

@@ -130,15 +130,15 @@ async def test_spans_go_to_the_collector_to_the_console_or_nowhere(
     tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """OTEL_TRACES_EXPORTER."""
-    report = {}
+    outputs = {}
     for exporter in ("console", "none"):
         async with InProcess(made(tmp_path / exporter)) as cluster:
             gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_EXPORTER=exporter)
             answer = await gateway.encode("a", traceparent=CLIENT)
             assert answer.headers["x-trace-id"] == TRACE
-        report[exporter] = capsys.readouterr().out
-    assert TRACE in report["console"]
-    assert TRACE not in report["none"]
+        outputs[exporter] = capsys.readouterr().out
+    assert TRACE in outputs["console"]
+    assert TRACE not in outputs["none"]
     assert collector.spans == []
 
 
@@ -146,11 +146,11 @@ async def test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nob
     tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     """OTEL_EXPORTER_OTLP_ENDPOINT."""
-    with Collector() as second_collector:
+    with Collector() as named_collector:
         async with InProcess(tmp_path) as cluster:
-            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=second_collector.url)
+            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=named_collector.url)
             assert (await gateway.encode("a")).status_code == 200
-            await until(second_collector, "batch")
+            await until(named_collector, "batch")
     assert collector.spans == []
     async with InProcess(made(tmp_path / "away")) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://user:secret@127.0.0.1:{free_port()}")
@@ -426,11 +426,11 @@ async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_e
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, **own)
         adapter.hold_batches = True
-        task = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
+        encode_task = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
         await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
         adapter.hold_batches = False
         await adapter.die()
-        assert (await task).status_code == 200
+        assert (await encode_task).status_code == 200
         spans = await until(collector, "work")
         await adapter.die()  # with nothing to do, it counts as well
         async with asyncio.timeout(30):
@@ -453,13 +453,13 @@ async def test_work_that_is_handed_back_at_the_end_is_told_of(
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, **own)
         adapter.hold_batches = True
-        task = asyncio.create_task(gateway.encode("a"))
+        encode_task = asyncio.create_task(gateway.encode("a"))
         await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
         await sidecar.end()
         await until(collector, "work")
         adapter.let_go()
         await cluster.sidecar()
-        assert (await task).status_code == 200
+        assert (await encode_task).status_code == 200
 
 
 async def test_what_machines_poll_has_no_trace(tmp_path: Path) -> None:
@@ -515,7 +515,9 @@ def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
     took_ms = (time.perf_counter() - received_s) * 1000
     tracer.close()
     spans_by_name = {
-        entry.name: entry for entry in collector.spans if entry.trace == current_trace.trace_id_of(context.traceparent)
+        trace_span.name: trace_span
+        for trace_span in collector.spans
+        if trace_span.trace == current_trace.trace_id_of(context.traceparent)
     }
     root, part = spans_by_name["POST encode"], spans_by_name["reply"]
     assert 250 <= root.ms <= took_ms

@@ -66,14 +66,14 @@ async def heard(
     """The reply, and the parts that a worker got."""
     task = asyncio.ensure_future(request)
     parts: list[WorkItem] = []
-    count = 0
+    sequence = 0
     while not task.done():
         stream = cluster.server.streams.get(STREAM)
         message = stream.messages.get(stream.last_sequence) if stream is not None else None
-        if message is None or stream is None or stream.last_sequence == count:
+        if message is None or stream is None or stream.last_sequence == sequence:
             await asyncio.sleep(0.005)
             continue
-        count = stream.last_sequence
+        sequence = stream.last_sequence
         item = messages.decode_work(message.data)
         parts.append(item)
         result = WorkResult(item.request, item.chunk, "w0", (worker(item),), b"", revision="local", fingerprint="f")
@@ -188,19 +188,21 @@ async def test_verbose_json_has_segments_the_language_and_the_duration(
 ) -> None:
     form = {"response_format": "verbose_json", "timestamp_granularities__": ["segment"], "language": "de"}
     response, (part,) = await heard(cluster, post(gateway, prompt=" river ", **form), answer)
-    body = response.json()
+    transcript = response.json()
     assert part.options.parameters == {"language": "de"}
     assert part.options.instruction == "river"
-    assert (body["task"], body["language"], body["duration"], body["text"]) == (
+    assert (transcript["task"], transcript["language"], transcript["duration"], transcript["text"]) == (
         "transcribe",
         "german",
         62.5,
         JOINED,
     )
-    assert [(segment["id"], segment["start"], segment["end"], segment["text"]) for segment in body["segments"]] == [
-        (number, start, round(end, 2), f" {text}") for number, (start, end, text) in enumerate(SPOKEN)
-    ]
-    assert all(segment["avg_logprob"] is None and segment["compression_ratio"] > 0 for segment in body["segments"])
+    assert [
+        (segment["id"], segment["start"], segment["end"], segment["text"]) for segment in transcript["segments"]
+    ] == [(number, start, round(end, 2), f" {text}") for number, (start, end, text) in enumerate(SPOKEN)]
+    assert all(
+        segment["avg_logprob"] is None and segment["compression_ratio"] > 0 for segment in transcript["segments"]
+    )
 
 
 WORDS: Spoken = [(0.0, 0.32, "And"), (0.32, 0.5049, "what"), (2.4, 61.0, "then?")]
@@ -297,18 +299,18 @@ async def test_a_long_recording_is_read_part_by_part_and_each_word_once(
 ) -> None:
     request = post(gateway, response_format="verbose_json", timestamp_granularities__=["segment", "word"])
     response, parts = await heard(cluster, request, recorder(seconds))
-    body = response.json()
+    transcript = response.json()
     count = int(seconds / WORD_S) + (seconds % WORD_S > 0)
-    assert body["text"].split() == [f"w{number}" for number in range(count)]
-    for number, segment in enumerate(body["segments"]):
+    assert transcript["text"].split() == [f"w{number}" for number in range(count)]
+    for number, segment in enumerate(transcript["segments"]):
         assert segment["start"] == pytest.approx(number * WORD_S, abs=0.011)
         assert segment["end"] == pytest.approx(min((number + 1) * WORD_S, seconds), abs=0.011)
-    assert [word["word"] for word in body["words"]] == body["text"].split()
-    for word, segment in zip(body["words"], body["segments"], strict=True):
+    assert [word["word"] for word in transcript["words"]] == transcript["text"].split()
+    for word, segment in zip(transcript["words"], transcript["segments"], strict=True):
         assert segment["start"] - EARLIER_S - 0.011 <= word["start"] <= segment["start"]
         assert word["end"] == segment["end"]
     assert all(part.options.parameters["word_times"] is True for part in parts)
-    assert body["duration"] == seconds
+    assert transcript["duration"] == seconds
     begins = [part.options.sound_from_s or 0.0 for part in parts]
     step_s = MAX_SECONDS - AGAIN_S - WORD_S + 1  # at least, from one part to the next
     most = 1 if seconds <= MAX_SECONDS else 1 + -(-(seconds - MAX_SECONDS) // step_s)

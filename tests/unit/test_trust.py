@@ -109,12 +109,12 @@ def test_what_the_operator_s_own_files_say_is_trusted_and_no_more(loc: str) -> N
     if "trust_remote_code" in loc:  # the code of that commit, and not of another one
         moved = msgspec.structs.replace(own, weights=msgspec.structs.replace(own.weights, revision="1" * 40))
         assert trust(own).refused(moved, is_here=True) is not None
-    for loc_allowed in ASKS.keys() - {loc}:
-        if {loc, loc_allowed} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[
-            loc_allowed
+    for other_loc in ASKS.keys() - {loc}:
+        if {loc, other_loc} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[
+            other_loc
         ] != ASKS[loc]:
-            refused = trust(own).refused(entry_of(**ASKS[loc_allowed]), is_here=True)
-            assert (refused is None) == ({loc, loc_allowed} <= {"$.weights.path", "$.run.lora"}), "the same place"
+            refused = trust(own).refused(entry_of(**ASKS[other_loc]), is_here=True)
+            assert (refused is None) == ({loc, other_loc} <= {"$.weights.path", "$.run.lora"}), "the same place"
 
 
 @pytest.mark.parametrize("weights", [{"path": "/srv/model"}, {"package": "some-distribution"}])
@@ -244,8 +244,8 @@ class Adapter:
         self._thread.join(10)
         assert self.engine.stop(10)
         self._server.close()
-        for end in (self._listener, self._wake, self._waker):
-            end.close()
+        for handle in (self._listener, self._wake, self._waker):
+            handle.close()
 
 
 SETTINGS = Settings(device="cpu", default_compute_precision="float32", hf_fallback=False)
@@ -378,31 +378,31 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
         bucket = await keys.bucket_of(cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
         gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="20")
-        contacts: list[tuple[str, httpx.Response]] = []
+        replies: list[tuple[str, httpx.Response]] = []
         early = await cluster.sidecar(ready=False, SIE_IPC_SOCKET_PATH=f"{tmp_path}/nobody.sock", SIE_POOL="other")
         await until(lambda: early.task.done() or cluster.last_beat(early.worker), "a worker without an adapter")
-        contacts.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
+        replies.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
         worker = await cluster.sidecar(SIE_IPC_SOCKET_PATH=running.path)
-        contacts += [
+        replies += [
             ("GET /readyz of a worker", await worker.get("/readyz")),
             ("GET /nope of a worker", await worker.get("/nope")),
         ]
         names = [*(entry.id for entry in entries), f"{toy.id}:tuned"]
-        requests = [(row.method, row.path) for row in ROUTES]
-        for (verb, path), model in itertools.product(requests, names):
+        endpoints = [(row.method, row.path) for row in ROUTES]
+        for (verb, path), model in itertools.product(endpoints, names):
             path = path.replace("{model:path}", model).replace("{id:path}", model).replace("{name}", "default")
             body = json.dumps({"model": model, **EVERYTHING}) if verb != "GET" else None
             answer = await gateway.client.request(
                 verb, path, content=body, headers={"authorization": token}, timeout=30
             )
-            contacts.append((f"{verb} {path}", answer))
-        statuses = {subject: answer.status_code for subject, answer in contacts}
+            replies.append((f"{verb} {path}", answer))
+        statuses = {label: answer.status_code for label, answer in replies}
     assert {503, 200, 403} <= set(statuses.values())
     assert [statuses[f"POST /v1/encode/{name}"] for name in names] == [200, *[500] * 5], statuses
-    for contact, answer in contacts:
+    for route, answer in replies:
         reply_text = f"{answer.text} {answer.headers}"
-        assert str(tmp_path) not in reply_text, (contact, reply_text)
-        assert HOME not in reply_text, (contact, reply_text)
+        assert str(tmp_path) not in reply_text, (route, reply_text)
+        assert HOME not in reply_text, (route, reply_text)
 
 
 @pytest.mark.parametrize(
@@ -437,15 +437,15 @@ def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, mo
     assert examined(Allowed()) == ""
     assert [entry.id for entry in own_entries(Allowed())] == ["me/model"]
     folder.chmod(0o777)
-    for source in (Allowed(), Allowed(models_dir=str(folder))):
+    for permissions in (Allowed(), Allowed(models_dir=str(folder))):
         with pytest.raises(
             SettingError, match=rf"^SIE_MODELS_DIR: {folder}.*every user .*chmod o-w.*SIE_MODEL_PATHS={folder}"
         ):
-            examined(source)
+            examined(permissions)
         with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR"):
-            Overlay(Settings(models_dir=source.models_dir)).describe()
-        assert list(own_entries(source)) == []
-        accepted = replace(source, paths=(str(folder),))
+            Overlay(Settings(models_dir=permissions.models_dir)).describe()
+        assert list(own_entries(permissions)) == []
+        accepted = replace(permissions, paths=(str(folder),))
         assert examined(accepted) == ""
         assert [entry.id for entry in own_entries(accepted)] == ["me/model"]
 

@@ -92,9 +92,9 @@ def encoded(
     return ModelAnswer("encode", info, question, results, {**SHARED, **more})
 
 
-def extracted(text: str, labels: tuple[str, ...] = (), **fields: Any) -> ModelAnswer:
+def extracted(text: str, labels: tuple[str, ...] = (), **findings: Any) -> ModelAnswer:
     empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
-    slot = {"id": "item-0", **empty, **fields, "usage": USAGE}
+    slot = {"id": "item-0", **empty, **findings, "usage": USAGE}
     return ModelAnswer("extract", EXTRACTS, Question("test/gliner", inputs(text), labels=labels), [slot], SHARED)
 
 
@@ -113,8 +113,8 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
     for name in ("a.png", "a.wav", "a.pdf", "a"):
         (tmp_path / name).write_bytes(b"x")
     files = [f"@{tmp_path / name}" for name in ("a.png", "a.wav", "a.pdf", "a")]
-    sources, query = read(["text", "-", "@@handle", *files], "q")
-    assert [dict(source.item) for source in sources] == [
+    question_inputs, query = read(["text", "-", "@@handle", *files], "q")
+    assert [dict(question_input.item) for question_input in question_inputs] == [
         {"text": "text"},
         {"text": "two\nlines"},
         {"text": "@handle"},
@@ -123,8 +123,8 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
         {"document": tmp_path / "a.pdf"},
         {"document": tmp_path / "a"},
     ]
-    assert sources[1].label == "two lines"
-    assert sources[3].label == files[0]
+    assert question_inputs[1].label == "two lines"
+    assert question_inputs[3].label == files[0]
     assert query is not None
     assert query.item == {"text": "q"}
 
@@ -240,8 +240,8 @@ def sparse(count: int) -> dict[str, Any]:
 def test_the_strongest_words_of_a_sparse_vector_come_first() -> None:
     answer = encoded(sparse(12), texts=("a",))
     assert strongest(answer.results[0]["sparse"]) == (list(range(11, 1, -1)), [float(n) for n in range(12, 2, -1)])
-    answer_with_words = ModelAnswer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
-    text = picture(answer_with_words)
+    long_answer = ModelAnswer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
+    text = picture(long_answer)
     assert f"w11?  12.000  {'█' * 24}\n" in text
     assert "w2?" in text
     assert "w1? " not in text
@@ -288,9 +288,9 @@ def scored(*scores: float | None, scale: str = "probability") -> ModelAnswer:
         }
         for rank, (place, score) in enumerate(zip(reversed(range(len(scores))), scores, strict=True))
     ]
-    question, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
+    question_inputs, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
     return ModelAnswer(
-        "score", {**SCORES, "score_scale": scale}, Question("test/cross", question, query), entries, SHARED
+        "score", {**SCORES, "score_scale": scale}, Question("test/cross", question_inputs, query), entries, SHARED
     )
 
 
@@ -335,10 +335,10 @@ def test_colours_mark_instead_of_brackets() -> None:
 
 def test_marks_stand_where_they_are_in_a_text_with_control_characters_and_wide_ones() -> None:
     text = "😀\x1b\u202eAda\nB"
-    text_marked = marked(
+    marked_text = marked(
         text, [LabelledSpan(3, 6, "p"), LabelledSpan(0, 7, "q")], colours(["p", "q"]), has_colours=False
     )
-    assert text_marked.plain == "[😀??[Ada]\n]B"
+    assert marked_text.plain == "[😀??[Ada]\n]B"
     assert marked(text, [LabelledSpan(3, 6, "p")], colours(["p"]), has_colours=True).plain == "😀??Ada\nB"
 
 
@@ -347,14 +347,14 @@ def test_nothing_found_says_what_to_do() -> None:
 
 
 def test_all_kinds_of_findings_are_shown() -> None:
-    text_shown = extracted(
+    answer = extracted(
         ADA,
         classifications=[{"label": "calm", "score": 0.75}, {"label": "joy", "score": 0.25}],
         relations=[{"head": "Ada", "tail": "Charles", "relation": "met", "score": 0.5}],
         objects=[{"label": "a red car", "score": 0.83, "bbox": [412, 230, 180, 96]}],
         data={"text": "\n".join(["a\x1b"] * 30), "pages": [1, 2], "long": list(range(500))},
     )
-    text = picture(text_shown)
+    text = picture(answer)
     assert f"calm   0.750  {'█' * 18}\n" in text
     assert "Ada   met       Charles  0.500\n" in text
     assert "a red car  0.830  x 412, y 230, 180 x 96\n" in text
@@ -407,13 +407,13 @@ def test_json_is_the_reply_of_the_api_and_harmless_to_a_terminal() -> None:
     answer = encoded(
         {**dense(0.5, 1), **sparse(2), "outputs": {**dense(0, 0)["outputs"], **sparse(2)["outputs"]}}, texts=("a",)
     )
-    document = json.loads(json_of(answer))
-    assert document["items"][0]["dense"] == {"dims": 2, "dtype": "float32", "values": [0.5, 1.0]}
-    assert document["items"][0]["sparse"] == {"dims": 72, "dtype": "float32", "indices": [0, 1], "values": [1.0, 2.0]}
-    assert document["timing"] == SHARED["timing"]
+    reply_body = json.loads(json_of(answer))
+    assert reply_body["items"][0]["dense"] == {"dims": 2, "dtype": "float32", "values": [0.5, 1.0]}
+    assert reply_body["items"][0]["sparse"] == {"dims": 72, "dtype": "float32", "indices": [0, 1], "values": [1.0, 2.0]}
+    assert reply_body["timing"] == SHARED["timing"]
     bad = "a\x9b\x7f\u202e\n東京😀\U000e0001"
-    text_shown = extracted("x", data={"text": bad})
-    text = json_of(text_shown)
+    extraction = extracted("x", data={"text": bad})
+    text = json_of(extraction)
     assert json.loads(text)["items"][0]["data"]["text"] == bad
     assert text.replace("\n", "").isprintable()
     assert "東京😀" in text

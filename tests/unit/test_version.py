@@ -53,7 +53,7 @@ def test_a_new_version_is_written_everywhere_and_nowhere_else(tmp_path: Path) ->
     before = len([*version.found(tmp_path)])
     version.write("1.22.0rc1", tmp_path)
     assert version.current(tmp_path) == "1.22.0rc1"
-    assert [version_read for _, version_read in version.found(tmp_path)] == ["1.22.0rc1"] * before
+    assert [copy_version for _, copy_version in version.found(tmp_path)] == ["1.22.0rc1"] * before
     assert page.read_text() == text.replace(now, "1.22.0rc1", 5)
     source = (tmp_path / version.SOURCE).read_text("utf-8")
     assert source == (ROOT / version.SOURCE).read_text("utf-8").replace(

@@ -53,9 +53,9 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
             await looking.recv()
             at_s.append(loop.time())
         # others who look meanwhile get a frame that is there; what they send is thrown away
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as second_socket:
-            await second_socket.send("x" * 4000)
-            assert int(await second_socket.recv()) <= count
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as second_peer:
+            await second_peer.send("x" * 4000)
+            assert int(await second_peer.recv()) <= count
     assert all(later - earlier >= 0.8 * interval_s for earlier, later in itertools.pairwise(at_s))
     assert count <= 6
 

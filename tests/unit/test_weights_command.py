@@ -87,8 +87,8 @@ def test_a_model_of_the_catalogue_goes_from_the_local_cache_into_the_bucket(node
     """Then the list has it in both, a second push writes nothing, and another node has it from there."""
     node.snapshot()
     node.entry("my/model", f"{{hub: org/model, revision: {COMMIT}}}")
-    output = node.run("push", "my/model").stdout
-    assert output == f"org/model@{COMMIT} is in {node.place.url}: 3 files written (97.7 KiB), 0 there already\n"
+    stdout = node.run("push", "my/model").stdout
+    assert stdout == f"org/model@{COMMIT} is in {node.place.url}: 3 files written (97.7 KiB), 0 there already\n"
     assert "0 files written (0 B), 3 there already" in node.run("push", "org/model").stdout
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert row == {
@@ -201,23 +201,23 @@ def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[s
     folder = fill(tmp_path / "mine")
     node.entry("my/packaged", "{package: x}")
     node.entry("my/folder", "{path: /somewhere}")
-    output = node.run(*(argument.format(folder=folder) for argument in arguments), expected=status)
-    assert message in " ".join(output.stderr.split())
+    invocation = node.run(*(argument.format(folder=folder) for argument in arguments), expected=status)
+    assert message in " ".join(invocation.stderr.split())
     assert node.place.names() == []
 
 
 @pytest.mark.parametrize("command", [["push", "org/model"], ["verify"], ["rm", "org/model", "--yes"]])
 def test_without_a_bucket_the_message_names_the_setting(node: Node, command: list[str]) -> None:
     node.snapshot()
-    output = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
-    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in output.stderr
+    invocation = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
+    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in invocation.stderr
 
 
 def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
     node.snapshot()
-    output = node.run("list", SIE_CLUSTER_CACHE=None)
-    assert output.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
-    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in output.stderr
+    invocation = node.run("list", SIE_CLUSTER_CACHE=None)
+    assert invocation.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
+    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in invocation.stderr
 
 
 def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
@@ -228,9 +228,9 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     key = f"models--org--model/{COMMIT}/model.safetensors"
     node.place.put(key, bytes(len(FILES["model.safetensors"])))
     node.run("verify", "--quick", "org/model")
-    output = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
-    assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in output.stdout
-    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in output.stderr
+    invocation = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
+    assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in invocation.stdout
+    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in invocation.stderr
     node.place.put(key, b"")
     assert "model.safetensors has 0 bytes, the manifest says 100071" in node.run("verify", "--quick", expected=1).stdout
     assert node.run("list").stdout.splitlines()[1].split()[-1] == "broken"
@@ -269,9 +269,9 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
         f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071",
     ]
     for arguments in (["--quick"], []):
-        output = node.run("verify", "--local", *arguments, expected=1)
-        assert output.stdout.splitlines() == lines
-        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes it" in output.stderr
+        invocation = node.run("verify", "--local", *arguments, expected=1)
+        assert invocation.stdout.splitlines() == lines
+        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes it" in invocation.stderr
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
     shown = node.run("list")
@@ -297,11 +297,12 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
     node.snapshot()
     node.place.server.faults = Faults(refuse=lambda _: ("400 Bad Request", "ExpiredToken"))
     for arguments in (["list"], ["push", "org/model"], ["verify"]):
-        output = node.run(*arguments, expected=1)
+        invocation = node.run(*arguments, expected=1)
         assert (
-            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials" in output.stderr
+            f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials"
+            in invocation.stderr
         )
-        assert "Traceback" not in output.output
+        assert "Traceback" not in invocation.output
 
 
 def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:
@@ -320,9 +321,9 @@ from sie_cli.main import main
 sys.argv = ["sie", *sys.argv[1:]]
 main()
 """
-    for arguments, status, output_part in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
+    for arguments, status, message in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, "torn down" in done.stdout, "registered" in done.stdout) == (status, False, True), done
-        assert output_part in done.stdout
+        assert message in done.stdout

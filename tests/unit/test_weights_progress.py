@@ -23,15 +23,15 @@ class Clock:
 
 
 def test_it_is_logged_every_few_seconds_and_told_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
-    clock, events = Clock(), []
+    clock, states = Clock(), []
     progress = FetchProgress("org/model@abc", clock)
-    progress.on_step = events.append
+    progress.on_step = states.append
     caplog.set_level(logging.INFO, "sie.store")
     progress.expect(90 * MIB, 10 * MIB)
     for _ in range(80):
         clock.now_s += 0.125
         progress.add(MIB)
-    assert [state.done_bytes // MIB for state in events] == [10, *range(18, 91, 8)]
+    assert [state.done_bytes // MIB for state in states] == [10, *range(18, 91, 8)]
     assert progress.state() == Fetched(90 * MIB, 90 * MIB, 8.0 * MIB)
     progress.end()
     assert [record.getMessage() for record in caplog.records] == [
@@ -56,14 +56,14 @@ def test_what_another_process_does_is_told_until_it_is_done_here() -> None:
 
 
 def test_no_byte_is_expected_that_there_is_no_room_for() -> None:
-    requests = []
+    counts = []
 
     def full(count: int) -> None:
-        requests.append(count)
+        counts.append(count)
         raise FetchFailed("NETWORK", "no space")
 
     progress = FetchProgress("it")
     progress.on_expect = full
     with pytest.raises(FetchFailed):
         progress.expect(100, 30)
-    assert requests == [70]
+    assert counts == [70]

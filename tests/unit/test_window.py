@@ -51,8 +51,8 @@ def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> 
         times.note(tokens, 0.016 + 1e-6 * tokens)
     assert times.fixed_tokens() == pytest.approx(16_000)
     for fixed, tokens in ((0.0, 4 / 3 * BATCH), (BATCH / 4, 1.5 * BATCH), (BATCH, 2 * BATCH), (math.inf, 2 * BATCH)):
-        bound_read = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
-        assert bound_read.tokens == pytest.approx(tokens)
+        queue_bound = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
+        assert queue_bound.tokens == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("sizes", [(), (500,), (500, 500, 500), (500, 505, 495)])
@@ -219,38 +219,38 @@ class Turns(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 100), chunk=st.integers(0, 6))
     def give_back(self, which: int, chunk: int) -> None:
-        first, ticket = self.open[which % len(self.open)]
+        key_window, ticket = self.open[which % len(self.open)]
         was_held = chunk in ticket.held
-        assert first.give_back(ticket, chunk) == was_held
-        assert not first.give_back(ticket, chunk)
+        assert key_window.give_back(ticket, chunk) == was_held
+        assert not key_window.give_back(ticket, chunk)
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 100))
     def leave(self, which: int) -> None:
-        first, ticket = self.open.pop(which % len(self.open))
-        first.leave(ticket)
-        first.leave(ticket)
+        key_window, ticket = self.open.pop(which % len(self.open))
+        key_window.leave(ticket)
+        key_window.leave(ticket)
         assert not ticket.held
 
     @invariant()
     def counted_is_held(self) -> None:
-        for entry in self.windows:
-            mine = [ticket for window, ticket in self.open if window is entry]
-            assert entry.tokens == sum(ticket.costs[chunk] for ticket in mine for chunk in ticket.held)
-            assert entry.items == sum(len(ticket.held) for ticket in mine)
+        for key_window in self.windows:
+            mine = [ticket for window, ticket in self.open if window is key_window]
+            assert key_window.tokens == sum(ticket.costs[chunk] for ticket in mine for chunk in ticket.held)
+            assert key_window.items == sum(len(ticket.held) for ticket in mine)
             waiting: dict[str, int] = {}
             for ticket in mine:
                 if ticket.waiting:
                     waiting[ticket.key] = waiting.get(ticket.key, 0) + sum(ticket.costs[ticket.next :])
-            assert entry.waiting_tokens() == waiting
+            assert key_window.waiting_tokens() == waiting
         for key in "abc":
             held = sum(ticket.costs[chunk] for _, ticket in self.open if ticket.key == key for chunk in ticket.held)
             assert self.shares.tokens.get(key, 0) == held
 
     def teardown(self) -> None:
-        for first, ticket in self.open:
-            first.leave(ticket)
-        assert all(entry.idle and not entry.tokens for entry in self.windows)
+        for key_window, ticket in self.open:
+            key_window.leave(ticket)
+        assert all(model_window.idle and not model_window.tokens for model_window in self.windows)
         assert not self.shares.tokens
 
 

@@ -114,7 +114,7 @@ def plain(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
             loads += 1
             if len(ready_s) == CAPACITY:
                 # like any real one it cannot evict what is being loaded or runs
-                idle = [time_ready for time_ready, loaded_s in ready_s.items() if loaded_s + RUN_S <= at_s]
+                idle = [candidate for candidate, loaded_s in ready_s.items() if loaded_s + RUN_S <= at_s]
                 del ready_s[min(idle or ready_s, key=used_s.__getitem__)]
             ready_s[name] = at_s + LOAD_S
         used_s[name] = max(at_s, ready_s[name])

@@ -15,14 +15,14 @@ from sie_broker import Broker
 
 @pytest.fixture(params=["memory", "nats"])
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    created: Harness
+    backend: Harness
     if request.param == "memory":
-        created = MemoryHarness()
+        backend = MemoryHarness()
     else:
-        created = NatsHarness(NatsServer(tmp_path / "nats"))
-        await created.restore()
-    yield created
-    await created.close()
+        backend = NatsHarness(NatsServer(tmp_path / "nats"))
+        await backend.restore()
+    yield backend
+    await backend.close()
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarn
         return started[-1]
 
     yield start
-    for connection in started:
-        await connection.close()
+    for instance in started:
+        await instance.close()
 
 
 @pytest.fixture

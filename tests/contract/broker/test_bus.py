@@ -61,9 +61,9 @@ async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_fai
         if message.data == b"1":
             raise RuntimeError("planted")
         if message.data == b"2":
-            lost = asyncio.get_running_loop().create_future()
-            lost.cancel()
-            await lost
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
 
     subscription = await receiver.subscribe("beats.*", slow)
     for number in range(5000):

@@ -77,13 +77,13 @@ def test_patterns_match_as_the_broker_does(pattern: str, subject: str, match: bo
 
 
 def test_patterns_overlap_both_ways() -> None:
-    for first, second, expected in (
+    for left_pattern, right_pattern, expected in (
         ("a.*", "*.b", True),
         ("a.>", "*.*.c", True),
         ("a.*", "b.*", False),
         ("a.*.c", "a.b.*", True),
     ):
-        assert overlap(first, second) is overlap(second, first) is expected
+        assert overlap(left_pattern, right_pattern) is overlap(right_pattern, left_pattern) is expected
 
 
 def test_a_spec_without_a_limit_equals_one_that_says_so() -> None:

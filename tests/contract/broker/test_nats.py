@@ -251,9 +251,9 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
             sent += 1
             await asyncio.sleep(step_s)
         await until(lambda: len(got) == sent, "every message at the other holder", 30.0)
-        repeated = [number for number, (_, delivered) in got.items() if delivered > 1]
-        assert repeated, "the stopped holder took some"
-        assert max(sent_s[number] for number in repeated) - began_s < 2 * WORK_EXPIRES_S
+        repeats = [number for number, (_, delivered) in got.items() if delivered > 1]
+        assert repeats, "the stopped holder took some"
+        assert max(sent_s[number] for number in repeats) - began_s < 2 * WORK_EXPIRES_S
         assert {delivered for _, delivered in got.values()} == {1, 2}
         at_once_s = sorted(after_s for after_s, delivered in got.values() if delivered == 1)
         assert at_once_s[len(at_once_s) * 9 // 10] < 1.5  # the others may have met a machine that stood still
@@ -284,15 +284,15 @@ async def test_no_reader_asks_for_more_than_a_connection_may_hold(
     before = await connections(harness)
 
     opened = await reader.key_value("large")
-    observed: Box[str] = Box()
+    keys: Box[str] = Box()
 
     async def see(entry: Entry) -> None:
-        observed.put(entry.key)
+        keys.put(entry.key)
 
     watch = await opened.watch(see)
     reads = await asyncio.gather(*(opened.entries() for _ in range(3)), opened.since(0))
     assert [len(entries) for entries in reads] == [len(names)] * 4
-    assert await observed.fill(len(names), 30.0) == names
+    assert await keys.fill(len(names), 30.0) == names
     await watch.stop()
     box: Box[int] = Box()
     pulls = reader.pulls(STREAM.name, lambda delivery: box.put(delivery.sequence))
@@ -316,7 +316,7 @@ async def test_messages_above_the_bytes_of_a_pull_come_one_by_one(
     await harness.restore()
     bucket = await broker.key_value("large")
     assert [entry.key for entry in await bucket.entries()] == ["a", "b", "c", "d"]
-    box: Box[Entry] = Box()
-    watch = await bucket.watch(box.take)
-    assert [entry.key for entry in await box.fill(4)] == ["a", "b", "c", "d"]
+    entries: Box[Entry] = Box()
+    watch = await bucket.watch(entries.take)
+    assert [entry.key for entry in await entries.fill(4)] == ["a", "b", "c", "d"]
     await watch.stop()

@@ -28,11 +28,11 @@ async def test_a_published_message_is_stored_once_per_id(broker: Broker) -> None
     """A repeated publish is answered with the first one's sequence and says so."""
     first = await broker.publish(subject_of("a"), b"work", "id-1")
     again = await broker.publish(subject_of("a"), b"work", "id-1")
-    second = await broker.publish(subject_of("a"), b"work", "id-2")
+    receipt = await broker.publish(subject_of("a"), b"work", "id-2")
 
     assert (first.sequence, first.duplicate) == (1, False)
     assert (again.sequence, again.duplicate) == (1, True)
-    assert (second.sequence, second.duplicate) == (2, False)
+    assert (receipt.sequence, receipt.duplicate) == (2, False)
     assert (await broker.stream_state(STREAM.name)).messages == 2
 
 
@@ -196,10 +196,10 @@ async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
 
     naked_s = time.monotonic()
     await first.nak(0.5)
-    rest, again = (await box.fill(3))[1:]
+    delivery, again = (await box.fill(3))[1:]
 
     assert 0.45 < time.monotonic() - naked_s < 20.0  # the ack wait is 30 s
-    assert (rest.sequence, rest.delivered) == (2, 1)
+    assert (delivery.sequence, delivery.delivered) == (2, 1)
     assert (again.sequence, again.delivered) == (1, 2)
     assert again.sent_s == first.sent_s
     await pulls.stop()
@@ -294,19 +294,19 @@ async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: 
     pulls = [
         (await harness.connect(f"worker {number}")).pulls(STREAM.name, box.put) for number, box in enumerate(boxes)
     ]
-    for pull in pulls:
-        pull.want(spec.name, 20)
+    for worker in pulls:
+        worker.want(spec.name, 20)
     await broker.ensure_consumer(spec)
     await asyncio.gather(*(box.fill(20) for box in boxes))
     await broker.ensure_consumer(spec)
 
-    for pull in pulls:
-        pull.want(spec.name, 1)
+    for worker in pulls:
+        worker.want(spec.name, 1)
     await boxes[0].quiet(0.2)
     assert sorted(item.sequence for box in boxes for item in box.items) == list(range(1, 41))
     assert {item.delivered for box in boxes for item in box.items} == {1}
-    for pull in pulls:
-        await pull.stop()
+    for worker in pulls:
+        await worker.stop()
 
 
 async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
@@ -315,13 +315,13 @@ async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
     with pytest.raises(BrokerError):
         await broker.ensure_consumer(ConsumerSpec(STREAM.name, "wide", f"sie.work.{LANE.pool}.>"))
 
-    second_spec = consumer_of("b")
-    await broker.ensure_consumer(second_spec)
-    moved = dataclasses.replace(second_spec, subject=subject_of("a"), version=second_spec.version + 1)
+    second_consumer = consumer_of("b")
+    await broker.ensure_consumer(second_consumer)
+    moved = dataclasses.replace(second_consumer, subject=subject_of("a"), version=second_consumer.version + 1)
     with pytest.raises(TopologyMismatch) as refusal:
         await broker.ensure_consumer(moved)
     assert refusal.value.field == "subject"
-    assert sorted(await broker.consumers(STREAM.name)) == sorted([consumer_of("a").name, second_spec.name])
+    assert sorted(await broker.consumers(STREAM.name)) == sorted([consumer_of("a").name, second_consumer.name])
 
 
 async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker: Broker, harness: Harness) -> None:

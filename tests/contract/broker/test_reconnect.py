@@ -46,8 +46,8 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
         await leased[0].nak()
     await harness.restore()
     restored_s = time.monotonic()
-    for entry in (spec, idle):
-        await broker.ensure_consumer(entry)
+    for consumer in (spec, idle):
+        await broker.ensure_consumer(consumer)
 
     await broker.publish(subject_of("idle"), b"fresh", "fresh", timeout_s=30.0)
     await idle_box.fill(1)

@@ -12,8 +12,8 @@ from sie_broker import Broker, Entry, Write, WrongRevision
 
 async def test_keys_are_written_by_compare_and_set(harness: Harness) -> None:
     """Create only, update only at the expected revision, remove, create again; what loses stores nothing."""
-    connection, two = await harness.connect("one"), await harness.connect("two")
-    bucket, same = await connection.key_value("things"), await two.key_value("things")
+    first_broker, two = await harness.connect("one"), await harness.connect("two")
+    bucket, same = await first_broker.key_value("things"), await two.key_value("things")
     assert await bucket.get("a.b") is None
     first = await bucket.write([Write("a.b", b"1", 0)])
     assert await same.get("a.b") == Entry("a.b", b"1", first)

@@ -26,14 +26,14 @@ async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: 
     for reply in (first.reply, second.reply):
         await successor.release(reply)
     again: Box[Delivery] = Box()
-    later_pulls = successor.pulls(STREAM.name, again.put)
-    later_pulls.want(spec.name, 2)
+    second_pulls = successor.pulls(STREAM.name, again.put)
+    second_pulls.want(spec.name, 2)
     (delivery,) = await again.fill(1)
     assert (delivery.data, delivery.delivered, delivery.sent_s) == (b"0", 2, first.sent_s)
     assert delivery.reply != first.reply
     await again.quiet(0.2)  # the one that was acknowledged stays gone
-    for side in (pulls, later_pulls):
-        await side.stop()
+    for reader in (pulls, second_pulls):
+        await reader.stop()
 
 
 @pytest.mark.parametrize("reply", ["", "sie.work.x", "$JS.ACK", "$JS.ACK.a", "$JS.API.STREAM.DELETE.WORK__default"])

@@ -147,13 +147,13 @@ def test_a_stranger_is_refused(server: NatsServer) -> None:
 
 def subjects(user: str) -> dict[str, bool]:
     """Each subject, and whether this user may publish to it."""
-    allowed = {f"$JS.API.{operation}": False for operation in OF_ALL}
+    permissions = {f"$JS.API.{operation}": False for operation in OF_ALL}
     rules = ALLOWED[user]
     for operation in (*OF_STREAMS, *BESIDES_THE_API):
         prefix = "" if operation.startswith("$") else "$JS.API."
         for stream in sorted(STREAMS):
-            allowed[prefix + operation.format(stream)] = stream in rules.get(operation, frozenset())
-    return allowed
+            permissions[prefix + operation.format(stream)] = stream in rules.get(operation, frozenset())
+    return permissions
 
 
 @pytest.mark.parametrize("user", ALLOWED)
@@ -195,7 +195,7 @@ async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is
     """Acknowledgements and flow control of consumers included. Each inbox is that of a process, with a token of a
     request.
     """
-    reply_box, bus_box = Box[str](), Box[str]()
+    publications, arrivals = Box[str](), Box[str]()
     victims = sorted(ANSWERS["streams"])
     inboxes = {victim: f"{inbox_prefix({'user': victim})}.process.{{}}" for victim in victims}
     beside = [
@@ -203,10 +203,10 @@ async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is
     ]
 
     async def say(message: CoreMessage) -> None:
-        await reply_box.take(message.subject)
+        await publications.take(message.subject)
 
     async def hear(message: CoreMessage) -> None:
-        await bus_box.take(message.subject)
+        await arrivals.take(message.subject)
 
     async with connected(server, "operator") as operator, connected(server, user) as broker:
         for pattern in (*WIDE, *(inbox.format("*") for inbox in inboxes.values()), *beside, "$JS.ACK.>", "$JS.FC.>"):
@@ -219,13 +219,13 @@ async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is
         for subject in beside:
             await operator.send(subject.replace(">", "c.1.1.1.1.0"), b"+ACK")
         await operator.send(inboxes[user].format("last"), b"")
-        await until(lambda: inboxes[user].format("last") in bus_box.items, "its own inbox", WAIT_S)
+        await until(lambda: inboxes[user].format("last") in arrivals.items, "its own inbox", WAIT_S)
         for inbox in inboxes.values():
             await broker.send(inbox.format("said"), b"forged")
         await broker.send(inboxes[user].format("end"), b"")
-        await until(lambda: inboxes[user].format("end") in reply_box.items, "what it may say", WAIT_S)
-    assert [subject for subject in bus_box.items if not subject.startswith(inbox_prefix({"user": user}))] == []
-    assert {subject for subject in reply_box.items if subject.endswith(".said")} == {
+        await until(lambda: inboxes[user].format("end") in publications.items, "what it may say", WAIT_S)
+    assert [subject for subject in arrivals.items if not subject.startswith(inbox_prefix({"user": user}))] == []
+    assert {subject for subject in publications.items if subject.endswith(".said")} == {
         inboxes[victim].format("said") for victim in ANSWERS[user]
     }
 
@@ -266,11 +266,11 @@ async def test_no_component_makes_or_changes_a_stream(server: NatsServer, state:
         before = await operator.stream_infos()
         assert len(before) == (len(BUCKETS) + 2 if state == "running" else 0)
         for name in sorted(STREAMS):
-            for attempt, config in hostile(name).items():
+            for variant, config in hostile(name).items():
                 for action in ("CREATE", "UPDATE"):
                     answer = broker.api(f"STREAM.{action}.{name}", config, dict)
                     outcome = (await asyncio.gather(answer, return_exceptions=True))[0]
-                    assert isinstance(outcome, NotPermitted), f"{attempt}: {user} may {action} {name}: {outcome}"
+                    assert isinstance(outcome, NotPermitted), f"{variant}: {user} may {action} {name}: {outcome}"
         after = await operator.stream_infos()
         assert [info.config for info in after] == [info.config for info in before]
         assert [info.state for info in after] == [info.state for info in before]
@@ -331,8 +331,8 @@ async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: Na
     name, dest = f"KV_{topology.JOBS_BUCKET}", f"$KV.{topology.KEYS_BUCKET}.>"
     source = f"$KV.{topology.JOBS_BUCKET}.>"
     async with connected(server, "operator") as operator, connected(server, "gateway") as gateway:
-        config = {**bucket_config(name, topology.JOBS_BUCKET), "republish": {"src": source, "dest": dest}}
-        await operator.api(f"STREAM.CREATE.{name}", config, dict)
+        stream_config = {**bucket_config(name, topology.JOBS_BUCKET), "republish": {"src": source, "dest": dest}}
+        await operator.api(f"STREAM.CREATE.{name}", stream_config, dict)
         with pytest.raises(TopologyMismatch, match="republish"):
             await gateway.key_value(topology.JOBS_BUCKET)
 
@@ -359,27 +359,27 @@ async def test_deliveries_say_nothing_in_the_name_of_others(
 ) -> None:
     """A consumer's deliveries may be led to any subject. They make no key and are no delta of the catalogue there."""
     subjects_of_others = (f"$KV.{topology.KEYS_BUCKET}.forged", topology.config_subject("default"))
-    box: Box[CoreMessage] = Box()
+    arrivals: Box[CoreMessage] = Box()
     async with connected(server, "config") as config, connected(server, user) as broker:
-        await config.subscribe(f"{topology.CONFIG_SUBJECT}.>", box.take)
+        await config.subscribe(f"{topology.CONFIG_SUBJECT}.>", arrivals.take)
         own_bucket = await broker.key_value(bucket)
         for number, subject in enumerate(subjects_of_others):
             await own_bucket.write([Write(f"k{number}", b"forged")])
             for kind, delivered in (("push", {"deliver_subject": subject}), ("pull", {})):
                 name = f"{kind}{number}"
-                created = {"name": name, "ack_policy": "none", "mem_storage": True, **delivered}
-                body = {"stream_name": f"KV_{bucket}", "action": "create", "config": created}
+                consumer_config = {"name": name, "ack_policy": "none", "mem_storage": True, **delivered}
+                body = {"stream_name": f"KV_{bucket}", "action": "create", "config": consumer_config}
                 await broker.api(f"CONSUMER.CREATE.KV_{bucket}.{name}", body, dict)
                 if kind == "pull":
                     await broker.post(f"$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.{name}", b'{"batch":9}', subject)
                     await broker.flush(WAIT_S)
         async with connected(server, "operator") as operator:
             await operator.send(topology.config_subject("default"), b"of the operator")
-            await box.fill(1)
+            await arrivals.fill(1)
             keys = await operator.key_value(topology.KEYS_BUCKET)
             assert await keys.entries() == []
             assert await keys.get("forged") is None
-    assert [message.data for message in box.items] == [b"of the operator"]
+    assert [message.data for message in arrivals.items] == [b"of the operator"]
 
 
 @pytest.mark.parametrize("state", ["running"], indirect=True)
@@ -396,9 +396,9 @@ async def test_no_answer_of_the_broker_is_a_key(server: NatsServer, state: str) 
     }
     async with connected(server, "operator") as operator:
         keys = await operator.key_value(topology.KEYS_BUCKET)
-        for user, operation in answered.items():
+        for user, user_subjects in answered.items():
             async with connected(server, user) as broker:
-                for number, subject in enumerate(operation):
+                for number, subject in enumerate(user_subjects):
                     await broker.post(subject, b"{}", f"$KV.{topology.KEYS_BUCKET}.{user}{number}")
                 await broker.flush(WAIT_S)
         async with asyncio.timeout(WAIT_S):

@@ -108,7 +108,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
         codes += run(engine, adversarial(generator), number)[0]
     got = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
     right = all(
-        np.allclose(vector, vector_returned, atol=1e-5) for vector, vector_returned in zip(expected, got, strict=True)
+        np.allclose(reference, vector_row, atol=1e-5) for reference, vector_row in zip(expected, got, strict=True)
     )
     memory = devices.memory(engine.device)
     engine.stop(5)

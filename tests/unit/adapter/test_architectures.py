@@ -70,9 +70,9 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
     batch = Items(np.array([5, 17, 17]), np.concatenate(sequences), np.concatenate(types).astype(np.uint8))
     for ids, kinds, got in zip(sequences, types, run(encoder, batch), strict=True):
         with torch.inference_mode():
-            tensors = torch.from_numpy(ids)[None].long()
-            expected = stock(input_ids=tensors, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
-            assert (stock(input_ids=tensors)[0][0] - expected).abs().max() > 0.01
+            input_ids = torch.from_numpy(ids)[None].long()
+            expected = stock(input_ids=input_ids, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
+            assert (stock(input_ids=input_ids)[0][0] - expected).abs().max() > 0.01
         assert (got - expected).abs().max() <= 2e-5
 
 
@@ -87,5 +87,5 @@ def test_two_loads_give_the_same_bits_whatever_takes_how_long(
     encoders = [toys.load(folder, dtype=dtype) for _ in range(3)]
     monkeypatch.undo()
     sequences = toys.random_ids(LENGTHS)
-    first, *rest = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
-    assert all(torch.equal(first, states_of_rest) for states_of_rest in rest)
+    first, *repeats = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
+    assert all(torch.equal(first, repeat) for repeat in repeats)

@@ -101,12 +101,10 @@ def padded(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> T
     for length, visible in zip(LENGTHS, VISIBLE, strict=True):
         q, k, v = (tensor[start : start + length].transpose(0, 1)[None] for tensor in (query, key, value))
         distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-        visible_mask = (distance >= -pattern.left) & (distance <= pattern.right) & (torch.arange(length) < visible)
+        mask = (distance >= -pattern.left) & (distance <= pattern.right) & (torch.arange(length) < visible)
         k, v = (tensor.repeat_interleave(shared, 1) for tensor in (k, v))
         output.append(
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_mask, scale=0.25)[0].transpose(
-                0, 1
-            )
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25)[0].transpose(0, 1)
         )
         start += length
     return torch.cat(output)

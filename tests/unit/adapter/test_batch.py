@@ -185,16 +185,16 @@ def results(done: BatchDone) -> list[list[float] | str]:
 
 def arrays(done: BatchDone) -> list[dict[str, np.ndarray]]:
     """All arrays of each input by name, {} for an error; and that they lie side by side in the block."""
-    outcomes, offset = [], 0
+    outputs, offset = [], 0
     for outcome in done.outcomes:
         mine = {}
         for name, piece in outcome.outputs.items() if isinstance(outcome, Ok) else ():
             assert piece.offset == offset
             mine[name] = np.frombuffer(done.block, piece.dtype, int(np.prod(piece.shape)), offset).reshape(piece.shape)
             offset += mine[name].nbytes
-        outcomes.append(mine)
+        outputs.append(mine)
     assert offset == len(done.block)
-    return outcomes
+    return outputs
 
 
 def reasons(done: BatchDone) -> list[str]:
@@ -237,7 +237,7 @@ def test_groups_with_different_outputs_share_one_pass() -> None:
     done = run([[7], [5, 0, 1, 5], [4, 1], [8], [6, 9]], encoder, groups=groups)
     assert encoder.passes == [5]
     got = arrays(done)
-    assert [list(outcome) for outcome in got] == [
+    assert [list(outputs) for outputs in got] == [
         ["dense"],
         ["sparse.indices", "sparse.values"],
         ["multivector", "dense"],
@@ -259,7 +259,7 @@ def test_a_multivector_query_keeps_the_rows_that_a_document_drops() -> None:
         for row in range(2)
     )
     got = arrays(run([[4, 1], [4, 1]], groups=groups))
-    assert [outcome["multivector"][:, 0].tolist() for outcome in got] == [[4, 1], [4]]
+    assert [outputs["multivector"][:, 0].tolist() for outputs in got] == [[4, 1], [4]]
 
 
 def test_queries_are_filled_up_and_the_filling_is_not_visible() -> None:
@@ -282,7 +282,7 @@ def test_idf_queries_need_no_pass_beside_documents_that_do() -> None:
     )
     assert encoder.passes == [1]
     got = arrays(done)
-    assert [outcome["sparse.indices"].tolist() for outcome in got] == [[3, 5], [3, 5], []]
+    assert [outputs["sparse.indices"].tolist() for outputs in got] == [[3, 5], [3, 5], []]
     np.testing.assert_allclose(got[0]["sparse.values"], [0.3, 0.5], rtol=1e-6)
     np.testing.assert_allclose(got[1]["sparse.values"], [0.35, 0.55], rtol=1e-6)
 
@@ -370,10 +370,12 @@ def test_an_input_has_as_many_rows_as_it_has_labels() -> None:
     rows = [[2], [9, 9], [4], [1], [2], [3], [5], [POISON], [6]]
     done = run(rows, operation="extract", groups=(Group(0, 6, LABELS, inputs=2), Group(6, 9, LABELS, inputs=1)))
     assert reasons(done) == ["", "", "non_finite"]
-    labels = [outcome.data["classifications"] for outcome in done.outcomes if isinstance(outcome, Ok) and outcome.data]
-    assert [[part["label"] for part in row] for row in labels] == [["b", "c", "a"], ["c", "b", "a"]]
+    classifications = [
+        outcome.data["classifications"] for outcome in done.outcomes if isinstance(outcome, Ok) and outcome.data
+    ]
+    assert [[part["label"] for part in row] for row in classifications] == [["b", "c", "a"], ["c", "b", "a"]]
     shares = np.exp([9.0, 4.0, 2.0])
-    np.testing.assert_allclose([part["score"] for part in labels[0]], shares / shares.sum(), rtol=1e-6)
+    np.testing.assert_allclose([part["score"] for part in classifications[0]], shares / shares.sum(), rtol=1e-6)
     assert tokens(done) == [4, 3]
 
 
@@ -411,9 +413,9 @@ def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
 
     def answer(message: RunBatch, group: Group, query: Any, rows: Any, chosen: list[int]) -> ItemResults:
         places.append(chosen)
-        vectors: list[Any] = item_results.vectors(group.options, rows)
+        answers: list[Any] = item_results.vectors(group.options, rows)
         error: SIEError = InvalidInput("no", reason="mine")
-        return [vectors[0], error]
+        return [answers[0], error]
 
     encoder.answer = answer  # type: ignore[method-assign]
     assert results(run([[1], [100], [2]], encoder)) == [[1, 1, 2, 3], "token_out_of_range", "mine"]
@@ -693,10 +695,10 @@ def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[i
 def test_a_relevance_is_at_most_1_where_the_cosine_of_float32_is_above_it() -> None:
     torch.manual_seed(0)
     options = RunOptions(outputs=("dense",), parameters={"relevance": True})
-    result = [
+    result_lists = [
         item_results.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
         for row in torch.randn(256, 32)
     ]
-    scores = [answer.score for score in result for answer in score if isinstance(answer, item_results.ItemResult)]
+    scores = [answer.score for pair in result_lists for answer in pair if isinstance(answer, item_results.ItemResult)]
     assert len(scores) == 512
     assert all(score is not None and 0 <= score <= 1 for score in scores)

@@ -143,8 +143,8 @@ def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) ->
 
 def test_models_precisions_and_devices_are_apart(device: Device) -> None:
     device.batch_limits.failed(KEY, 1000)
-    for second in (("beef", "float32", "NVIDIA L4"), ("f00d", "bfloat16", "NVIDIA L4"), ("f00d", "float32", "cpu")):
-        assert device.batch_limits.limit(limits_key(*second)) is None
+    for key_parts in (("beef", "float32", "NVIDIA L4"), ("f00d", "bfloat16", "NVIDIA L4"), ("f00d", "float32", "cpu")):
+        assert device.batch_limits.limit(limits_key(*key_parts)) is None
 
 
 def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,10 +171,10 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
 
 
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
-    second = DeviceLimits(device.path, lambda: device.now_s)
-    assert second.limit("b") is None
+    neighbour = DeviceLimits(device.path, lambda: device.now_s)
+    assert neighbour.limit("b") is None
     device.batch_limits.failed("a", 100)
-    second.failed("b", 100)
+    neighbour.failed("b", 100)
     device.restart()
     assert [device.batch_limits.limit(key) for key in "ab"] == [50, 50]
 
@@ -231,9 +231,9 @@ def test_parts_hold_every_item_once_and_stay_within_the_limit(
 ) -> None:
     """Exceeded only by an item that is alone."""
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
-    tokens, rest, limits_read = np.array(lengths, np.int64), chosen, []
+    tokens, rest, members = np.array(lengths, np.int64), chosen, []
     while len(rest):
         part, rest = split_off(rest, tokens, limit)
         assert len(part) == 1 or limit is None or tokens[part].sum() <= limit
-        limits_read += part.tolist()
-    assert sorted(limits_read) == chosen.tolist()
+        members += part.tolist()
+    assert sorted(members) == chosen.tolist()

@@ -47,7 +47,7 @@ class Reader:
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[dict[str, Any]]:
         assert self._read is not None
-        return [{"data": {"ids": text.ids}} for text in self._read(texts)]
+        return [{"data": {"ids": output.ids}} for output in self._read(texts)]
 
 
 class Gate:

@@ -119,11 +119,11 @@ def with_weights(folder: Path, change: Callable[[dict[str, Tensor]], None], file
 
 
 def test_a_good_model_says_what_held(copy: ModelEntry) -> None:
-    result = loader().load(resolved(copy)).certificate
-    assert set(result["digests"]) == set(FILES)
-    assert result["packed"]["dense"] >= 0.99999
-    assert result["golden"] >= 0.99999
-    assert result["seconds"] > 0
+    checks = loader().load(resolved(copy)).certificate
+    assert set(checks["digests"]) == set(FILES)
+    assert checks["packed"]["dense"] >= 0.99999
+    assert checks["golden"] >= 0.99999
+    assert checks["seconds"] > 0
 
 
 # the faults
@@ -164,9 +164,9 @@ def test_another_pooling_or_prompt_is_served_where_it_is_accepted_without_proof(
         prompts=changes.get("prompts", copy.prompts),
         load=msgspec.structs.replace(copy.load, accept_unproven=True),
     )
-    result = loader().load(resolved(entry)).certificate
-    assert result["packed"]["dense"] >= 0.9999
-    assert result["golden"] is None, "the golden vectors are those of the files"
+    checks = loader().load(resolved(entry)).certificate
+    assert checks["packed"]["dense"] >= 0.9999
+    assert checks["golden"] is None, "the golden vectors are those of the files"
 
 
 def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
@@ -219,8 +219,8 @@ def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
     """It would be made up."""
     folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     entry = toys.entry(folder, family="cross-encoder", outputs={"score": 0})
-    result = loader().load(resolved(entry)).certificate
-    assert result["packed"]["score"] >= 0.9999
+    checks = loader().load(resolved(entry)).certificate
+    assert checks["packed"]["score"] >= 0.9999
     with_weights(folder, lambda tensors: tensors.__delitem__("classifier.weight"))
     error = refusal(entry)
     assert error.extras["error_class"] == "INCOMPATIBLE"
@@ -272,8 +272,8 @@ def test_golden_vectors_that_do_not_fit_are_refused(
 def _less_one_key(
     query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: MaskPattern, output: Tensor
 ) -> None:
-    length = max(1, key.shape[2] - 1)
-    attention._attend_fused(query, key[:, :, :length], value[:, :, :length], scale, pattern, output)
+    visible_keys = max(1, key.shape[2] - 1)
+    attention._attend_fused(query, key[:, :, :visible_keys], value[:, :, :visible_keys], scale, pattern, output)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -310,12 +310,12 @@ def test_right_models_hold_their_bound_in_16_bit(kind: str, tmp_path: Path) -> N
 
 def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
     """Each row turned away from itself, to this cosine."""
-    certificates = []
+    turned_rows = []
     for row in rows:
         side = torch.randn(row.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         side -= row * (side @ row) / (row @ row)
-        certificates.append(row * cosine + side / side.norm() * row.norm() * (1 - cosine**2) ** 0.5)
-    return certificates
+        turned_rows.append(row * cosine + side / side.norm() * row.norm() * (1 - cosine**2) ** 0.5)
+    return turned_rows
 
 
 @pytest.mark.parametrize(
@@ -331,14 +331,12 @@ def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
 )
 def test_the_bound_is_that_of_the_precision(dtype: torch.dtype, cosine: float, holds: bool, good: ModelEntry) -> None:
     rows = list(torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    changed_rows = [*rows[:4], *_turned(rows[4:], cosine)]
+    turned_rows = [*rows[:4], *_turned(rows[4:], cosine)]
     if holds:
-        assert certificate._agree(good, "it", rows, changed_rows, toys.compute(dtype)) == pytest.approx(
-            cosine, abs=1e-6
-        )
+        assert certificate._agree(good, "it", rows, turned_rows, toys.compute(dtype)) == pytest.approx(cosine, abs=1e-6)
     else:
         with pytest.raises(ModelLoadFailed, match=f"has cosine {cosine}"):
-            certificate._agree(good, "it", rows, changed_rows, toys.compute(dtype))
+            certificate._agree(good, "it", rows, turned_rows, toys.compute(dtype))
 
 
 @pytest.mark.parametrize("labels", [1, 2])
@@ -376,22 +374,22 @@ def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(
         return real(*arguments)
 
     monkeypatch.setattr(certificate, "certify", counted)
-    loader_used = loader()
-    first, second = (loader_used.load(resolved(copy)) for _ in range(2))
+    model_loader = loader()
+    first, second = (model_loader.load(resolved(copy)) for _ in range(2))
     assert len(calls) == 1
     assert first.certificate == second.certificate
     golden = shutil.copy(copy.golden, tmp_path / "mine.json")
     mine = changed(copy, golden=str(golden))
-    loader_used.load(resolved(mine))
+    model_loader.load(resolved(mine))
     assert len(calls) == 2
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     )
     with pytest.raises(ModelLoadFailed, match="1_Pooling"):
-        loader_used.load(resolved(copy))
+        model_loader.load(resolved(copy))
     Path(golden).write_text("{}")
     with pytest.raises(ModelLoadFailed, match="SHA-256"):
-        loader_used.load(resolved(mine))
+        model_loader.load(resolved(mine))
     assert len(calls) == 4
 
 
@@ -416,6 +414,6 @@ def test_the_golden_vectors_of_minilm_are_the_published_ones_and_are_checked() -
     assert vectors.shape == (7, 384)
     assert np.abs(vectors[:, :3] - PUBLISHED).max() <= 1e-5
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    result = loader().load(resolved(entry)).certificate
-    assert result["digests"] == ("model.safetensors",)
-    assert result["golden"] >= 0.999999
+    checks = loader().load(resolved(entry)).certificate
+    assert checks["digests"] == ("model.safetensors",)
+    assert checks["golden"] >= 0.999999

@@ -153,8 +153,8 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
     with ThreadPoolExecutor(4) as threads:
         pushes = [threads.submit(push, place, source) for _ in range(3)]
         pushes.append(threads.submit(opened(place).push, less, short, FetchProgress("it")))
-        for entry in pushes:
-            entry.result()
+        for future in pushes:
+            future.result()
     (stored,) = opened(place).listed()
     assert stored.wrong == {}
     assert stored.manifest is not None
@@ -168,7 +168,7 @@ def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
 ) -> None:
     """The objects on which a push relied are gone when it ends: it looks again."""
     push(faulty, source)
-    second_cache = ClusterCache(faulty.url, LIMITS)
+    remover = ClusterCache(faulty.url, LIMITS)
     lists = removals = 0
 
     def removed(request: Request) -> None:
@@ -176,7 +176,7 @@ def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
         lists += request.path == f"/{BUCKET}"
         if not removals and (request.method == "PUT" and request.path.endswith("more.txt") if is_more else lists == 2):
             removals += 1
-            second_cache.remove(REPOSITORY, COMMIT)
+            remover.remove(REPOSITORY, COMMIT)
 
     if is_more:
         (source / "more.txt").write_text("more")

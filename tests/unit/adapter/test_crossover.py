@@ -17,7 +17,7 @@ from sie_adapter.packed.backbone import _crossover_tokens
         (MistralConfig(hidden_size=1024, sliding_window=4096), 0),
         (MistralConfig(hidden_size=1024, sliding_window=None), 3),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else str(value),
+    ids=lambda param: type(param).__name__ if isinstance(param, PretrainedConfig) else str(param),
 )
 def test_layers_that_attend_to_a_window_are_left_out(config: PretrainedConfig, widths: int) -> None:
     assert _crossover_tokens(config) == widths * config.hidden_size

@@ -82,8 +82,8 @@ def test_a_package_of_kernels_counts_if_it_can_be_imported(
 
 def test_a_kernel_that_cannot_run_is_not_told_of_as_the_one_in_force(tmp_path: Path) -> None:
     model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)).eval()
-    backends = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
-    assert backends == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
+    kernels = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
+    assert kernels == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,13 @@ def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -
 
 
 def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
-    results: list[bool] = []
+    flags: list[bool] = []
     both = threading.Barrier(2, timeout=30.0)
 
     def execute(message: RunBatch) -> Reply:
         if message.batch != "alone":
             both.wait()
-        results.append(is_alone())
+        flags.append(is_alone())
         if message.batch != "alone":
             both.wait()
         return BatchDone(message.batch, (), b"", 0.0, 0.0)
@@ -66,7 +66,7 @@ def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
     assert all(job.finished.wait(30.0) for job in jobs)
     answers(lanes, "alone")
     assert lanes.stop(30.0)
-    assert results == [True, False, False, True]
+    assert flags == [True, False, False, True]
 
 
 def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_first() -> None:

@@ -43,9 +43,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoclingMo
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: docling-slim\nVersion: 2.143.0\n")
     (info / "RECORD").write_text("docling/__init__.py,,\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    created = Loader(torch.device("cpu"), WeightSources(tmp_path, False), Settings()).load(RESOLVED)
-    yield created
-    created._parsers.close()
+    docling_model = Loader(torch.device("cpu"), WeightSources(tmp_path, False), Settings()).load(RESOLVED)
+    yield docling_model
+    docling_model._parsers.close()
 
 
 def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: DoclingModel) -> None:
@@ -78,8 +78,8 @@ def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: Do
     }
     assert isinstance(third, dict)
     assert third["data"]["text"] == "third"
-    refusals = [(outcome.reason, outcome.param) for outcome in (none, bad, ocr) if isinstance(outcome, InvalidInput)]
-    assert refusals == [("unsupported_modality", "document"), ("invalid_media", "document"), ("unknown_option", "ocr")]
+    errors = [(outcome.reason, outcome.param) for outcome in (none, bad, ocr) if isinstance(outcome, InvalidInput)]
+    assert errors == [("unsupported_modality", "document"), ("invalid_media", "document"), ("unknown_option", "ocr")]
     assert isinstance(bad, InvalidInput)
     assert bad.message == "document: undecodable: the document is damaged"
 
@@ -109,8 +109,8 @@ def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingMod
     with pytest.raises(InternalFailure) as raised:
         reading.extract([""] * 2, [ASKED] * 2, [DocumentFile(b"sleep 60"), DocumentFile(b"never")])
     assert raised.value.reason == "cancelled"
-    (result,) = model.reading(None, lambda: False).extract([""], [ASKED], [DocumentFile(b"next")])
-    assert isinstance(result, dict)
+    (answer,) = model.reading(None, lambda: False).extract([""], [ASKED], [DocumentFile(b"next")])
+    assert isinstance(answer, dict)
     assert not Path(f"/proc/{pid}").exists()
 
 

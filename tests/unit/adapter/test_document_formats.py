@@ -17,9 +17,9 @@ ODT = b"application/vnd.oasis.opendocument.text"
 
 def archive(**members: bytes) -> bytes:
     sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as created:
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as writer:
         for name, data in members.items():
-            created.writestr(name, data)
+            writer.writestr(name, data)
     return sink.getvalue()
 
 
@@ -29,7 +29,7 @@ BROKEN = DEFLATED[:DATA] + b"\xff" * 6 + DEFLATED[DATA + 6 :]
 
 
 @pytest.mark.parametrize(
-    ("data", "claim", "expected"),
+    ("data", "format_hint", "expected"),
     [
         (b"%PDF-1.7 ...", "", "pdf"),
         (b"%PDF-1.7 ...", "docx", "pdf"),
@@ -52,12 +52,12 @@ BROKEN = DEFLATED[:DATA] + b"\xff" * 6 + DEFLATED[DATA + 6 :]
     ],
     ids=range(18),
 )
-def test_the_format_of_a_document(data: bytes, claim: str, expected: str) -> None:
-    assert format_of(DocumentFile(data, claim)) == expected
+def test_the_format_of_a_document(data: bytes, format_hint: str, expected: str) -> None:
+    assert format_of(DocumentFile(data, format_hint)) == expected
 
 
 @pytest.mark.parametrize(
-    ("data", "claim", "says"),
+    ("data", "format_hint", "says"),
     [
         (b"", "", "undecodable: the document is empty"),
         (b"PK\x03\x04nonsense", "docx", "undecodable: the document is damaged"),
@@ -73,9 +73,9 @@ def test_the_format_of_a_document(data: bytes, claim: str, expected: str) -> Non
     ],
     ids=range(11),
 )
-def test_what_is_no_document_is_refused(data: bytes, claim: str, says: str) -> None:
+def test_what_is_no_document_is_refused(data: bytes, format_hint: str, says: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        format_of(DocumentFile(data, claim))
+        format_of(DocumentFile(data, format_hint))
     assert caught.value.reason == "invalid_media"
     assert caught.value.message.startswith(says)
     assert len(caught.value.message) < 400

@@ -45,9 +45,9 @@ def lost() -> list[str]:
 @pytest.fixture
 def engine(lost: list[str], tmp_path: Path) -> Any:
     """It keeps what it learns of memory in a folder of its own."""
-    created = AdapterEngine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
-    yield created
-    assert created.stop(30)
+    adapter_engine = AdapterEngine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
+    yield adapter_engine
+    assert adapter_engine.stop(30)
 
 
 def reply_of(
@@ -87,10 +87,10 @@ def test_a_batch_drops_only_what_it_may_and_its_reply_says_what(
             self.limit = 1 if "other" in engine.residency._residents else 3
             return super().forward(packed)
 
-    second_entry = ModelEntry(
+    neighbour_entry = ModelEntry(
         id="o", weights=Weights(path="/o"), family="text-encoder", outputs={"dense": 4}, max_tokens=40
     )
-    resolved = Catalogue.resolve_profile(second_entry, "default", "other")
+    resolved = Catalogue.resolve_profile(neighbour_entry, "default", "other")
     engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
     encoder = Crowded()
     reply = reply_of(engine, encoder, [[1], [2], [3]], may_drop=may_drop)

@@ -209,8 +209,8 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
     graph, stock = loaded(bert, "bert"), loaded(bert, "bert", engine="torch")
     assert (graph.backbone.engine.engine, stock.backbone.engine.engine) == ("openvino", "torch")
     packed = packed_of([5, 64, 5, 9, 5, 31, 128])
-    states_run = states(graph, packed)
-    torch.testing.assert_close(states_run, states(stock, packed), atol=2e-5, rtol=1e-4)
+    graph_states = states(graph, packed)
+    torch.testing.assert_close(graph_states, states(stock, packed), atol=2e-5, rtol=1e-4)
     hidden = pack(
         Items(np.array([9, 33]), packed.ids[:42].astype(np.int32), visible=np.array([5, 33])), np.arange(2), Positions()
     )
@@ -219,7 +219,7 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
         own = slice(int(packed.bounds[sequence]), int(packed.bounds[sequence + 1]))
         ids = packed.ids[own].astype(np.int32)
         alone = pack(Items(np.array([len(ids)]), ids), np.arange(1), Positions())
-        torch.testing.assert_close(states(graph, alone), states_run[own], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(states(graph, alone), graph_states[own], atol=1e-5, rtol=1e-4)
 
 
 def test_a_conversion_logs_no_warning(bert: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,14 +238,14 @@ def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
     packed = packed_of([17, 3, 40, 40, 90])
     expected = states(first, packed)
     assert torch.equal(expected, states(second, packed))
-    runs: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: runs.append(states(first, packed))) for _ in range(4)]
+    outputs: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: outputs.append(states(first, packed))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(runs) == 4
-    assert all(torch.equal(expected, run_threads) for run_threads in runs)
+    assert len(outputs) == 4
+    assert all(torch.equal(expected, output) for output in outputs)
 
 
 def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
     class Corrupted(Graph):
         def _run(self, packed: PackedBatch, compiled: Any) -> torch.Tensor:
-            states_run = super()._run(packed, compiled)
-            return states_run.roll(1, dims=1) if compiled is getattr(self, request.param) else states_run
+            output = super()._run(packed, compiled)
+            return output.roll(1, dims=1) if compiled is getattr(self, request.param) else output
 
     monkeypatch.setattr(backbones, "Graph", Corrupted)
     monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
@@ -359,24 +359,22 @@ def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:
     assert small.engine_choice.demand == "load.precision is int8"
     assert small.memory_bytes < whole.memory_bytes
     packed = packed_of([5, 64, 5, 9, 128])
-    states_run = states(small, packed)
-    assert float(torch.cosine_similarity(states_run.float(), states(whole, packed), dim=1).min()) > 0.98
+    small_states = states(small, packed)
+    assert float(torch.cosine_similarity(small_states.float(), states(whole, packed), dim=1).min()) > 0.98
     own = slice(int(packed.bounds[0]), int(packed.bounds[1]))
     alone = pack(Items(np.array([5]), packed.ids[own].astype(np.int32)), np.arange(1), Positions())
-    torch.testing.assert_close(states(small, alone).float(), states_run[own].float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(states(small, alone).float(), small_states[own].float(), atol=2e-2, rtol=2e-2)
 
 
 def test_minilm_in_8_bits_ranks_texts_as_sentence_transformers() -> None:
-    engine = ParityEngine()
-    served = engine.load(oracle.model_folder(), "int8", width=384, max_tokens=256, engine="openvino")
+    parity_engine = ParityEngine()
+    served = parity_engine.load(oracle.model_folder(), "int8", width=384, max_tokens=256, engine="openvino")
     texts = oracle.ragged_texts(40, seed=3)
-    vectors, vectors_expected = served.encode(texts, normalize=True), oracle.encode(texts)
-    assert oracle.cosines(vectors, vectors_expected).min() >= 0.99
-    left, right = np.triu_indices(len(texts), 1)
-    assert (
-        kendalltau((vectors @ vectors.T)[left, right], (vectors_expected @ vectors_expected.T)[left, right])[0] >= 0.95
-    )
-    engine.stop()
+    vectors, expected = served.encode(texts, normalize=True), oracle.encode(texts)
+    assert oracle.cosines(vectors, expected).min() >= 0.99
+    rows, columns = np.triu_indices(len(texts), 1)
+    assert kendalltau((vectors @ vectors.T)[rows, columns], (expected @ expected.T)[rows, columns])[0] >= 0.95
+    parity_engine.stop()
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ print(peak_of(cpu, take_and_free), peak_of(cpu, lambda: None))
 def test_the_peak_of_a_pass_is_what_it_allocated_at_most() -> None:
     """In a process of its own: what others did with the allocator decides whether freed memory is used again."""
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True, timeout=100)
-    peak, surplus = map(int, done.stdout.split())
+    peak, idle_peak = map(int, done.stdout.split())
     assert peak == pytest.approx(50 << 20, rel=0.1)
-    assert surplus < 5 << 20
+    assert idle_peak < 5 << 20
 
 
 def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:

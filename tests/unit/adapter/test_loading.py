@@ -134,12 +134,12 @@ def model_of(folder: Path, auto: Any = AutoModel, *, consumed: tuple[str, ...] =
 
 def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> Path:
     """A copy of the model less the named tensors, plus the added ones."""
-    folder_copied = copied(folder, target)
-    tensors = load_file(folder_copied / "model.safetensors")
-    tensors_left = {name: tensor for name, tensor in tensors.items() if name not in names}
-    assert len(tensors_left) == len(tensors) - len(names)
-    save_file({**tensors_left, **added}, folder_copied / "model.safetensors", {"format": "pt"})
-    return folder_copied
+    duplicate = copied(folder, target)
+    tensors = load_file(duplicate / "model.safetensors")
+    rest = {name: tensor for name, tensor in tensors.items() if name not in names}
+    assert len(rest) == len(tensors) - len(names)
+    save_file({**rest, **added}, duplicate / "model.safetensors", {"format": "pt"})
+    return duplicate
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def modules(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) ->
 def test_the_pooling_of_a_model_is_read_from_its_own_files(
     config: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    modules_read = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
-    assert (modules_read.pooling, modules_read.normalizes) == (expected, True)
+    module_facts = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
+    assert (module_facts.pooling, module_facts.normalizes) == (expected, True)
     bare = read_modules(tmp_path / "none")
     assert (bare.pooling, bare.layers, bare.normalizes) == ("", (), False)
 
@@ -500,10 +500,10 @@ def test_bfloat16_is_near_float32_and_keeps_rotary_bases(kind: str, tmp_path: Pa
 
 def test_a_load_leaves_the_precision_of_the_process_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane that computes while another model loads must not see another default."""
-    tensors_read: list[torch.dtype] = []
-    monkeypatch.setattr(torch, "set_default_dtype", tensors_read.append)
+    dtypes: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", dtypes.append)
     toys.load(bert, dtype=torch.bfloat16)
-    assert set(tensors_read) <= {torch.float32}
+    assert set(dtypes) <= {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -240,11 +240,11 @@ class Largest(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
-        return result
+        return output
 
 
 @pytest.mark.parametrize(

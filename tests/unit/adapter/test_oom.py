@@ -22,7 +22,7 @@ def counted(
     """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what
     was refused.
     """
-    counts: Counter[str] = Counter()
+    remedies: Counter[str] = Counter()
     left = room
     refused: list[int] = []
 
@@ -36,10 +36,10 @@ def counted(
         return relief if left >= 0 else None
 
     def note(remedy: Remedy) -> None:
-        counts[remedy] += 1
+        remedies[remedy] += 1
 
     OomRecovery(CPU, make_room, note).run(work, np.arange(count), refused.append)
-    return counts, refused
+    return remedies, refused
 
 
 def test_what_fits_at_once_needs_no_remedy() -> None:
@@ -48,28 +48,37 @@ def test_what_fits_at_once_needs_no_remedy() -> None:
 
 def test_a_batch_that_is_split_was_one_recovery() -> None:
     """8 items where 2 fit: 3 splits, each after the cache was cleared."""
-    counts, refused = counted(2, 8)
+    remedies, refused = counted(2, 8)
     assert refused == []
-    assert counts == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 3, "batch_splits": 3}
+    assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 3, "batch_splits": 3}
 
 
 def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
-    counts, refused = counted(2, 8, room=1)
+    remedies, refused = counted(2, 8, room=1)
     assert refused == []
-    assert counts == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1, "evictions_triggered": 1}
+    assert remedies == {
+        "recoveries_attempted": 1,
+        "recoveries_succeeded": 1,
+        "cache_clears": 1,
+        "evictions_triggered": 1,
+    }
 
 
 def test_a_load_that_ended_is_no_eviction() -> None:
     """The batch waited for a load that took the memory, and ran: no model was unloaded for it."""
-    counts, refused = counted(2, 8, room=1, relief="load_ended")
+    remedies, refused = counted(2, 8, room=1, relief="load_ended")
     assert refused == []
-    assert counts == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
+    assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
 
 
 def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
-    counts, refused = counted(0, 2)
+    remedies, refused = counted(0, 2)
     assert refused == [0, 1]
-    assert (counts["terminal_failures"], counts["recoveries_attempted"], counts["recoveries_succeeded"]) == (2, 1, 0)
+    assert (remedies["terminal_failures"], remedies["recoveries_attempted"], remedies["recoveries_succeeded"]) == (
+        2,
+        1,
+        0,
+    )
 
 
 def test_counts_are_kept_by_model() -> None:
@@ -91,8 +100,8 @@ def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.
 
 def test_the_use_of_this_machine_is_a_share() -> None:
     use = devices.UtilisationProbe(CPU)
-    error = None
-    while error is None:  # the clock of the processors ticks 100 times a second
+    percent = None
+    while percent is None:  # the clock of the processors ticks 100 times a second
         sum(range(100_000))
-        error = use.percent()
-    assert 0.0 <= error <= 100.0
+        percent = use.percent()
+    assert 0.0 <= percent <= 100.0

@@ -71,18 +71,21 @@ def test_a_batch_in_which_nothing_is_filled_up_keeps_the_kernels_for_all_sequenc
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=30))
 def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]]) -> None:
     batch = expanded(
-        as_items([[7] * length for length, _ in sizes]), np.array([size for _, size in sizes]), 9, attended=False
+        as_items([[7] * length for length, _ in sizes]),
+        np.array([filled_length for _, filled_length in sizes]),
+        9,
+        attended=False,
     )
     packed = pack(batch, np.arange(len(sizes)), Positions())
     covered = [(length, visible) for _, sequences, length, visible in packed.groups.tolist() for _ in range(sequences)]
     assert covered == sorted((max(size), size[0]) for size in sizes)
     assert len(packed.groups) == len(set(covered))
-    assert (packed.visible is None) == all(length >= size for length, size in sizes)
+    assert (packed.visible is None) == all(length >= filled_length for length, filled_length in sizes)
     for row, item in enumerate(packed.order):
         place = slice(packed.bounds[row], packed.bounds[row + 1])
-        length, expected = sizes[item]
-        assert packed.ids[place].tolist() == [7] * length + [9] * max(0, expected - length)
-        assert packed.positions[place].tolist() == list(range(max(length, expected)))
+        length, target_length = sizes[item]
+        assert packed.ids[place].tolist() == [7] * length + [9] * max(0, target_length - length)
+        assert packed.positions[place].tolist() == list(range(max(length, target_length)))
         assert packed.visible is None or packed.visible[row] == length
 
 

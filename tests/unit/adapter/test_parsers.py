@@ -24,10 +24,10 @@ MEMORY_BYTES = 1 << 30
 
 @pytest.fixture(scope="module")
 def parsers() -> Iterator[Parsers]:
-    parsers_used = Parsers(2, deadline_s=DEADLINE_S, memory_bytes=MEMORY_BYTES, module="fake_parser")
-    yield parsers_used
-    parsers_used.close()
-    assert parsers_used.pids == ()
+    pool = Parsers(2, deadline_s=DEADLINE_S, memory_bytes=MEMORY_BYTES, module="fake_parser")
+    yield pool
+    pool.close()
+    assert pool.pids == ()
 
 
 def parsed(parsers: Parsers, *texts: str) -> list[Parsed | SIEError]:
@@ -35,13 +35,13 @@ def parsed(parsers: Parsers, *texts: str) -> list[Parsed | SIEError]:
 
 
 def told(parsers: Parsers, text: str) -> str:
-    (outcome,) = parsed(parsers, text)
-    assert isinstance(outcome, Parsed)
-    return outcome.text
+    (document,) = parsed(parsers, text)
+    assert isinstance(document, Parsed)
+    return document.text
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "says"),
+    ("command", "error", "says"),
     [
         (f"signal {signal.SIGSEGV:d}", InvalidInput, "undecodable: the parser of the document crashed"),
         ("exit", InvalidInput, "undecodable: the parser of the document crashed"),
@@ -52,10 +52,10 @@ def told(parsers: Parsers, text: str) -> str:
     ],
 )
 def test_a_document_that_breaks_its_process_fails_alone(
-    parsers: Parsers, text: str, error: type[SIEError], says: str
+    parsers: Parsers, command: str, error: type[SIEError], says: str
 ) -> None:
-    before, bad, after = parsed(parsers, "first", text, "last")
-    assert [outcome.text for outcome in (before, after) if isinstance(outcome, Parsed)] == ["first", "last"]
+    before, bad, after = parsed(parsers, "first", command, "last")
+    assert [document.text for document in (before, after) if isinstance(document, Parsed)] == ["first", "last"]
     assert isinstance(bad, error)
     assert says in bad.message
     assert "library" not in bad.message
@@ -66,9 +66,9 @@ def test_a_document_that_breaks_its_process_fails_alone(
 def test_a_document_that_takes_too_long_costs_its_process() -> None:
     own = Parsers(1, deadline_s=0.2, memory_bytes=MEMORY_BYTES, module="fake_parser")
     before = own.pids
-    (outcome,) = parsed(own, "sleep 60")
-    assert isinstance(outcome, InvalidInput)
-    assert outcome.message == "timeout: parsing the document took longer than 0.2 s"
+    (error,) = parsed(own, "sleep 60")
+    assert isinstance(error, InvalidInput)
+    assert error.message == "timeout: parsing the document took longer than 0.2 s"
     assert own.pids == ()
     assert not Path(f"/proc/{before[0]}").exists()
     own.close()
@@ -85,22 +85,22 @@ def test_who_leaves_ends_what_is_parsed_for_him_and_for_nobody_else(parsers: Par
             leaves.result(DEADLINE_S / 2)
         assert raised.value.reason == "cancelled"
         (tmp_path / "the other one").touch()
-        (outcome,) = stays.result(DEADLINE_S / 2)
-    assert isinstance(outcome, Parsed)
+        (document,) = stays.result(DEADLINE_S / 2)
+    assert isinstance(document, Parsed)
     assert told(parsers, "next") == "next"
 
 
 def test_documents_are_parsed_side_by_side_and_answered_in_their_order(parsers: Parsers, tmp_path: Path) -> None:
-    outcomes = parsed(parsers, f"meet {tmp_path}", f"meet {tmp_path}")  # each waits for the other
-    assert [outcome.text for outcome in outcomes if isinstance(outcome, Parsed)] == [f"meet {tmp_path}"] * 2
+    documents = parsed(parsers, f"meet {tmp_path}", f"meet {tmp_path}")  # each waits for the other
+    assert [document.text for document in documents if isinstance(document, Parsed)] == [f"meet {tmp_path}"] * 2
     texts = [f"text {number}" for number in range(20)]
-    assert [outcome.text for outcome in parsed(parsers, *texts) if isinstance(outcome, Parsed)] == texts
+    assert [document.text for document in parsed(parsers, *texts) if isinstance(document, Parsed)] == texts
 
 
 def test_an_answer_beyond_the_limit_is_refused_and_the_process_stays(parsers: Parsers) -> None:
-    (outcome,) = parsed(parsers, f"long {parser_frames.MAX_ANSWER_BYTES // 2}")
-    assert isinstance(outcome, InvalidInput)
-    assert outcome.message.startswith("too_large: the content of the file takes")
+    (error,) = parsed(parsers, f"long {parser_frames.MAX_ANSWER_BYTES // 2}")
+    assert isinstance(error, InvalidInput)
+    assert error.message.startswith("too_large: the content of the file takes")
 
 
 def test_a_process_has_no_secrets_of_its_adapter(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Pa
     os.kill(pid, signal.SIGKILL)
     while pid in parsers.pids:  # until the kernel has told
         time.sleep(0.001)
-    assert [outcome.text for outcome in parsed(parsers, "a", "b") if isinstance(outcome, Parsed)] == ["a", "b"]
+    assert [document.text for document in parsed(parsers, "a", "b") if isinstance(document, Parsed)] == ["a", "b"]
 
 
 def test_a_process_that_keeps_the_memory_of_a_document_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

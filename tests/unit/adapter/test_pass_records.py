@@ -54,12 +54,12 @@ def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
 def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
     records = PassRecords(path)
     running = [records.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
-    for record in running:
-        record.__enter__()
+    for running_pass in running:
+        running_pass.__enter__()
     with records.during("x" * 5000, 7, 0):
         assert len(PassRecords(path).left()) == SLOTS
-    for record in running:
-        record.__exit__(None, None, None)
+    for running_pass in running:
+        running_pass.__exit__(None, None, None)
 
 
 def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None
 
 
 def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:
-    first, second = (
+    settings_a, settings_b = (
         load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
         for name in "ab"
     )
-    DeviceLimits.for_machine(first).failed(KEY, 100)
-    assert DeviceLimits.for_machine(second).limit(KEY) == 50
-    with PassRecords.for_socket(first).during(KEY, 9, 0):
-        assert PassRecords.for_socket(second).left() == []
+    DeviceLimits.for_machine(settings_a).failed(KEY, 100)
+    assert DeviceLimits.for_machine(settings_b).limit(KEY) == 50
+    with PassRecords.for_socket(settings_a).during(KEY, 9, 0):
+        assert PassRecords.for_socket(settings_b).left() == []

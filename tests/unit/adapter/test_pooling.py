@@ -70,11 +70,11 @@ def test_the_mean_of_cuda_is_the_same_number() -> None:
 def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -> None:
     pooled = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
     options = RunOptions(dimensions=dimensions, normalize=normalize)
-    results = vectors(options, {"dense": list(pooled)})
+    answers = vectors(options, {"dense": list(pooled)})
     cut = pooled[:, : dimensions or 16].double().numpy()
     expected = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut
     np.testing.assert_allclose(
-        [answer.arrays["dense"] for answer in results if isinstance(answer, ItemResult)], expected, atol=1e-6
+        [answer.arrays["dense"] for answer in answers if isinstance(answer, ItemResult)], expected, atol=1e-6
     )
 
 
@@ -82,8 +82,8 @@ def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() ->
     """Also one that only its cut makes zero."""
     pooled = torch.ones(6, 4)
     pooled[1, 2], pooled[2, 0], pooled[3], pooled[4, :3] = torch.nan, torch.inf, 0.0, 0.0
-    results = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})
-    assert [isinstance(answer, ItemResult) for answer in results] == [True, False, False, False, False, True]
+    answers = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})
+    assert [isinstance(answer, ItemResult) for answer in answers] == [True, False, False, False, False, True]
 
 
 def states(queries: list[bool] | None = None, pooling: str = "") -> States:
@@ -94,11 +94,11 @@ def states(queries: list[bool] | None = None, pooling: str = "") -> States:
 def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> None:
     layer = torch.nn.Linear(16, 3).requires_grad_(False)
     head = DenseHead("mean", torch.nn.Sequential(layer), torch.device("cpu"))
-    states_given = states()
+    token_states = states()
     chosen = np.array([1, 4])
     for own, name in (("", "mean"), ("cls", "cls"), ("weighted", "weighted")):
-        reduced = head.reduce(replace(states_given, pooling=own), chosen)
-        pooled = torch.from_numpy(expected(states_given.hidden, states_given.packed, name)[chosen]).float()
+        reduced = head.reduce(replace(token_states, pooling=own), chosen)
+        pooled = torch.from_numpy(expected(token_states.hidden, token_states.packed, name)[chosen]).float()
         torch.testing.assert_close(torch.stack(list(reduced.rows)), layer(pooled), atol=1e-5, rtol=0)
         assert reduced.usable.tolist() == [True, True]
 
@@ -114,9 +114,9 @@ def test_a_dense_head_joins_poolings_and_refuses_one_of_another_width() -> None:
 
 
 def test_a_head_says_where_its_vectors_are_not_finite() -> None:
-    states_read = states()
-    states_read.hidden[5] = torch.inf  # the last token of the third sequence
-    assert DenseHead("mean", None, torch.device("cpu")).reduce(states_read, np.arange(6)).usable.tolist() == [
+    token_states = states()
+    token_states.hidden[5] = torch.inf  # the last token of the third sequence
+    assert DenseHead("mean", None, torch.device("cpu")).reduce(token_states, np.arange(6)).usable.tolist() == [
         True,
         True,
         False,
@@ -124,7 +124,7 @@ def test_a_head_says_where_its_vectors_are_not_finite() -> None:
         True,
         True,
     ]
-    assert DenseHead("cls", None, torch.device("cpu")).reduce(states_read, np.arange(6)).usable.all()
+    assert DenseHead("cls", None, torch.device("cpu")).reduce(token_states, np.arange(6)).usable.all()
 
 
 def test_a_pooling_that_there_is_not_is_refused() -> None:

@@ -64,20 +64,20 @@ class Sums:
     rows: list[int] = field(default_factory=list)  # of each step
 
     def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
-        results = []
+        starts = []
         for prompt in prompts:
             keys = torch.tensor(prompt.ids, dtype=torch.float64).view(1, 1, -1, 1)
             values = torch.arange(1.0, len(prompt.ids) + 1, dtype=torch.float64).view(1, 1, -1, 1)
-            results.append(RowStart([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
-        return results
+            starts.append(RowStart([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
+        return starts
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         self.rows.append(len(ids))
         self.fails(len(ids))
         places = slots.positions - self.shift + 1
         keys, values = slots.cache().update(ids[:, None, :, None].double(), places[:, None, :, None].double(), 0)
-        visible_mask = slots.mask[:, 0, 0, :, None]
-        sums = torch.where(visible_mask, keys[:, 0] * values[:, 0], 0.0).sum((1, 2)).long()
+        mask = slots.mask[:, 0, 0, :, None]
+        sums = torch.where(mask, keys[:, 0] * values[:, 0], 0.0).sum((1, 2)).long()
         return _scores(((sums * 7 + places[:, 0]) % WORDS).tolist())
 
 
@@ -108,24 +108,24 @@ def test_a_row_that_joins_between_steps_changes_no_row(every: int) -> None:
             loop.waiting.append(left.pop(0))
         loop.turn()
         turns += 1
-    assert [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish] == [
+    assert [GeneratedText(generation.ids, generation.finish) for generation in rows if generation.finish] == [
         expected(prompt) for prompt in PROMPTS
     ]
-    assert {entry.finish for entry in rows} == {"stop", "length"}
+    assert {generation.finish for generation in rows} == {"stop", "length"}
 
 
 def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
     model = Sums(together=4)
-    results: dict[int, list[GeneratedText]] = {}
+    answers: dict[int, list[GeneratedText]] = {}
     threads = [
-        threading.Thread(target=lambda part=part: results.update({part: readings.read(model, PROMPTS[part::2])}))
+        threading.Thread(target=lambda part=part: answers.update({part: readings.read(model, PROMPTS[part::2])}))
         for part in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert results == {part: [expected(prompt) for prompt in PROMPTS[part::2]] for part in range(2)}
+    assert answers == {part: [expected(prompt) for prompt in PROMPTS[part::2]] for part in range(2)}
     assert max(model.rows) >= 4
     assert readings.stop(TIMEOUT_S)
 
@@ -138,13 +138,13 @@ def test_no_more_rows_run_at_a_time_than_there_are_places(readings: Readings) ->
 
 
 def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
-    model, cancelled = Sums(together=8), threading.Event()
+    model, departure = Sums(together=8), threading.Event()
     loop = _Loop(model, CPU)
-    leaves, stays = row(PROMPTS[0], cancelled.is_set), row(PROMPTS[5])
+    leaves, stays = row(PROMPTS[0], departure.is_set), row(PROMPTS[5])
     loop.waiting.extend([leaves, stays])
     loop.turn()
     loop.turn()
-    cancelled.set()
+    departure.set()
     loop.turn()
     assert model.rows == [2, 2, 1]
     assert isinstance(leaves.call.error, InternalFailure)
@@ -195,8 +195,8 @@ class Device:
             self.loop.turn()
             if len(self.loop._rows) > 1:
                 most = max(most, self.held_bytes())
-        assert [entry.call.error for entry in rows] == [None] * len(rows)
-        return [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish], most
+        assert [generation.call.error for generation in rows] == [None] * len(rows)
+        return [GeneratedText(generation.ids, generation.finish) for generation in rows if generation.finish], most
 
 
 POSITION_BYTES = 2 * 8  # a key and a value of Sums
@@ -207,8 +207,8 @@ def test_rows_together_take_no_more_than_the_device_has_for_them(slots: int) -> 
     """Room for so many rows of 128 positions. All become longer, so some wait, and the youngest begin anew."""
     limit_bytes = slots * 128 * POSITION_BYTES
     device = Device(limit_bytes)
-    texts_read, most = device.read(LONG)
-    assert texts_read == [expected(prompt) for prompt in LONG]
+    texts, most = device.read(LONG)
+    assert texts == [expected(prompt) for prompt in LONG]
     assert most <= limit_bytes
     assert max(device.model.rows) >= min(slots, 2)
 
@@ -222,8 +222,8 @@ def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
     """No row begins again. While two rows become four, both sizes are held."""
     device = Device((2 + 4) * 64 * POSITION_BYTES)
     prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
-    texts_read, _ = device.read(prompts)
-    assert texts_read == [expected(prompt) for prompt in prompts]
+    texts, _ = device.read(prompts)
+    assert texts == [expected(prompt) for prompt in prompts]
     assert max(device.model.rows) == 4
     assert sum(device.model.rows) == 10 * 19
 
@@ -242,10 +242,10 @@ def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None
     loop.waiting.extend(rows)
     while not loop.is_idle:
         loop.turn()
-    assert [GeneratedText(entry.ids, entry.finish) for entry in rows if entry.finish] == [
+    assert [GeneratedText(generation.ids, generation.finish) for generation in rows if generation.finish] == [
         expected(prompt) for prompt in PROMPTS[:2]
     ]
-    assert sum(model.rows) == sum(len(entry.ids) - 1 for entry in rows)
+    assert sum(model.rows) == sum(len(generation.ids) - 1 for generation in rows)
 
 
 def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:

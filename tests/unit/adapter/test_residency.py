@@ -105,24 +105,24 @@ def entry(model: str, **changes: Any) -> ModelEntry:
     )
 
 
-@pytest.mark.parametrize(("foreign_bytes", "evicted"), [(549, ()), (551, ("a",))])
-def test_a_model_goes_above_the_threshold_and_not_below(foreign_bytes: int, evicted: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("other_bytes", "evicted"), [(549, ()), (551, ("a",))])
+def test_a_model_goes_above_the_threshold_and_not_below(other_bytes: int, evicted: tuple[str, ...]) -> None:
     """84.9 % stays, 85.1 % evicts."""
-    world = World(sizes={"a": 300}, other_bytes=foreign_bytes)
+    world = World(sizes={"a": 300}, other_bytes=other_bytes)
     world.ensure("a")
     assert world.ensure("b", may_drop=("a",)) == evicted
     assert world.loaded() == [name for name in ("a", "b") if name not in evicted]
 
 
 @pytest.mark.parametrize(
-    ("foreign_bytes", "reserve_bytes", "fits", "given_back"),
+    ("other_bytes", "kept_bytes", "fits", "given_back"),
     [(920, 0, True, 0), (930, 0, False, 1), (500, 430, True, 1)],
 )
 def test_what_grows_fits_up_to_the_middle_between_the_threshold_and_all(
-    foreign_bytes: int, reserve_bytes: int, fits: bool, given_back: int
+    other_bytes: int, kept_bytes: int, fits: bool, given_back: int
 ) -> None:
     """92.5 % of 1,000 bytes, without those that the allocator only keeps."""
-    world = World(other_bytes=foreign_bytes, kept_bytes=reserve_bytes)
+    world = World(other_bytes=other_bytes, kept_bytes=kept_bytes)
     memory = DeviceMemory(world._memory, world._give_back, 85.0)
     assert (memory.fits(5), world.given_back) == (fits, given_back)
 
@@ -227,16 +227,16 @@ def test_weights_that_a_load_has_read_by_now_count_once() -> None:
     world = World(sizes={"a": 200, "b": 200, "c": 400}, known=True)
     world.ensure("a")
     world.ensure("b")
-    evicted: list[tuple[str, ...]] = []
+    evictions: list[tuple[str, ...]] = []
 
     def half_way(model: str) -> None:
         world.other_bytes, world.now_s = 400, world.now_s + 2
-        evicted.append(world.relieve("a", "b"))
+        evictions.append(world.relieve("a", "b"))
         world.other_bytes = 0
 
     world.during_load = half_way
     assert world.ensure("c", ("a", "b")) == ()
-    assert evicted == [()]
+    assert evictions == [()]
     assert world.loaded() == ["a", "b", "c"]
 
 
@@ -421,27 +421,27 @@ def lru_loads(traffic: list[str], capacity: int) -> int:
     loads = 0
     for model in traffic:
         loads += model not in held
-        held = [*(second for second in held if second != model), model][-capacity:]
+        held = [*(name for name in held if name != model), model][-capacity:]
     return loads
 
 
 @pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("seed", long_but(range(3), [0]))
-@pytest.mark.parametrize("is_known", long_but([True, False], [True]))
-def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, is_known: bool) -> None:
+@pytest.mark.parametrize("knows_sizes", long_but([True, False], [True]))
+def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, knows_sizes: bool) -> None:
     """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work may go, the
     least recently used first.
     """
     weights = 1 / np.arange(1, 21)
     ranks = np.random.default_rng(seed).choice(20, 2000, p=weights / weights.sum())
     traffic = [f"m{rank}" for rank in ranks]
-    world = World(sizes={f"m{number}": 170 for number in range(20)}, known=is_known)
+    world = World(sizes={f"m{number}": 170 for number in range(20)}, known=knows_sizes)
     for model in traffic:
         if model not in world.loaded():
             world.ensure(model, may_drop=least_recent(world))
         world.use(model)
         world.relieve(*least_recent(world))
-        assert len(world.loaded()) <= (5 if is_known else 6)
+        assert len(world.loaded()) <= (5 if knows_sizes else 6)
     assert len(world.loads) <= lru_loads(traffic, 5)
     assert world._memory(0).percent <= world.threshold
 
@@ -449,8 +449,8 @@ def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed
 def test_eight_askers_make_one_load() -> None:
     barrier = threading.Barrier(8)
     world = World()
-    requested = threading.Event()
-    world.during_load = lambda _: (requested.wait(30) and None) or None
+    start_event = threading.Event()
+    world.during_load = lambda _: (start_event.wait(30) and None) or None
 
     def ask(results: list[str]) -> None:
         barrier.wait()
@@ -461,7 +461,7 @@ def test_eight_askers_make_one_load() -> None:
     threads = [threading.Thread(target=ask, args=(results,)) for _ in range(8)]
     for thread in threads:
         thread.start()
-    requested.set()
+    start_event.set()
     for thread in threads:
         thread.join()
     assert results == ["a"] * 8

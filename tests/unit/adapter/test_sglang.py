@@ -69,9 +69,9 @@ each_python = pytest.mark.parametrize("name", ["fake", pytest.param("real", mark
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A model, and for the one that stands for the real server its states."""
-    created = add_modules(build(tmp_path / "qwen3", ARCHITECTURES["qwen3 causal"]), [pooling("last"), NORMALIZE])
-    states = fake_sglang.LastStates(created)
-    yield created
+    model_folder = add_modules(build(tmp_path / "qwen3", ARCHITECTURES["qwen3 causal"]), [pooling("last"), NORMALIZE])
+    states = fake_sglang.LastStates(model_folder)
+    yield model_folder
     states.close()
 
 
@@ -90,25 +90,25 @@ def entry_of(folder: Path, **load: Any) -> ModelEntry:
 
 @contextmanager
 def engine(python: str | None) -> Iterator[AdapterEngine]:
-    sglang_engine = AdapterEngine(Settings(device="cpu", sglang_python=python))
+    adapter = AdapterEngine(Settings(device="cpu", sglang_python=python))
     try:
-        yield sglang_engine
+        yield adapter
     finally:
-        assert sglang_engine.stop(10)
+        assert adapter.stop(10)
 
 
-def runner_of(sglang_engine: AdapterEngine) -> SGLang:
-    with sglang_engine.residency.use("m") as resident:
+def runner_of(adapter: AdapterEngine) -> SGLang:
+    with adapter.residency.use("m") as resident:
         runner: StateRunner = resident.weights.backbone._runner  # type: ignore[attr-defined]
     assert isinstance(runner, SGLang)
     return runner
 
 
-def run(sglang_engine: AdapterEngine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
+def run(adapter: AdapterEngine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
     lengths, ids = np.array([len(ids) for ids in texts], "<i4"), np.concatenate(texts).astype("<i4")
     group = Group(0, len(texts), RunOptions(**options))
     message = RunBatch("b", "m", "encode", lengths.tobytes(), ids.tobytes(), (group,), pooling=pooling)
-    reply = sglang_engine.execute(message)
+    reply = adapter.execute(message)
     assert isinstance(reply, BatchDone | Refused)
     return reply
 
@@ -142,28 +142,28 @@ def test_its_vectors_are_those_of_torch_and_its_processes_end_with_the_model(
         stock.residency.ensure("m", entry_of(folder, engine="torch"))
         expected, means = vectors(run(stock, TEXTS)), vectors(run(stock, TEXTS, pooling="mean"))
         unscaled = vectors(run(stock, TEXTS, normalize=False))
-    with engine(request.getfixturevalue(name)) as sglang_engine:
-        weights: Any = sglang_engine.residency.ensure("m", entry_of(folder)).weights
+    with engine(request.getfixturevalue(name)) as adapter:
+        weights: Any = adapter.residency.ensure("m", entry_of(folder)).weights
         assert (weights.engine_choice.engine, weights.attention) == ("sglang", "sglang")
         assert weights.certificate["packed"]["dense"] >= 0.9999
         assert weights.memory_bytes > (5e6 if name == "fake" else 100e6), "that of its processes"
         del weights
-        done = run(sglang_engine, TEXTS)
+        done = run(adapter, TEXTS)
         np.testing.assert_allclose(vectors(done), expected, atol=1e-5)
         assert isinstance(done, BatchDone)
         assert done.engine == "sglang"
         for text, vector in zip(TEXTS, expected, strict=True):
-            np.testing.assert_allclose(vectors(run(sglang_engine, [text]))[0], vector, atol=1e-5)
-        for second, vectors_expected in (
-            (run(sglang_engine, TEXTS, pooling="mean"), means),
-            (run(sglang_engine, TEXTS, normalize=False), unscaled),
+            np.testing.assert_allclose(vectors(run(adapter, [text]))[0], vector, atol=1e-5)
+        for reply, torch_vectors in (
+            (run(adapter, TEXTS, pooling="mean"), means),
+            (run(adapter, TEXTS, normalize=False), unscaled),
         ):
-            np.testing.assert_allclose(vectors(second), vectors_expected, atol=1e-5)
-            assert isinstance(second, BatchDone)
-            assert second.engine == "torch"
-        pids = [pid for pid in psutil.pids() if runs(pid) and os.getsid(pid) == runner_of(sglang_engine).pid]
+            np.testing.assert_allclose(vectors(reply), torch_vectors, atol=1e-5)
+            assert isinstance(reply, BatchDone)
+            assert reply.engine == "torch"
+        pids = [pid for pid in psutil.pids() if runs(pid) and os.getsid(pid) == runner_of(adapter).pid]
         assert len(pids) > 1
-        sglang_engine.residency.release("m")
+        adapter.residency.release("m")
         until(lambda: not any(map(runs, pids)), "the processes of a model that was unloaded")
 
 
@@ -171,28 +171,28 @@ def test_its_vectors_are_those_of_torch_and_its_processes_end_with_the_model(
 def test_a_server_that_was_killed_is_replaced_for_the_next_batch(
     name: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    with engine(request.getfixturevalue(name)) as sglang_engine:
-        sglang_engine.residency.ensure("m", entry_of(folder))
-        before, pid = vectors(run(sglang_engine, TEXTS)), runner_of(sglang_engine).pid
+    with engine(request.getfixturevalue(name)) as adapter:
+        adapter.residency.ensure("m", entry_of(folder))
+        before, pid = vectors(run(adapter, TEXTS)), runner_of(adapter).pid
         os.kill(pid, signal.SIGKILL)
-        np.testing.assert_allclose(vectors(run(sglang_engine, TEXTS)), before, atol=1e-6)
-        assert runner_of(sglang_engine).pid != pid
+        np.testing.assert_allclose(vectors(run(adapter, TEXTS)), before, atol=1e-6)
+        assert runner_of(adapter).pid != pid
         assert not runs(pid)
 
 
 def test_a_text_that_ends_it_fails_and_its_mates_do_not(folder: Path, fake: str) -> None:
-    with engine(fake) as sglang_engine:
-        sglang_engine.residency.ensure("m", entry_of(folder))
+    with engine(fake) as adapter:
+        adapter.residency.ensure("m", entry_of(folder))
         (folder / "dies").write_text(str(BAD_ID))
-        expected = vectors(run(sglang_engine, [[5, 6]]))[0]
-        done = run(sglang_engine, [[5, BAD_ID], [5, 6]])
+        expected = vectors(run(adapter, [[5, 6]]))[0]
+        done = run(adapter, [[5, BAD_ID], [5, 6]])
         assert isinstance(done, BatchDone)
         failed, fine = done.outcomes
         assert isinstance(failed, Failed)
         assert (failed.error.code, failed.error.reason) == ("INFERENCE_ERROR", "non_finite")
         assert isinstance(fine, Ok)
         np.testing.assert_allclose(np.frombuffer(done.block, "<f4"), expected, atol=1e-6)
-        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
         assert not any(map(runs, started(folder)[:-2])), "of all but the last server, and its child"
 
 
@@ -204,30 +204,30 @@ def test_one_that_does_not_serve_the_model_is_not_used(
     file: str, reason: str, folder: Path, fake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / file).touch()
-    with engine(fake) as sglang_engine:
+    with engine(fake) as adapter:
         with pytest.raises(ModelLoadFailed, match=rf"load\.engine is sglang: {reason}"):
-            sglang_engine.residency.ensure("m", entry_of(folder))
+            adapter.residency.ensure("m", entry_of(folder))
         unasked = replace(engines.RULES["sglang"], unasked=lambda facts: "")
         monkeypatch.setattr(engines, "RULES", MappingProxyType({"sglang": unasked, "torch": engines.RULES["torch"]}))
-        weights: Any = sglang_engine.residency.ensure("m", entry_of(folder, engine=None)).weights
+        weights: Any = adapter.residency.ensure("m", entry_of(folder, engine=None)).weights
         assert weights.engine_choice.engine == "torch"
         assert f"not sglang: {reason}" in weights.engine_choice.reason
-        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
     if file == "wrong":
         until(lambda: not any(map(runs, started(folder))), "the processes of servers that were not used")
 
 
 def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(folder: Path, fake: str) -> None:
-    with engine(fake) as sglang_engine:
-        sglang_engine.residency.ensure("m", entry_of(folder))
+    with engine(fake) as adapter:
+        adapter.residency.ensure("m", entry_of(folder))
         (folder / "refuses").touch()
-        os.kill(runner_of(sglang_engine).pid, signal.SIGKILL)
+        os.kill(runner_of(adapter).pid, signal.SIGKILL)
         for _ in range(2):
-            failed = run(sglang_engine, TEXTS)
+            failed = run(adapter, TEXTS)
             assert isinstance(failed, Refused)
             assert failed.error.code == "INFERENCE_ERROR"
         (folder / "refuses").unlink()
-        assert len(vectors(run(sglang_engine, TEXTS))) == len(TEXTS)
+        assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
 
 
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
@@ -248,12 +248,12 @@ def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None
 
 def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
     """SIE_SGLANG_PYTHON."""
-    with engine(None) as sglang_engine, pytest.raises(ModelLoadFailed, match="SIE_SGLANG_PYTHON names no environment"):
-        sglang_engine.residency.ensure("m", entry_of(folder))
-    with engine(fake) as sglang_engine:
-        assert sglang_engine.loader.settings.sglang_python == fake
-        sglang_engine.residency.ensure("m", entry_of(folder))
-        assert runner_of(sglang_engine).pid == started(folder)[0]
+    with engine(None) as adapter, pytest.raises(ModelLoadFailed, match="SIE_SGLANG_PYTHON names no environment"):
+        adapter.residency.ensure("m", entry_of(folder))
+    with engine(fake) as adapter:
+        assert adapter.loader.settings.sglang_python == fake
+        adapter.residency.ensure("m", entry_of(folder))
+        assert runner_of(adapter).pid == started(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -266,5 +266,5 @@ def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
 def test_what_it_does_not_compute_is_refused(changes: dict[str, str], reason: str, tmp_path: Path, fake: str) -> None:
     made_folder = build(tmp_path / "other", ARCHITECTURES[changes.get("architecture", "qwen3 causal")])
     add_modules(made_folder, [pooling(changes.get("pooling", "last")), NORMALIZE])
-    with engine(fake) as sglang_engine, pytest.raises(ModelLoadFailed, match=reason):
-        sglang_engine.residency.ensure("m", entry_of(made_folder))
+    with engine(fake) as adapter, pytest.raises(ModelLoadFailed, match=reason):
+        adapter.residency.ensure("m", entry_of(made_folder))

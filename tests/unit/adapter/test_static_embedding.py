@@ -38,11 +38,11 @@ def encoded(folder: Path, texts: list[str]) -> list[Any]:
 
 
 def test_a_vector_is_the_mean_of_the_known_tokens(tmp_path: Path) -> None:
-    vectors = encoded(model2vec(tmp_path / "m"), ["river north", "river and north", "bread", "", "unheard"])
-    np.testing.assert_allclose(vectors[0]["dense"], TABLE[[1, 2]].mean(0), atol=1e-6)
-    np.testing.assert_allclose(vectors[1]["dense"], vectors[0]["dense"], atol=1e-6)  # unknown words do not count
-    np.testing.assert_allclose(vectors[2]["dense"], TABLE[4], atol=1e-6)
-    assert all(isinstance(answer, InvalidInput) and answer.reason == "no_tokens" for answer in vectors[3:])
+    outputs = encoded(model2vec(tmp_path / "m"), ["river north", "river and north", "bread", "", "unheard"])
+    np.testing.assert_allclose(outputs[0]["dense"], TABLE[[1, 2]].mean(0), atol=1e-6)
+    np.testing.assert_allclose(outputs[1]["dense"], outputs[0]["dense"], atol=1e-6)  # unknown words do not count
+    np.testing.assert_allclose(outputs[2]["dense"], TABLE[4], atol=1e-6)
+    assert all(isinstance(answer, InvalidInput) and answer.reason == "no_tokens" for answer in outputs[3:])
 
 
 def test_tokens_share_vectors_and_have_weights(tmp_path: Path) -> None:

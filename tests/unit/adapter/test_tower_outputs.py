@@ -29,7 +29,7 @@ class Counting:
         self.read: list[list[int]] = []
 
     def __call__(self, images: Sequence[Shown]) -> list[Output]:
-        values = [int(entry.pixels[0, 0, 0]) for entry in images]
+        values = [int(picture.pixels[0, 0, 0]) for picture in images]
         self.read.append(values)
         return [(row,) for row in torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous()]
 
@@ -94,8 +94,8 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
 def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
     shared, read = TowerOutputs(10 * BYTES), Counting()
     outputs = shared.of_tower()
-    vectors = outputs.for_images([image(1), image(2)], read)
-    assert [tensor.untyped_storage().nbytes() for (tensor,) in vectors] == [BYTES, BYTES]
+    parts = outputs.for_images([image(1), image(2)], read)
+    assert [tensor.untyped_storage().nbytes() for (tensor,) in parts] == [BYTES, BYTES]
     assert shared.use().held_bytes == 2 * BYTES
 
 
@@ -164,12 +164,14 @@ class Held:
         return Counting()(images)
 
 
-def ask(outputs: OutputsOfTower, picture: Shown, read: Held | Counting, values_read: list[float]) -> threading.Thread:
+def start_read(
+    outputs: OutputsOfTower, picture: Shown, read: Held | Counting, numbers: list[float]
+) -> threading.Thread:
     def run() -> None:
         try:
-            values_read.extend(values(outputs.for_images([picture], read)))
+            numbers.extend(values(outputs.for_images([picture], read)))
         except MemoryError:
-            values_read.append(-1.0)
+            numbers.append(-1.0)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -180,29 +182,29 @@ def ask(outputs: OutputsOfTower, picture: Shown, read: Held | Counting, values_r
 @pytest.mark.parametrize("max_bytes", [1000, 0])
 def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     shared, held, read = TowerOutputs(max_bytes), Held(), Counting()
-    outputs, values_read = shared.of_tower(), [0.0][:0]
-    first = ask(outputs, image(5), held, values_read)
+    outputs, numbers = shared.of_tower(), [0.0][:0]
+    first = start_read(outputs, image(5), held, numbers)
     assert held.began.wait(30)
-    second = ask(outputs, image(5), read, values_read)
+    second = start_read(outputs, image(5), read, numbers)
     second.join(0.05)
     assert second.is_alive()
     assert values(outputs.for_images([image(6)], read)) == [6.0]  # others do not wait
     held.go.set()
     first.join()
     second.join()
-    assert values_read == [5.0, 5.0]
+    assert numbers == [5.0, 5.0]
     assert read.read == [[6]]
 
 
 @pytest.mark.timeout(60)
 def test_who_waits_reads_the_page_if_the_other_failed() -> None:
     held, read = Held(MemoryError()), Counting()
-    outputs, values_read = TowerOutputs(1000).of_tower(), [0.0][:0]
-    first = ask(outputs, image(5), held, values_read)
+    outputs, numbers = TowerOutputs(1000).of_tower(), [0.0][:0]
+    first = start_read(outputs, image(5), held, numbers)
     assert held.began.wait(30)
-    second = ask(outputs, image(5), read, values_read)
+    second = start_read(outputs, image(5), read, numbers)
     held.go.set()
     first.join()
     second.join()
-    assert sorted(values_read) == [-1.0, 5.0]
+    assert sorted(numbers) == [-1.0, 5.0]
     assert read.read == [[5]]

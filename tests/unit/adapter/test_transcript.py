@@ -27,10 +27,8 @@ def test_pairs_of_time_stamps_end_segments(
     written: list[int], expected: list[tuple[float, float, list[int]]], used: int
 ) -> None:
     """The window has 80 frames and begins at frame 400."""
-    segments_read, moved = segments(written, TIMES, 400, 80)
-    assert [
-        (round(segment.start_s, 9), round(segment.end_s, 9), list(segment.ids)) for segment in segments_read
-    ] == expected
+    spans, moved = segments(written, TIMES, 400, 80)
+    assert [(round(span.start_s, 9), round(span.end_s, 9), list(span.ids)) for span in spans] == expected
     assert moved == used
 
 
@@ -52,7 +50,7 @@ FORCED = {**MANY, "forced_decoder_ids": [[1, None], [2, 20]]}
 
 
 @pytest.mark.parametrize(
-    ("rules", "parameters", "expected"),
+    ("rules", "choice", "expected"),
     [
         (FORCED, ("", ""), ([10, -1, 20], 1)),
         (FORCED, ("de", ""), ([10, 12, 20], -1)),
@@ -67,13 +65,13 @@ FORCED = {**MANY, "forced_decoder_ids": [[1, None], [2, 20]]}
     ids=range(9),
 )
 def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
-    rules: dict[str, object], parameters: tuple[str, str], expected: tuple[list[int], int]
+    rules: dict[str, object], choice: tuple[str, str], expected: tuple[list[int], int]
 ) -> None:
-    assert tuple(told(**rules).start(*parameters)) == expected
+    assert tuple(told(**rules).start(*choice)) == expected
 
 
 @pytest.mark.parametrize(
-    ("rules", "parameters", "message"),
+    ("rules", "choice", "message"),
     [
         (FORCED, ("xx", ""), "language: supported by the model: de, en"),
         (FORCED, ("", "sing"), "task: supported by the model: transcribe, translate"),
@@ -83,7 +81,7 @@ def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
     ids=range(4),
 )
 def test_a_language_or_a_task_that_is_not_there_is_refused(
-    rules: dict[str, object], parameters: tuple[str, str], message: str
+    rules: dict[str, object], choice: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
-        told(**rules).start(*parameters)
+        told(**rules).start(*choice)

@@ -49,11 +49,13 @@ def spoil() -> str:
 
 def serve_on_one_thread() -> dict[str, object]:
     """Run three batches on a device thread that the first one makes unusable: the results, and whether it ended."""
-    lines: list[tuple[str, bool]] = []
+    observations: list[tuple[str, bool]] = []
 
     def execute(message: RunBatch) -> Reply:
         before = thread_state.is_unusable
-        lines.append((spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(lines), _WIDTH)), before))
+        observations.append(
+            (spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(observations), _WIDTH)), before)
+        )
         return BatchDone(message.batch, (), b"", 0.0)
 
     running = DeviceThreads(1, execute)
@@ -61,7 +63,7 @@ def serve_on_one_thread() -> dict[str, object]:
         job = DeviceJob(RunBatch(f"b{number}", "m", "encode", b"", b"", ()), lambda reply: None)
         running.submit(job)
         job.finished.wait(60)
-    return {"told": lines, "ended": running.stop(60)}
+    return {"told": observations, "ended": running.stop(60)}
 
 
 def main() -> None:
