@@ -20,6 +20,7 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
     """
     try:
         from sie_contracts import chunker
+        from sie_contracts.schema_faults import fault_line
     except ModuleNotFoundError as error:
         message = f"chunks need the package {error.name}: pip install 'sie-cluster[chunker]'"
         raise ModuleNotFoundError(message, name=error.name) from error
@@ -30,5 +31,7 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
                 "overlap_tokens must be at most half of max_tokens, and min_tokens at most max_tokens"
             )
     except msgspec.ValidationError as error:
-        raise InvalidInputError(f"rule: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
+        raise InvalidInputError(
+            f"rule: {fault_line(ChunkRule, error)}", code="INVALID_INPUT", details={"reason": "schema"}
+        ) from error
     return chunker.spans(text, ends, checked)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from typing import Any
 
 import pytest
 import regex
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from sie_client import InvalidInputError
+from sie_client import chunker as client_chunker
 from sie_contracts import chunker
 from sie_contracts.wire.messages import BOUNDARIES, Boundary, ChunkRule
 
@@ -197,3 +200,17 @@ def test_the_time_of_a_hostile_text_grows_with_its_length(piece: str) -> None:
 
     seconds(1000)
     assert seconds(32_000) < 20 * seconds(4000) + 0.2
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ({"max_tokens": 0}, "rule: max_tokens: expected a whole number >= 1"),
+        ({}, "rule: max_tokens: missing"),
+        ({"max_tokens": 9, "boundary": "word"}, "rule: boundary: expected one of paragraph, sentence, token"),
+        ({"max_tokens": 9, "overlap_tokens": 8}, "rule: overlap_tokens must be at most half of max_tokens"),
+    ],
+)
+def test_the_client_refuses_a_rule_by_its_field(rule: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        client_chunker.spans("a b", [1, 3], **rule)
