@@ -12,9 +12,10 @@ Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one
 and for tests, with ack wait, delays, delivery counts, limits and lost connections). One conformance suite,
 `tests/contract/broker`, runs against both.
 
-A delivery leases a message to a process for `ack_wait`. Then the broker delivers the message again, perhaps to another
-process, so delivery is at least once. A late ack of the first process still removes the message. So each process must
-stop work on a message whose lease has ended (see the sidecar's leases).
+A delivery leases a message to a process for `ack_wait`. If the process neither acknowledges the message nor extends the
+lease, the broker delivers the message again, perhaps to another process: delivery is at least once. A late ack of the
+first process still removes the message. So each process must stop work on a message whose lease has ended (see the
+sidecar's leases).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """The connection was missing or lost, or an answer was late. The operation may have been executed."""
+    """The connection was missing or lost, an answer was late, or the broker cannot execute the operation at present.
+    The operation may have been executed.
+    """
 
 
 class StreamFull(BrokerError):
@@ -42,11 +45,13 @@ class StreamFull(BrokerError):
 
 
 class PayloadTooBig(BrokerError):
-    """A message, headers included, is larger than the broker's `max_payload`. Nothing was sent."""
+    """A message, headers included, is larger than the broker's `max_payload`. Nothing was stored or delivered."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """This user may not publish to a subject. Another attempt may help, because permissions may change at run time."""
+    """The broker's user of this process may not publish to a subject. Another attempt may help, because permissions may
+    change at run time.
+    """
 
 
 class NoResponder(BrokerError):
@@ -78,7 +83,9 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: its id was already stored."""
+    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: a message with the same id was
+    already stored, and `sequence` is the number of that message.
+    """
 
     sequence: int
     duplicate: bool = False
@@ -98,7 +105,8 @@ class StreamState:
 @dataclass(frozen=True)
 class ConsumerState:
     """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
-    of messages that are not leased. `leased`: number of delivered messages without an ack.
+    of messages without a delivery. `leased`: number of delivered messages without an ack. A message whose lease has
+    ended counts as leased over NATS, and as waiting in memory.
     """
 
     name: str
@@ -179,7 +187,7 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """End the subscription. Messages that have already arrived are handled, for at most 5 s."""
+        """End the subscription. Wait until messages that have already arrived are handled, for at most 5 s."""
 
 
 class Pulls(Protocol):
@@ -198,7 +206,9 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Deliveries that the broker has already sent are handled, for at most 5 s."""
+        """Withdraw all pull requests. Wait until deliveries that the broker has already sent are handled, for at most
+        5 s.
+        """
 
 
 class KeyValue(Protocol):
@@ -218,8 +228,9 @@ class KeyValue(Protocol):
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """Write all keys in one atomic batch; each key may appear once. Return the bucket's last revision. Raises
-        WrongRevision if no write was stored, BrokerUnavailable.
+        """Write all keys in one atomic batch. Return the revision of the last write. Raises WrongRevision if a key has
+        another revision than expected; no write is stored then. Raises ValueError for no writes or for a key that
+        appears twice, PayloadTooBig, BrokerUnavailable.
         """
 
     async def purge(self, within: str) -> None:
@@ -240,13 +251,15 @@ class KeyValue(Protocol):
 
 
 class Connection(Protocol):
-    """Connection to the broker. An operation waits at most `timeout_s` seconds, or `limits.API_TIMEOUT_S` if it has no
-    such argument, and then raises BrokerUnavailable.
+    """Connection to the broker. Each request of an operation waits at most `timeout_s` seconds, or
+    `limits.API_TIMEOUT_S` if the operation has no such argument. Then the operation raises BrokerUnavailable.
     """
 
     name: str
     max_payload: int
-    owns_streams: bool  # True: this process creates streams itself. False: it requests them from their owner.
+    # True: this process creates streams itself. False: this process requests streams from their owner, if one is
+    # connected.
+    owns_streams: bool
     troubles: dict[str, str]  # bucket or stream -> why it cannot be used at present; /readyz reports it
 
     @property
@@ -277,7 +290,7 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message is handled.
+        message is handled. Of the subscriptions with the same `queue`, only one gets each message.
 
         The messages that wait for the handler are limited in number and bytes; None means the defaults in `limits`,
         which are so high that only a handler that blocks for long exceeds them. At a limit, new messages are dropped,
@@ -285,8 +298,8 @@ class Bus(Connection, Protocol):
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first answer. Raises NoResponder at once without a subscriber,
-        BrokerUnavailable at the time-out.
+        """Send a request and return the first answer. Raises NoResponder at once without a subscriber, PayloadTooBig,
+        and BrokerUnavailable at the time-out or when the connection is lost.
         """
 
 
@@ -295,7 +308,7 @@ class Queue(Connection, Protocol):
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         """Store a message in the stream of `subject`. Within the duplicate window, a second message with the same id is
-        not stored. Raises StreamFull, BrokerUnavailable.
+        not stored. Raises StreamFull, PayloadTooBig, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
@@ -333,9 +346,10 @@ class Administration(Queue, Protocol):
     """Queue whose streams and consumers this process may create, update and delete."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """Ensure that a stream exists with these settings. The owner of streams creates it, or updates it from an older
-        topology version. Any other process only compares the settings. Raises TopologyMismatch, and BrokerError while
-        a subject has more messages than half of a new, lower limit: the update could drop messages.
+        """Ensure that a stream exists with these settings. With `owner`, the stream is created, or updated from an
+        older topology version; the owner of streams does this if one is connected. Otherwise the settings are only
+        compared. Raises TopologyMismatch, and BrokerError if there is no stream after that, or while a subject has more
+        messages than half of a new, lower limit: the update could drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:
@@ -344,8 +358,8 @@ class Administration(Queue, Protocol):
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create a consumer. If it exists, update its settings if it is from an older topology version; otherwise only
-        compare them. Raises TopologyMismatch.
+        """Create a consumer. If the consumer exists with an older topology version, update its settings, but not its
+        filter. If it exists with this version, only compare the settings. Raises TopologyMismatch, BrokerError.
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
@@ -369,9 +383,9 @@ class Store(Connection, Protocol):
     ) -> KeyValue:
         """Open a bucket. Create it if it does not exist.
 
-        `max_age_s` and `removed_age_s` apply only to a new bucket. A key expires `max_age_s` seconds after its last
-        write (0: never). The marker of a removed key expires after `removed_age_s` seconds (0: never). Watches report
-        neither expiry.
+        `storage`, `replicas` and `max_age_s` apply only to a new bucket; `removed_age_s` has no effect on a bucket that
+        was created without it. A key expires `max_age_s` seconds after its last write (0: never). The marker of a
+        removed key expires after `removed_age_s` seconds (0: like any key). Watches report neither expiry.
         """
 
 

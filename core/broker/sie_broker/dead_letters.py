@@ -1,8 +1,9 @@
-"""Dead letters of a pool. A dead letter is work that was given up, stored completely in a separate stream.
+"""Dead letters of a pool. A dead letter is a message of work that was given up, stored as a whole in a separate stream.
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-A letter contains the client's inputs. The caller decides which of them it shows.
+A letter contains the client's inputs, or the keys of those in the payload store. The caller decides which inputs are
+shown.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Letters:
             high = low - 1
 
     async def at(self, sequence: int) -> DeadLetterEntry | None:
-        """Return the letter with this sequence; None if it does not exist any more."""
+        """Return the letter with this sequence; None if it does not exist or cannot be decoded."""
         stored = await self._queue.first_stored(self._stream, sequence)
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 

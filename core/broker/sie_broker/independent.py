@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
-    """Await the calls one after the other, and return their results. A failed call does not prevent the later ones; the
-    last BrokerError is raised after all calls.
+    """Await the calls one after the other, and return their results. A call that raises BrokerError does not prevent
+    the later calls; the last BrokerError is raised after all calls.
     """
     results: list[R] = []
     failure: BrokerError | None = None

@@ -1,11 +1,11 @@
-"""Owner of streams: on a broker with users, the only process that may create and update streams and buckets.
+"""Owner of streams: on a broker with users, the only component that may create and update streams and buckets.
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
 NATS permissions apply to subjects, not to the settings of a stream. But these settings can make a stream copy messages
 from any subject and publish them on any other. So a user that may create streams could read and publish everything. The
-owner therefore writes the settings itself. From a request it uses only the name, which must be a known one, the
-storage, replicas and limits.
+owner therefore writes the settings itself. From a request it uses only the name, which must be known, the storage,
+replicas, ages and limits, the duplicate window and the topology version.
 """
 
 from __future__ import annotations

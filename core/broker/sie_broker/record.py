@@ -8,12 +8,13 @@
 The owner of a record is the object that stores its values. For each change, its callback `on_value` gets the key, the
 new value and the revision.
 
-A broker that restarts loses the buckets that it kept in memory. After a lost connection, a record is stale: its bucket
-may be lost. `follow` then opens the bucket, which creates it if it is missing; a changed epoch shows that it is a new
-bucket. `follow` calls `on_lost`, reads all values and watches again. The owner keeps its last values until then.
+A broker that restarts loses the buckets that it kept in memory. After a reconnect, a record is stale: its bucket may be
+lost. `follow` then opens the bucket, which creates it if it is missing. Another creation time shows that the bucket is
+new. In this case `follow` reads all values, calls `on_lost`, passes the values to the owner and watches again. The
+owner keeps its last values until then.
 
 If two writers compete, the later one gets WrongRevision, and the broker stores no part of its batch. `change` reads the
-value again and repeats the attempt, after a random pause that grows, at most MAX_ATTEMPTS times.
+value again and repeats the attempt after a random pause that grows. It makes at most MAX_ATTEMPTS attempts.
 
 If a watch receives no entries for two seconds, the broker client reads the state of the bucket and the missed entries.
 A bucket may also be lost without a lost connection: another process has then created it again, and its revisions begin
@@ -161,11 +162,11 @@ class Record(Generic[T]):
         `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
         value is None for a removed key. A value that `change` wrote may be passed before earlier writes that the watch
         delivers, so the owner must ignore a revision below the one that it has for the key. `on_lost` is called before
-        the first value of a new bucket: all earlier values and revisions are void.
+        the first value of a new bucket or a new watch: all earlier values and revisions are void.
 
-        `read` returns the entries that are read before the watch starts, and the revision after which it starts; by
-        default it returns all entries. With `drops_unreadable`, an entry that cannot be decoded counts as removed.
-        Otherwise the key keeps its previous value.
+        `read` returns the entries that are read before the watch starts, and a revision; the watch starts after this
+        revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry that cannot be
+        decoded counts as removed. Otherwise the key keeps its previous value.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -184,8 +185,8 @@ class Record(Generic[T]):
     async def follow(self) -> bool:
         """Read all values and watch the later ones, unless the same bucket is already watched.
 
-        Return whether values were read: False if the bucket is already watched, or if `close` was called meanwhile.
-        Raises BrokerError; the owner then keeps its previous values.
+        Return whether values were read and are watched: False if the bucket is already watched, or if `close` was
+        called meanwhile. Raises BrokerError; the owner then keeps the values that it got last.
         """
         with self.bucket.reporting():
             is_read = await self._follow()
@@ -242,7 +243,9 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass it to `on_value`, by default the owner's callback. Log an error if this fails."""
+        """Decode an entry and pass its value to `on_value`, by default the owner's callback. Log an error if the entry
+        cannot be decoded.
+        """
         if not self._wants(entry.key):
             return
         try:
@@ -256,7 +259,9 @@ class Record(Generic[T]):
         (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
-        """Read the value of one key again and pass it to the owner. Raises BrokerError."""
+        """Read the value of one key again and pass it to the owner, unless the key does not exist. Raises
+        BrokerError.
+        """
         entry = await self.bucket.get(key)
         if entry is not None:
             self.apply(entry)
@@ -309,8 +314,8 @@ class LeaderLease:
     there may be two leaders or none, so the work of a leader must be correct in these times too.
 
     The clocks of two processes are never compared. A process that is not the leader measures, on its own clock, how
-    long the key stays unchanged. After `lease_s` seconds it acquires the key by compare-and-set. Source: the
-    observed-time rule of client-go's leader election.
+    long the key stays unchanged. After `lease_s` seconds, or at once if the key is missing, it acquires the key by
+    compare-and-set. Source: the observed-time rule of client-go's leader election.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Bytes of the largest table that is stored as one message, and of a part. Under load, a table changes every 5 s, and
-# each worker of the lane reads the change. If the table has parts, it reads only the changed ones.
+# Bytes of the largest table that is stored as one message, and bytes that a part should not exceed. Under load, a table
+# changes every 5 s, and each worker of the lane reads the change: if the table has parts, only the changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
@@ -75,7 +75,7 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
 
 
 class StoredTable:
-    """Table of one lane, as it is stored in the bucket. `table` is None if the bucket has none."""
+    """Table of one lane, as it is stored in the bucket. `table` is None until a complete table is known."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
@@ -99,8 +99,8 @@ class StoredTable:
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key; None: it was removed, or is unreadable. Ignore a revision that is not newer than the
-        present one. Return whether the table changed.
+        """Set the value of a key; None: it was removed, or is unreadable. Ignore keys of other lanes, and a revision
+        that is not newer than the present one. Return whether the table changed.
         """
         if not self.has(key) or revision <= self._revisions.get(key, 0):
             return False
@@ -144,14 +144,14 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the revision of the lane's key; 0 if it has no value."""
+        """Return the last known revision of the lane's key, also if the key was removed; 0 if none is known."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
         """Return the writes that store `table`. They succeed only if the lane's key still has the revision known here.
 
-        `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if one message of the change
-        exceeds it.
+        `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if a value of the change is
+        larger than this limit less SPARE_BYTES.
         """
         change = self._change(table, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)

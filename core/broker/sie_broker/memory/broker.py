@@ -13,7 +13,8 @@ from sie_broker.memory.connection import Exchange, MemoryConnection, WatchReader
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
-_HELD_ENTRIES = 4096  # largest number of entries that wait for the handler of a watch; later ones are read again
+# While so many entries wait for the handler of a watch, new entries are not queued, but read from the bucket later.
+_HELD_ENTRIES = 4096
 
 
 class MemoryBucket:
@@ -157,7 +158,9 @@ class MemoryWatch:
             self._run()
 
     def catch_up(self) -> None:
-        """Queue the entries that were written while the connection was lost or the queue was full."""
+        """Queue the entries that are not queued yet: those from before the watch, and those that were written while the
+        connection was lost or the queue was full.
+        """
         if self._connection.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()

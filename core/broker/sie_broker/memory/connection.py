@@ -85,7 +85,9 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all subscriptions, but to one of each queue group. Return the number of deliveries."""
+        """Deliver a message to each subscription without a queue group, and to one subscription of each queue group.
+        Return the number of deliveries.
+        """
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
             if not inbox.done():
@@ -204,7 +206,9 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
+        if the connection is closed.
+        """
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:

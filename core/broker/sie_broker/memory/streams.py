@@ -306,7 +306,9 @@ def _window_s(spec: StreamSpec) -> float:
 
 
 def normal(spec: StreamSpec, field: str) -> object:
-    """Return a setting as the broker stores it: each value that means "no limit" becomes 0."""
+    """Return a setting as the broker stores it: each value that means "no limit" becomes 0, and the duplicate window is
+    at most the age limit of the messages.
+    """
     value = getattr(spec, field)
     if field == "duplicate_window_s":
         return _window_s(spec)

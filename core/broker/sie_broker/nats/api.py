@@ -39,8 +39,8 @@ _SPEC_FIELDS = {
 # Not compared: metadata, because the broker adds its own; mem_storage, because the broker does not let an older
 # consumer change from files to memory.
 _NEVER_COMPARED = {"metadata", "mem_storage"}
-# Not updated: some server versions accept a filter that overlaps another consumer's filter, and then both would get the
-# same message.
+# Not updated: the filter, because some server versions accept one that overlaps another consumer's filter, and then
+# both consumers would get the same message; the ack policy, because the broker refuses another one.
 NEVER_UPDATED = {
     "filter_subject",
     "ack_policy",
@@ -119,7 +119,9 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Refusal of a request by the JetStream API. `number`: its error code."""
+    """Refusal of a request by the JetStream API, except those for which `error_of` has another class. `number`: the
+    API's error code.
+    """
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")
@@ -190,7 +192,9 @@ def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """Return the settings that all buckets have in common, without size and storage."""
+    """Return the settings that all buckets have in common. A bucket chooses its storage, replicas, ages and duplicate
+    window.
+    """
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -206,7 +210,9 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the settings in `desired` that differ at the broker. The broker omits settings that are zero or empty."""
+    """Return the names of the settings in `desired` that differ at the broker, without those that are never compared.
+    The broker omits settings that are zero or empty.
+    """
     return [
         name
         for name, value in desired.items()

@@ -36,8 +36,8 @@ _CLOSE_TIMEOUT_S = 2.0
 PING_S = 5.0  # seconds between two pings; a connection is lost if two of them have no answer
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# Bytes of the client's send buffer. While it is full, a publisher waits. No burst within one iteration of the event
-# loop is as large.
+# Bytes of the client's send buffer. While the buffer is full, a publisher waits. The buffer is larger than any burst
+# within one iteration of the event loop, so this is rare.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
@@ -142,7 +142,8 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # keep the earlier error: it says more than the time-out of an attempt that the deadline cut short
+                    # A mere time-out does not replace an earlier error, which says more: the deadline may have cut the
+                    # attempt short.
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -236,7 +237,9 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
+        if the connection is closed.
+        """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -279,7 +282,7 @@ class NatsConnection:
             return
         if self.live:
             is_eof = isinstance(error, UnexpectedEOF)
-            reason = "the broker closed the connection; its own log says why" if is_eof else repr(error)
+            reason = "the broker closed the connection; the broker's log says why" if is_eof else repr(error)
             log.warning("%s: %s", self.name, reason)
             return
         self._failed_attempts += 1
@@ -317,12 +320,12 @@ class NatsConnection:
             self._up.set()
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        # not the client's own flush: after its time-out, the client's reader would end (nats-py 2.16)
+        # The client's own flush is not used: after its time-out, the client's reader would end (nats-py 2.16).
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Send a message now. Raises BrokerUnavailable without a connection: the message is not sent after a reconnect,
-        because it may be outdated then.
+        because it may be outdated then. Raises PayloadTooBig, and ValueError for an invalid subject.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -347,7 +350,7 @@ class NatsConnection:
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
         """Send a message with a reply subject. Return the first message on that subject, which may be a status message.
-        Raises BrokerUnavailable.
+        Raises PayloadTooBig, BrokerUnavailable.
         """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
@@ -449,8 +452,8 @@ class NatsBus(NatsConnection):
         return _NatsSubscription(self, subscription)
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription of the client. Messages that the broker sent before it received the UNSUB are still
-        handled, for at most STOP_TIMEOUT_S seconds.
+        """End a subscription of the client. Wait at most STOP_TIMEOUT_S seconds until the messages are handled that the
+        broker sent before it received the UNSUB.
         """
         # The task is not cancelled at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
         self._droppers.pop(subscription, None)
@@ -467,7 +470,7 @@ class NatsBus(NatsConnection):
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()
         except BrokerUnavailable as error:
-            log.info("%s: a subscription ended because its connection was lost: %s", self.name, error)
+            log.info("%s: a subscription ended before the broker confirmed it: %s", self.name, error)
         try:
             await subscription.drain()
         except NatsError as error:

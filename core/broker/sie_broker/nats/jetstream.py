@@ -43,9 +43,10 @@ PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
 # Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so its
 # open pulls still get deliveries. The broker delivers these messages again after the ack wait (at least 3 s). A pull
 # that was still open then could get them a second time, so pulls expire earlier. A pull for one delivery may last
-# longer, which is cheaper, because each quiet model has such a pull.
+# longer, because it ends with its delivery. This is cheaper, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
+# Pulls that last less than two such times expire at multiples of half their duration.
 # If 200 pulls wake the loop one by one, this costs 1.5 % of a core; together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
@@ -54,7 +55,8 @@ PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds after its expiry at which a pull counts as lost; the broker reports an expired pull within milliseconds
 _PULL_LATE_S = 1.0
-_LOG_EVERY_S = 10.0  # seconds between two log lines about consumers that do not exist yet after a restart of the broker
+# seconds between two log lines about pulls that the broker refuses, for example because a restart lost the consumers
+_LOG_EVERY_S = 10.0
 # seconds between two searches for lost pulls; one timer serves all pulls, so that more pulls need no more timers
 _SWEEP_S = 0.25
 
@@ -113,9 +115,10 @@ class NatsDelivery:
 class _PullCredit:
     """Counts of the open pulls of one consumer.
 
-    `issued`: number of deliveries that were ever requested. `settled`: number of those that arrived, or that the broker
-    reported as not delivered. The others may still arrive. The broker fills several pulls of a consumer in turn, so it
-    is unknown which pull a delivery belongs to, but the sums are exact.
+    `issued`: number of deliveries that were ever requested. `settled`: number of requested deliveries that arrived,
+    that the broker reported as not delivered, or that were given up as lost. All other deliveries may still arrive. The
+    broker fills several pulls of a consumer in turn, so it is unknown which pull a delivery belongs to, but the sums
+    are exact.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -374,7 +377,7 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
-        # nothing to count: only a pull with a byte limit gets this status, after its last delivery
+        # There is nothing to count: only a pull with a byte limit gets this status, after its last delivery.
         if reason == "Batch Completed":
             return
         left = headers.get("Nats-Pending-Messages")
@@ -399,7 +402,7 @@ class NatsPulls:
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
             log.warning(
-                "pulls on stream %s, consumer %s: %s; trying again until the consumer exists",
+                "pulls on stream %s, consumer %s: %s; trying again",
                 self._stream,
                 entry.consumer,
                 reason,
@@ -458,8 +461,8 @@ class JetStream(NatsBus):
         return self.open_pulls(stream, handler, expires_s=WORK_EXPIRES_S)
 
     async def api(self, verb: str, body: object, kind: type[_T]) -> _T:
-        """Send one request to the JetStream API and return its decoded reply. Raises BrokerUnavailable, or the
-        BrokerError for the API's error code.
+        """Send one request to the JetStream API and return its decoded reply. Raises BrokerUnavailable, and BrokerError
+        for an error code or a reply that cannot be decoded.
         """
         answer = await self.roundtrip(f"$JS.API.{verb}", msgspec.json.encode(body), API_TIMEOUT_S)
         if is_no_responder(answer):
@@ -491,9 +494,9 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner,
-        this process creates it from `config`. `request` and `config` have the same settings in two forms. Two callers
-        at once get the same stream. Return None if the stream was deleted after its creation.
+        """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner, or
+        as the owner, this process creates it from `config`. `request` and `config` have the same settings in two forms.
+        Two callers at once get the same stream. Return None if the stream was deleted after its creation.
         """
         name = request.name
         info = await self.stream_info(name)
@@ -521,7 +524,7 @@ class JetStream(NatsBus):
             return False
         if answer.data:
             raise BrokerError(
-                f"the config service, the owner of streams, refuses to create {request.name}: {answer.data.decode()}"
+                f"the config service, the owner of streams, did not make {request.name}: {answer.data.decode()}"
             )
         return True
 

@@ -36,7 +36,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
-    removal. This marker is kept for `removed_age_s` seconds, or for ever if that is 0.
+    removal. This marker is kept for `removed_age_s` seconds, or as long as any message of the bucket if that is 0.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -97,19 +97,21 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. Raises BrokerUnavailable after API_TIMEOUT_S seconds without a new entry."""
+        """Wait until a read is complete. Raises BrokerUnavailable after API_TIMEOUT_S seconds without a new key, or if
+        the pulls break.
+        """
         before = -1
         while not complete.done():
             if len(entries) == before:
                 raise BrokerUnavailable(
-                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that persists, its "
-                    f"files are damaged: run `sie repair {self._stream}`"
+                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that persists, the "
+                    f"stream's files are damaged: run `sie repair {self._stream}`"
                 )
             before = len(entries)
             await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
         if not complete.result():
             raise BrokerUnavailable(
-                f"{self._stream}: the connection was lost while its keys were read, after {len(entries)} of them"
+                f"{self._stream}: the connection or the consumer was lost after {len(entries)} keys were read"
             )
 
     async def write(self, writes: list[Write]) -> int:
@@ -120,8 +122,8 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # A removed key still has a marker with a revision. So a write that expects no key fails for it: try
-                # again with that revision.
+                # A removed key still has a marker with a revision, so a write that expects no key fails. The next
+                # attempt expects the revision of the marker.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -245,7 +247,7 @@ class _KeyValueWatch:
             self._last = 0  # this is a new bucket of the same name, so all its entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # nothing is left to read: the entries up to this revision have expired
+            # Nothing is left to read: all entries up to this revision are handled, expired or removed.
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0

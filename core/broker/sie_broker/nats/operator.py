@@ -3,8 +3,7 @@ differences. Commands of operators use it.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-A step never loses a message. If a change is not possible in place, or not possible yet, the step is a refusal with a
-reason.
+A change that this version cannot make in place, or that could lose work now, is a step that refuses it with a reason.
 """
 
 from __future__ import annotations
@@ -51,7 +50,9 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """Planned change of one stream or consumer. For the action `refuse`, `reason` has the cause and the remedy."""
+    """Planned change of one stream or consumer. `reason`: why a consumer is created or a change is refused, with the
+    remedy if there is one.
+    """
 
     action: Literal["create", "update", "refuse"]
     kind: Literal["stream", "consumer"]
@@ -85,7 +86,10 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return a text that shows how a stream's files are damaged; empty if they are not. Raises BrokerError."""
+    """Return a text that says how a stream's files are damaged; empty if no damage was found. A bucket that cannot be
+    read completely counts as damaged, also if the connection was lost. Of other streams, only the first message is
+    read. Raises BrokerError.
+    """
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:

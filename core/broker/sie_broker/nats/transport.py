@@ -1,4 +1,4 @@
-"""Addresses and credentials of servers, the pauses between attempts to connect, and the client's TCP transport."""
+"""Addresses and credentials of servers, the pauses between attempts, and the client's TCP transport."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
     """Return the server addresses without credentials, and the credentials. All servers have the same credentials,
     because the addresses that the broker announces later contain none.
 
-    `password`: password for a user in `url` without one. Without it, the name of such a user counts as a token.
+    `password`: password for a user in `url` without a password. If it is None, the name of this user counts as a token.
+    Raises ValueError for an invalid URL.
     """
     servers: list[str] = []
     credentials: dict[str, str] = {}
