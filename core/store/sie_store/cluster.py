@@ -61,7 +61,7 @@ class ClusterCache:
 
     def fetch(self, repository: str, revision: str, select: Wanted | None = None) -> Fetch | None:
         """Return a function that fetches the snapshot, or its files that `select` accepts. Return None if the bucket
-        does not have the complete snapshot, or it has no such file. Raises FetchFailed, ManifestError.
+        has no manifest of the snapshot, or if the manifest has no such file. Raises FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
@@ -97,7 +97,9 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """Read every file of a snapshot and return its faults, one line each. Raises FetchFailed."""
+        """Return the faults of a snapshot, one line each: those in `stored`, and the files with a wrong digest. Every
+        file without a known fault is read. Raises FetchFailed.
+        """
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.label)

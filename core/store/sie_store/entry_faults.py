@@ -67,7 +67,9 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, if any. An entry may add prompts, but not change the files' prompts."""
+    """Return the fault of the entry's prompts, if any. An entry may add prompts. It may change the prompts of the files
+    only by templates with {instruction}.
+    """
     # checked only for families that compute vectors: in others, a prompt is used only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}

@@ -100,7 +100,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
 
 
 def _read(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and the content of each readable file of a models folder."""
+    """Yield path and content of each readable file of a models folder that has an entry and at most MAX_FILE_BYTES."""
     for place, below, names in os.walk(root):
         below[:] = [
             name for name in below if not name.startswith(".") and not (Path(place) == root and name == "bundles")

@@ -1,4 +1,4 @@
-"""Object stores by URL. Every call has a time limit, and all kinds of stores raise the same error classes.
+"""Object stores by URL. `within` limits the time of a call, and makes all kinds of stores raise the same error classes.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► reply or error
                                                                     └── RetryPolicy.repeated: another attempt
@@ -8,8 +8,8 @@ StoreError             no reply in time, or a failure that may disappear
 ├── BucketMissing      no such bucket
 ├── AccessRefused      credentials are missing, wrong, expired or without the permission
 ├── RangeMissing       the object is shorter than the requested range
-├── WrittenMeanwhile   another writer wrote the object after it was read
-└── StoreFull          the store has no space for the object
+├── WrittenMeanwhile   another writer wrote the object after it was read, or created it first
+└── StoreFull          the store has no space for the object, or a write would not leave the reserve free
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Raised if another writer has changed the object since it was read."""
+    """Raised if another writer has changed the object since it was read, or has created it first."""
 
 
 class StoreFull(StoreError):
-    """Error for a store whose disk is full or whose quota is used up."""
+    """Error for a store whose disk is full or whose quota is used up, or whose disk would not keep its reserve free."""
 
 
 def opened(url: str, setting: str) -> ObjectStore:
@@ -155,7 +155,7 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
     for the queue and for payloads. The claims of a writer count until it leaves the context, because its bytes may not
     be on the disk yet.
 
-    The function raises StoreFull if less than this would stay free.
+    The function raises StoreFull if less than these reserves would stay free.
     """
     from obstore.store import LocalStore
 
@@ -228,8 +228,9 @@ async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limit and number of attempts for calls of a store. `stall_s`: time limit of one attempt in seconds. `tries`:
-    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as
-    the store requests, but at most MAX_PAUSE_S. Pauses are randomized, because many nodes may retry at the same time.
+    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long. If the store
+    requests a longer pause, that is used. A pause has at most MAX_PAUSE_S seconds, and is then multiplied by a random
+    factor from 0.75 to 1.25, because many nodes may retry at the same time.
     """
 
     stall_s: float = 30.0

@@ -31,11 +31,13 @@ _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """Raised if a payload does not exist or does not match its key. Another attempt does not help."""
+    """Raised if a payload does not exist or does not match its key, or if a key is invalid. Another attempt does not
+    help.
+    """
 
 
 class PayloadStore:
-    """Payloads by the digest of their bytes. Every call raises StoreError if it takes longer than `timeout_s`."""
+    """Payloads by key. Every call raises StoreError if it takes longer than `timeout_s`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -72,7 +74,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Return a payload whose digest equals its key. Raises PayloadMissing, StoreError."""
+        """Return a payload whose digest equals the digest in its key. Raises PayloadMissing, StoreError."""
 
         digest = _digest_of(key)
 

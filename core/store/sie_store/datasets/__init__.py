@@ -6,6 +6,6 @@ model.
                      manifest.json ◄──manifests── shard records ◄──shards (create only)── bytes ◄──parts─┘
 
 A span is a range of rows of one object (or of images of a folder). A shard is the answers to the rows of one span, in
-the same order. A part is the file that stores one shard. Every read of a span, by any process, returns the same rows.
-Each part is written at most once, even if several processes try.
+the same order. A part is the file that stores one shard. Every read of a span, by any process, returns the same rows,
+or fails because the object was changed. Each part is written at most once, even if several processes try.
 """

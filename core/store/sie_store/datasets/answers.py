@@ -3,7 +3,7 @@ columns.
 
 The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
 `sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
-an extraction. A row with an error has none of them.
+an extraction. A row with an error has no values in these columns.
 
 A row of the input is one line of the output. A row whose text is split into chunks is one line for each chunk, with the
 further columns `chunk`, `start`, `end`, `text` and `row_tokens`; if the row has a document, also `page` and `heading`.

@@ -51,7 +51,9 @@ def changed(source: str) -> InvalidInput:
 
 
 async def find(place: Place, source: str) -> ObjectEntry:
-    """Return the present size and tag of an object. Raises InvalidInput (reason `input_missing`), StoreError."""
+    """Return the present size and tag of an object. Raises InvalidInput (reasons input_missing, not_allowed),
+    StoreError.
+    """
     import obstore
 
     key = place.key(source)
@@ -66,7 +68,7 @@ async def find(place: Place, source: str) -> ObjectEntry:
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> AsyncIterator[bytes]:
     """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if `entry`
     has no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
-    InvalidInput (reasons input_missing, input_changed), StoreError.
+    InvalidInput (reasons input_missing, input_changed, not_allowed), StoreError.
     """
     import obstore
 
@@ -108,9 +110,8 @@ async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | Non
 
 
 class RangeFile(io.RawIOBase):
-    """File object for an object in a store, for use in a thread. Each read from the store requests more bytes than
-    needed, so that small reads that follow need no request. Raises StoreError and InvalidInput (reason
-    `input_changed`).
+    """File object for an object in a store, for use in a thread. Each request reads at least READ_AHEAD_BYTES, so that
+    small reads that follow need no request. Raises StoreError and InvalidInput (reason `input_changed`).
     """
 
     def __init__(self, place: Place, entry: ObjectEntry) -> None:

@@ -1,6 +1,7 @@
 """Outline of a document that was written as Markdown: the positions at which its pages and its sections begin.
 
-A heading is a line that begins with one to six `#` and a space, and is not in a block of code between fences.
+A heading is a line that begins with one to six `#` and a space or tab, after at most three spaces, and that is not in a
+block of code between fences.
 """
 
 from __future__ import annotations

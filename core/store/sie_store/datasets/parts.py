@@ -2,9 +2,9 @@
 
 parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
-npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
-         A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all rows, and `NAME_rows`:
-         the positions in `NAME` at which the rows begin, and the end of the last row. Texts, copied columns and
+npy      an uncompressed `.npz`: an array for each column. `dense` is [lines, width] with zeros where `failed` is true.
+         A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all lines, and `NAME_rows`:
+         the positions in `NAME` at which the lines begin, and the end of the last line. Texts, copied columns and
          extractions are in `rows.jsonl`, About in `about.json`, both as bytes: nothing in the file is a pickle.
 """
 
@@ -44,7 +44,9 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the bytes of the ids of a part in NumPy, where each id has the width of the longest one; else 0."""
+    """Return the bytes of the ids of a part in NumPy, where each id has the width of the longest one; 0 for the other
+    formats.
+    """
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
@@ -56,7 +58,9 @@ def encode(shard: Shard, format: OutputFormat) -> bytes:
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description in a part. In JSON Lines it lacks job, number and model. Raises PartFault."""
+    """Return the description in a part. In JSON Lines the description lacks job, number, model, `reused` and `lines`.
+    Raises PartFault.
+    """
     if format == "parquet":
         try:
             return tables.inspect(data)

@@ -45,8 +45,8 @@ class Place:
 
     @classmethod
     def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
-        """Open the place at a client's URL. An output is always a folder. Raises InvalidInput if the URL is not
-        allowed, and NotReady if the store of an allowed URL cannot be opened.
+        """Open the place at a client's URL. An output is always a folder. Raises InvalidInput if the URL is invalid or
+        not allowed, and NotReady if the store of an allowed URL cannot be opened.
         """
         param = "output.url" if is_output else "input.url"
         try:

@@ -33,7 +33,8 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import within
 
-MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: memory holds all their names while these are sorted
+# largest number of objects below a folder that a job reads: memory holds all their names while these are sorted
+MAX_OBJECTS = 1_000_000
 MAX_SPANS = 100_000  # largest number of spans of a job: each becomes a record, and memory holds all records
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
@@ -62,9 +63,10 @@ async def plan(
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span has
-    at most `shard_rows` rows and `text_bytes` bytes of text (by default SPAN_BYTES); a longer row is a span of its own.
-    Raises StoreError, and InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
+    """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span of
+    images may have several objects. A span has at most `shard_rows` rows and `text_bytes` bytes of text (by default
+    SPAN_BYTES); a longer row is a span of its own. Raises StoreError, and InvalidInput if there is no object to read,
+    or there are too many objects or spans.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -218,8 +220,9 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads. Only the
-    beginning of the file is read. `plan` finds all other faults.
+    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads, or if its
+    names of columns cannot be used. Only the beginning of the file is read, or its footer for Parquet. `plan` finds all
+    other faults.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -280,9 +283,9 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
 
 class _JsonSample(NamedTuple):
-    """The first rows of a JSON Lines object. Rows may have different columns. But if a column of the job is in none of
-    these rows, its name is probably wrong, and the object is refused, because every row would fail. `values`: largest
-    number of values that one row has in the columns of the job.
+    """The first rows of a JSON Lines object. Rows may have different columns. But if a column that the job needs in
+    each row is in none of these rows, its name is probably wrong, and the object is refused, because every row would
+    fail. `values`: largest number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
     """
 
     columns: list[str]

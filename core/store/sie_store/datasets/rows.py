@@ -54,7 +54,7 @@ class InputRow:
 
 async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
     """Return the `span.rows` rows of a span, in order. Raises InvalidInput (reasons input_missing, input_changed,
-    malformed), StoreError.
+    malformed, too_large, not_allowed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span)
@@ -107,7 +107,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    # a general message, because the decoder's message may repeat a part of the row
+    # The message is general, because the decoder's message may repeat a part of the row.
     except (ValueError, RecursionError):
         return _fault("malformed", "the line is no valid JSON")
 

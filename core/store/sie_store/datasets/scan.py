@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-# Bytes that are scanned at a time. The positions of line feeds are int64, so of one-byte lines they take eight times
-# as much.
+# Bytes that are scanned at a time. The positions of line feeds are int64: if every byte is a line feed, the positions
+# take eight times as many bytes.
 STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)

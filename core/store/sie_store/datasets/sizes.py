@@ -1,6 +1,6 @@
-"""Memory that the rows of a span (a range of rows) need. It is counted before Python objects are created, because a few
-bytes of a file may become millions of values: `[{},{},…]` in JSON, or a column of Parquet that repeats one value. A
-gateway has at most three spans of each of its jobs in memory.
+"""Memory that the rows of a span (a range of rows) need. The values of JSON and Parquet are counted before Python
+objects are created, because a few bytes of a file may become millions of values: `[{},{},…]` in JSON, or a column of
+Parquet that repeats one value. A gateway has at most three spans of each of its jobs in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SpanSize:
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Add values and bytes of some rows, before Python objects are created. Raises InvalidInput above a limit."""
+        """Add values and bytes of some rows. Raises InvalidInput above a limit."""
         self._values += values
         self._bytes += size
         for have, most, kind in (
@@ -62,7 +62,9 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Return the number of values in JSON, the outermost included; the result may be too high, but never too low."""
+    """Return the number of values in JSON, the outermost included. The result may be too high. It is too low only if it
+    is above MAX_ROW_VALUES, where counting stops.
+    """
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 

@@ -91,8 +91,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Return an array whose type follows from the values; JSON if they have several types. Without values, the type is
-    null, which is compatible with any type of this column in other files.
+    """Return an array whose type follows from the values; JSON if they have several types or a type that `_is_flat`
+    excludes. Without values, the type is null, which is compatible with any type of this column in other files.
     """
     import pyarrow as pa
 
@@ -104,8 +104,8 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _is_flat(kind: pa.DataType) -> bool:
-    """Return whether Parquet can store a type. It cannot store an empty map (an Arrow struct), and its readers refuse
-    lists that are nested deep.
+    """Return whether values are stored in this type and not as JSON. This excludes maps (Arrow structs), because
+    Parquet cannot store an empty one, and lists that are nested deep, because readers of Parquet refuse them.
     """
     import pyarrow as pa
 

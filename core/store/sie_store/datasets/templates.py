@@ -35,7 +35,7 @@ MAX_REPEATS = 4
 
 
 class ColumnFault(ValueError):
-    """Error for a column value that a template cannot use as text. The message never contains the value."""
+    """Error for a value of a column that is no text, id or image. The message never contains the value."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def plain(row: Mapping[str, Any], column: str) -> str:
         return value.isoformat()
     kinds: dict[Any, str] = {dict: "a map", list: "a list", bytes: "bytes"}
     kind = kinds.get(type(value), "of another type")
-    raise ColumnFault(f"column {column!r} is {kind}, expected text, a number or a boolean")
+    raise ColumnFault(f"column {column!r} is {kind}, expected text, a number, a boolean or a time")
 
 
 def templates(source: JobInput) -> dict[str, Template]:
@@ -113,7 +113,7 @@ def columns(source: JobInput) -> dict[str, str]:
 
 
 def reads_images(source: JobInput) -> bool:
-    """Return whether the input is a folder of images, so that each row is one file."""
+    """Return whether the input consists of image files, so that each row is one file."""
     columns = (source.text, source.image, source.query, source.documents)
     return source.format == "images" or not (source.format or any(columns))
 

@@ -288,9 +288,9 @@ class LanceLive:
         )
 
         async def merge(table: Any) -> None:
-            # without an index of the ids: with an index, the library cannot write only some of the columns
+            # No index of the ids is used: with an index, the library cannot write only some of the columns.
             builder = table.merge_insert(shape.id_column).use_index(False)
-            # otherwise the library refuses a column in which all vectors are null
+            # Without `on_bad_vectors`, the library refuses a column in which all vectors are null.
             await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
 
         await self._table(merge, data.nbytes / BYTES_PER_S)
@@ -432,7 +432,8 @@ class LanceLive:
         """Raise CollectionMismatch if these columns of the table are not those of its last reading."""
         if names != self._opened().columns.keys() & self._migrated():
             raise CollectionMismatch(
-                f"another command has switched {self._source.collection} meanwhile: run one at a time"
+                f"another command has switched {self._source.collection} meanwhile, or begun or cleaned up a "
+                "migration: run one at a time"
             )
 
 

@@ -73,7 +73,8 @@ def _scheme(url: str, setting: str) -> str:
     try:
         pieces = urlsplit(url)
         _ = pieces.port
-        (pieces.hostname or "").encode("idna")  # refuses what no resolver takes; UnicodeError is a ValueError
+        # This refuses names that no resolver accepts; UnicodeError is a ValueError.
+        (pieces.hostname or "").encode("idna")
     except ValueError:
         raise SettingError(setting, "the URL of a database has no valid host and port") from None
     if pieces.scheme in ("qdrant", "qdrants"):

@@ -1,5 +1,5 @@
 """PostgreSQL with pgvector. The rows of a job are in the table `collection (id text primary key, embedding vector(d),
-sparse sparsevec(n), payload jsonb)`, which has the columns of the job's outputs.
+sparse sparsevec(n), payload jsonb)`. Of `embedding` and `sparse`, the table has the columns of the job's outputs.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
@@ -95,8 +95,8 @@ class PostgresDatabase:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 if is_transaction:
                     await connection.execute("BEGIN")
-                # the server's own limit: without it, the server would continue a statement after its client has
-                # disconnected
+                # This is the server's own limit: without it, the server would continue a statement after its client
+                # has disconnected.
                 local = "LOCAL " if is_transaction else ""
                 await connection.execute(f"SET {local}statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
@@ -171,7 +171,8 @@ class PgvectorSink:
         await copy_rows(connection, self._extension, {**columns, "payload": "jsonb"}, records)
         names = ", ".join([*columns, "payload"])
         changes = ", ".join(f"{name} = EXCLUDED.{name}" for name in [*columns, "payload"])
-        # in the order of ids, so that two writers of the same rows lock them in the same order and cannot deadlock
+        # Rows are written in the order of ids, so that two writers lock the same rows in the same order and cannot
+        # deadlock.
         await connection.execute(
             f"INSERT INTO {self._table} (id, {names}) "  # noqa: S608  quoted, and checked by prepare
             f"SELECT id, {names} FROM pg_temp.sie_rows ORDER BY id ON CONFLICT (id) DO UPDATE SET {changes}"

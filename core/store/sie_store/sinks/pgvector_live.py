@@ -4,9 +4,9 @@
     embedding_next      new vectors before the switch        embedding_before    old vectors after the switch
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
-A row is pending if its marker differs from the digest of its present text, model and vector. So no clock, trigger or
-change log is needed, and no change by a writer is missed. A write locks a row, and then compares its text with the text
-that was read. Rows that other transactions have locked are skipped.
+A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
+no clock, trigger or change log is needed, and no change by a writer is missed. A write locks a row, and then compares
+its text with the text that was read. A write of vectors skips rows that other transactions have locked.
 """
 
 from __future__ import annotations

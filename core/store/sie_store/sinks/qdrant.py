@@ -145,8 +145,8 @@ class QdrantConnection:
 
 
 class QdrantSink:
-    """Sink for Qdrant. A collection of dense vectors alone has one vector without a name; others have named vectors,
-    with the names of the outputs.
+    """Sink for Qdrant. A collection of dense vectors alone has one vector without a name. Any other collection has
+    named vectors, with the names of the outputs.
     """
 
     def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
@@ -178,7 +178,8 @@ class QdrantSink:
         latest = rows.latest(self._widths)
         bodies = point_bodies((self._point(latest, number) for number in range(len(latest.ids))), self._body_bytes)
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
+        # Bodies are encoded in a thread, because this takes as long as some requests to a model and would block the
+        # event loop.
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._server.send("PUT", path, body, completed=True)
 

@@ -329,7 +329,8 @@ class QdrantLive:
             bodies = point_bodies(
                 self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
             )
-            # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
+            # Bodies are encoded in a thread, because this takes as long as some requests to a model and would block the
+            # event loop.
             while body := await asyncio.to_thread(next, bodies, b""):
                 content = body.removesuffix(b"}") + condition
                 await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
@@ -435,8 +436,8 @@ class QdrantLive:
         body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
         if layout.is_begun:
-            # Deleted last. If the clean-up is interrupted before, the next one still finds this collection, by its name
-            # or its alias. The alias ends with the collection.
+            # This collection is deleted last: if the clean-up is interrupted before, the next clean-up still finds the
+            # collection by its name or its alias. The alias ends with the collection.
             await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ StoreError                another attempt may help
 ├── SinkUnsuitable        the server cannot store these vectors: no extension, no such database, another kind of server
 ├── CollectionRefused     the database cannot have a collection of this name or of these fields
 ├── CollectionMismatch    the collection exists with other dimensions, distance or columns
-├── CollectionMissing     the collection was removed after `prepare`
+├── CollectionMissing     the collection does not exist, or was removed after `prepare`
 └── RowsRefused           the database cannot store these rows
 
 No message has a credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of
@@ -51,7 +51,7 @@ class CollectionMismatch(StoreError):
 
 
 class CollectionMissing(StoreError):
-    """Error for a collection that somebody has removed after `prepare` created or checked it."""
+    """Error for a collection that does not exist, or that was removed after `prepare` created or checked it."""
 
 
 class RowsRefused(StoreError):

@@ -8,7 +8,8 @@ HF_HOME, so that other programs find them too.
     hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, use or fetch the snapshot;
                                                 exclusive lock of a process that removes it. The file's mtime: last use
 
-A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
+A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place. If the
+snapshot exists already, the new files are moved into it before its manifest is written.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class LocalCache:
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
         """Return the folder of a snapshot; None if it is missing or incomplete. Raises ManifestError.
 
-        The manifest, or else the listing of the hub's own client, names the files of the repository. The snapshot must
-        have those that `select` accepts. Without `select`, it must have all files in its manifest, or those in the
-        listing that `common` accepts.
+        With a manifest, the snapshot must have all files in it, and `select` must accept none of the files that the
+        manifest left out. Without a manifest, the snapshot must have the files that `select` (by default `common`)
+        accepts in the listing of the hub's own client.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -128,8 +129,7 @@ class LocalCache:
 
     def flaw(self, repository: str, revision: str) -> str:
         """Return why a snapshot is not complete; empty if no fault is found. The files are compared with the manifest.
-        Without a manifest, index files must name only existing files, and safetensors files must have their full
-        length. Raises ManifestError.
+        Without a manifest, `listing.contradiction` examines them. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -138,7 +138,7 @@ class LocalCache:
 
     def log_name(self, repository: str, revision: str) -> str:
         """Return a snapshot's name for logs. A LoRA is not named, because a client may have chosen its name. An
-        unfinished download may be one.
+        unfinished download is not named either, because it may be a LoRA.
         """
         place = self.place(repository, revision)
         if not place.exists():
@@ -146,7 +146,9 @@ class LocalCache:
         return "a LoRA" if any((place / name).exists() for name in LORA_FILES) else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """Return the manifest of a snapshot; None if missing, or of another snapshot. The files are not checked."""
+        """Return the manifest of a snapshot; None if it is missing, invalid or of another snapshot. The files are not
+        checked.
+        """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -160,8 +162,8 @@ class LocalCache:
 
     def lease(self, repository: str, revision: str) -> Lock:
         """Return a lease on a snapshot, which need not exist yet. No process removes the snapshot during the lease.
-        Raises FetchFailed if another process is removing it and does not finish, or if the disk has no space for the
-        lock file.
+        Raises FetchFailed if another process is removing the snapshot and does not finish, or if the lock file cannot
+        be written. Raises ManifestError.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -191,8 +193,8 @@ class LocalCache:
         """Return the folder of a snapshot; fetch the snapshot first if it is not complete. Only one process of the node
         fetches it; others wait.
 
-        `label`: name of the snapshot in logs and errors. Raises FetchFailed. A caller that uses the files later must
-        have a lease before this call.
+        `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError. A caller that uses the
+        files later must have a lease before this call.
         """
         progress = progress or FetchProgress(label)
 
@@ -255,8 +257,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of its
-        creation if it never had a lease; 0 if it does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of the last
+        change of its folder if it never had a lease; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -264,7 +266,7 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot and its partial folder, unless in use. Returns whether it was removed. Raises OSError."""
+        """Remove a snapshot and its partial folder. Return False if a process uses or fetches it. Raises OSError."""
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
@@ -317,7 +319,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError.
+        """Remove a candidate. Return False if a process uses or fetches it, and it stays. Raises OSError.
 
         The hub's own client stores files in `blobs`, and a snapshot has links to them. A file is removed with the last
         snapshot that has a link to it.

@@ -94,7 +94,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
-                "the disk of %s stays fuller than %g %%, because no other snapshot may be removed",
+                "with the new files, the disk of %s stays fuller than %g %%, because no other snapshot may be removed",
                 cache.folder,
                 threshold_percent,
             )

@@ -3,7 +3,7 @@ client may have downloaded it, or a person may have copied it.
 
     is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
                       each file must exist with its size
-    contradiction     without a listing: check whether the files refer to files that are missing
+    contradiction     without a listing: check whether the files refer to missing files, or are cut off
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return why a snapshot without a listing is incomplete, as an error text; empty if no missing file is known."""
+    """Return why a snapshot without a listing is incomplete, as an error text; empty if no fault is found."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"

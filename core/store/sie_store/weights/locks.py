@@ -71,8 +71,8 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     meanwhile. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
-    on it. If the file cannot be opened or created at all, the returned shared lock is a dummy, so that a snapshot in a
-    read-only folder can be used.
+    on it. If this process may neither open nor create the file, the returned shared lock is a dummy, so that a snapshot
+    in a read-only folder can be used.
     """
     refused: OSError | None = None
     try:

@@ -34,7 +34,9 @@ FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKN
 
 
 class ManifestError(ValueError):
-    """Error for a file that is not a manifest, or for a manifest with a name that is not allowed."""
+    """Error for a file that is not a valid manifest, or for a name of a repository, revision or file that is not
+    allowed.
+    """
 
 
 class FetchFailed(Exception):

@@ -20,7 +20,7 @@ class FetchProgress:
     in seconds.
 
     `on_expect` is called before the first byte with the number of missing bytes, and may raise FetchFailed. `on_step`
-    is called with the progress at most once per second, also while files are only checked.
+    is called with the progress in `expect`, and then at most once per second, also while files are only checked.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -33,12 +33,14 @@ _logger = logging.getLogger("sie.store")
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
-ROUNDS = 20  # largest number of times that a push starts again because other writers change the bucket
+ROUNDS = 20  # largest number of rounds of a push, which starts again if other writers change the bucket
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
 class PushRefused(Exception):
-    """Error for files that differ from the files of the same commit in the bucket, or from their own manifest."""
+    """Error for files that differ from the files of the same commit in the bucket or from their own manifest, or for a
+    bucket whose manifest of this commit is invalid.
+    """
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Push:
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
         """Return the manifest in the bucket, and obstore's mode for its write: the write fails if another writer has
-        changed the manifest. The manifest is None if there is none, or if `force` replaces it. Raises PushRefused if
-        its files differ from the files of this push.
+        changed the manifest. The manifest is None if there is none, or if `force` replaces it. Without `force`, raises
+        PushRefused if it is invalid or its files differ from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)

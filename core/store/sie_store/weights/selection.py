@@ -32,7 +32,7 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a function that tests if a file name matches a pattern, and no pattern of UNREAD (files that SIE never
+    """Return a function that tests if a file name matches a pattern, and no pattern of UNREAD (files that no load
     reads). `*` also matches /.
     """
 

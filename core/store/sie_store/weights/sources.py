@@ -7,7 +7,8 @@ The first source that the entry names and that exists is used. Only files are re
 imported. Snapshots of the cluster cache or the hub are stored in the local cache.
 
 A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed, it counts as a
-miss, and the download fetches only the missing files. Otherwise it is used if its files refer to no missing file.
+miss, and the download fetches only the missing files. If downloads are off or the download fails, the snapshot is used
+if no fault of its files is found.
 """
 
 from __future__ import annotations
