@@ -224,7 +224,8 @@ def _newer(current: dict[str, Any]) -> str:
 def _fixed(changes: tuple[FieldChange, ...]) -> str:
     fixed = next((_FIXED[change.field] for change in changes if change.field in _FIXED), "")
     return (
-        f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which creates it again"
+        f"{fixed} cannot be changed in place: let the stream run empty, delete the stream or consumer, and start a "
+        "gateway, which creates it again"
         if fixed
         else ""
     )
