@@ -161,6 +161,24 @@ def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer)
     assert stored(server) == 3000
 
 
+def test_a_lower_limit_than_the_stored_dead_letters_is_refused(server: NatsServer) -> None:
+    """The broker would drop the oldest letters; a work queue refuses new messages instead, so its limit is lowered."""
+    letters = topology.dead_letter_stream(LANE.pool, storage="file", replicas=1, queue_bytes=4 << 20)
+    at(server, lambda broker: broker.ensure_stream(letters, owner=True))
+
+    async def store(broker: NatsBroker) -> None:
+        for number in range(60):
+            await broker.publish(letters.subjects[0], b"x" * 10_000, f"letter-{number}")
+
+    at(server, store)
+    done = sie(server, "migrate", "--yes", "--queue-max-bytes", str(1 << 20))
+    assert done.exit_code == 1
+    refused = next(line for line in done.stdout.splitlines() if line.startswith("refuse stream"))
+    assert "more than the new limit 262144" in refused
+    assert "sie dlq" in refused
+    assert at(server, lambda broker: broker.stream_state(letters.name)).messages == 60
+
+
 def test_a_newer_topology_is_left_alone(server: NatsServer) -> None:
     make(server, dataclasses.replace(WANTED, version=topology.TOPOLOGY_VERSION + 1))
     done = sie(server, "migrate", "--yes")

@@ -68,6 +68,10 @@ class TopologyMismatch(BrokerError):
         self.field = field
 
 
+class UnsafeUpdate(BrokerError):
+    """A stream was not updated, because a lower limit would drop messages that it stores."""
+
+
 class WrongRevision(BrokerError):
     """A compare-and-set failed: a key has another revision than expected. No write of its batch was stored."""
 
@@ -348,8 +352,7 @@ class Administration(Queue, Protocol):
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. With `owner`, the stream is created, or updated from an
         older topology version; the owner of streams does this if one is connected. Otherwise the settings are only
-        compared. Raises TopologyMismatch, and BrokerError if there is no stream after that, or while a subject has more
-        messages than half of a new, lower limit: the update could drop messages.
+        compared. Raises TopologyMismatch, UnsafeUpdate, and BrokerError if there is no stream after that.
         """
 
     async def delete_stream(self, stream: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sie_broker import BrokerError
+from sie_broker import UnsafeUpdate
 from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0  # seconds in which the broker must answer an operation without a time-out of its own
@@ -14,18 +14,28 @@ STOP_TIMEOUT_S = 5.0  # seconds for which `stop` of a subscription waits for its
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
-def check_room(spec: StreamSpec, present_limit: int, counts: Mapping[str, int]) -> None:
-    """Raise BrokerError if a lower limit of messages per subject could lose messages: the broker drops those above it.
+def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: int, counts: Mapping[str, int]) -> None:
+    """Raise UnsafeUpdate if an update to `spec` could drop messages: the broker drops those beyond a lower limit.
 
-    `present_limit`: the stream's limit until now (0: no limit). `counts`: number of messages by subject. A limit that
-    is not lowered passes. For a lower limit, no subject may have more than half of it, because publishers continue
-    during the update.
+    `per_subject`, `max_bytes`: the stream's limits until now; 0 or less: no limit. `size_bytes`, `counts`: bytes of the
+    stored messages, and their number by subject. A limit that is not lowered passes. For a lower limit of messages per
+    subject, no subject may have more than half of it, because publishers continue during the update. A lower limit of
+    bytes drops messages only of a stream for dead letters: a work queue refuses new ones.
     """
-    limit = spec.max_per_subject
-    if limit <= 0 or 0 < present_limit <= limit:
-        return
-    subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
-    if count > limit // 2:
-        raise BrokerError(
-            f"{spec.name} is not updated yet: {subject} has {count} messages, more than half of the new limit {limit}"
+    if _is_lower(spec.max_per_subject, per_subject):
+        subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
+        if count > spec.max_per_subject // 2:
+            raise UnsafeUpdate(
+                f"{spec.name} is not updated yet: {subject} has {count} messages, more than half of the new limit "
+                f"{spec.max_per_subject}"
+            )
+    is_dropping = spec.retention == "limits" and _is_lower(spec.max_bytes, max_bytes)
+    if is_dropping and size_bytes > spec.max_bytes:
+        raise UnsafeUpdate(
+            f"{spec.name} is not updated yet: its messages have {size_bytes} bytes, more than the new limit "
+            f"{spec.max_bytes}, which would drop the oldest: replay or purge dead letters first (`sie dlq`)"
         )
+
+
+def _is_lower(limit: int, present: int) -> bool:
+    return limit > 0 and not 0 < present <= limit

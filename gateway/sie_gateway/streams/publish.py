@@ -37,6 +37,7 @@ from sie_broker import (
     StreamFull,
     Subscription,
     TopologyMismatch,
+    UnsafeUpdate,
 )
 from sie_broker.independent import independently
 from sie_broker.record import LeaderLease, leases_of
@@ -516,7 +517,8 @@ class WorkQueue:
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # only logged, because a stream with other settings still stores dead letters
+        except (TopologyMismatch, UnsafeUpdate) as error:
+            # only logged, because a stream with other settings still stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S

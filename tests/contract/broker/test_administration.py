@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
-from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull, TopologyMismatch
-from sie_contracts.wire.topology import TOPOLOGY_VERSION
+from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull, TopologyMismatch, UnsafeUpdate
+from sie_contracts.wire.topology import TOPOLOGY_VERSION, dead_letter_stream
 
 
 async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -> None:
@@ -185,6 +185,20 @@ async def test_an_update_that_would_drop_messages_waits_until_they_are_done(harn
     await publish(broker, "a", 30, first=100)
     with pytest.raises(StreamFull):
         await publish(broker, "a", 1, first=200)
+
+
+async def test_an_update_that_would_drop_dead_letters_is_refused(harness: Harness) -> None:
+    """A stream that discards the oldest messages drops those above a lower limit of bytes."""
+    broker = await harness.connect()
+    letters = dead_letter_stream("full", storage="file", replicas=1, queue_bytes=1 << 20)
+    await broker.ensure_stream(letters, owner=True)
+    for number in range(20):
+        await broker.publish(letters.subjects[0], b"x" * 2000, f"letter-{number}")
+    newer = dataclasses.replace(letters, version=letters.version + 1)
+    with pytest.raises(UnsafeUpdate, match="would drop"):
+        await broker.ensure_stream(dataclasses.replace(newer, max_bytes=20_000), owner=True)
+    assert (await broker.stream_state(letters.name)).messages == 20
+    assert (await broker.ensure_stream(dataclasses.replace(newer, max_bytes=100_000), owner=True)).messages == 20
 
 
 async def test_many_consumers_are_listed(broker: Broker) -> None:

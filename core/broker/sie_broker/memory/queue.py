@@ -246,7 +246,7 @@ class MemoryAdministration(MemoryQueue):
         current = stream.spec
         field = next((field for field in _STREAM_FIELDS if normal(current, field) != normal(spec, field)), None)
         if owner and current.version < spec.version and (field is None or spec.storage == current.storage):
-            check_room(spec, current.max_per_subject, stream.counts)
+            check_room(spec, current.max_per_subject, current.max_bytes, stream.bytes, stream.counts)
             self._server.change_stream(stream, spec)
         elif field is not None:
             raise TopologyMismatch(spec.name, field, getattr(current, field), getattr(spec, field))

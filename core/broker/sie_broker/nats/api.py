@@ -23,7 +23,7 @@ from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
-_FULL = {10076, 10077}
+_STORE_FAILED = 10077
 NO_STREAM, NO_CONSUMER, NO_MESSAGE = 10059, 10014, (10037, 10043, 10057)
 STREAM_EXISTS, CONSUMER_EXISTS = 10058, 10148
 CONSUMER_GONE = {NO_CONSUMER, 10149}  # codes for a request about a consumer that does not exist or is being deleted
@@ -130,7 +130,7 @@ class Refusal(BrokerError):
 
 def error_of(act: str, error: ApiError) -> BrokerError:
     full = "maximum" in error.description and "exceeded" in error.description
-    if error.err_code in _FULL or full:
+    if error.err_code == _STORE_FAILED or full:
         return StreamFull(f"{act}: {error.description}")
     if error.err_code in _WRONG_SEQUENCE:
         return WrongRevision(f"{act}: {error.description}")
@@ -189,6 +189,11 @@ def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any
         # the broker refuses to change this setting of an existing consumer
         config["mem_storage"] = current.get("mem_storage", False)
     return config
+
+
+def limits_of(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the limits of messages per subject and of bytes in a stream's configuration; 0 or -1: no limit."""
+    return config.get("max_msgs_per_subject", 0), config.get("max_bytes", 0)
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:

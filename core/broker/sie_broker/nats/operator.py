@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from sie_broker import BrokerError, BrokerUnavailable, Entry
+from sie_broker import BrokerUnavailable, Entry, UnsafeUpdate
 from sie_broker.limits import check_room
 from sie_broker.nats.api import (
     STREAM_EXISTS,
@@ -21,6 +21,7 @@ from sie_broker.nats.api import (
     StreamInfo,
     consumer_config,
     differences,
+    limits_of,
     stream_config,
     update_of,
     version_of,
@@ -151,8 +152,8 @@ def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[S
         reason = "a shorter age would drop messages: let the queue run empty first"
     if not reason:
         try:
-            check_room(spec, max(0, current.get("max_msgs_per_subject", 0)), facts.counts)
-        except BrokerError as error:
+            check_room(spec, *limits_of(current), info.state.bytes, facts.counts)
+        except UnsafeUpdate as error:
             reason = str(error)
     yield from _step("stream", spec.name, spec.name, current, desired, changes, reason)
 

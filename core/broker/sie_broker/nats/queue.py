@@ -32,6 +32,7 @@ from sie_broker.nats.api import (
     consumer_config,
     consumer_state_of,
     difference,
+    limits_of,
     mismatch,
     state_of,
     stream_config,
@@ -115,16 +116,14 @@ class NatsAdministration(NatsQueue):
         info = await (self.create_stream(request, desired) if owner else self.stream_info(spec.name))
         if info is None:
             raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
-        is_older = version_of(info.config) < spec.version
-        if owner and is_older and await self.ask_owner(request):
-            info, is_older = await self.api(f"STREAM.INFO.{spec.name}", {}, StreamInfo), False
         field = difference(info.config, desired)
-        if owner and is_older:
-            if spec.max_per_subject > 0:
-                check_room(
-                    spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">")
-                )
-            return state_of(await self._update_stream(spec.name, info.config, desired, field))
+        if owner and version_of(info.config) < spec.version:
+            counts = await self.subject_counts(spec.name, ">")
+            check_room(spec, *limits_of(info.config), info.state.bytes, counts)
+            if not await self.ask_owner(request):
+                return state_of(await self._update_stream(spec.name, info.config, desired, field))
+            info = await self.api(f"STREAM.INFO.{spec.name}", {}, StreamInfo)
+            field = difference(info.config, desired)
         if field is not None:
             raise mismatch(spec.name, field, info.config, desired)
         return state_of(info)
