@@ -44,8 +44,9 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a reply without an error; JSON if Accept names no offered format. `raw`: the route also
-    offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
+    """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
+    offered format. If Accept is missing or has only wildcards, it is the format of the request's body. `raw`: the route
+    also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
