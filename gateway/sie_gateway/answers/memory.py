@@ -96,7 +96,9 @@ class AnswerMemory:
         self._demote()
 
     def _demote(self) -> None:
-        """Move protected answers to the first segment until the rest fits PROTECTED_SHARE of the memory of answers."""
+        """Move protected answers to the first segment until the protected answers take at most PROTECTED_SHARE of the
+        memory of answers.
+        """
         room_bytes = self.max_bytes - SPACE_BYTES * len(self._spaces)
         while self._protected_bytes > PROTECTED_SHARE * max(0, room_bytes):
             oldest, answer = self._protected.popitem(last=False)

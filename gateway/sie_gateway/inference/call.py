@@ -253,7 +253,7 @@ class BodyIntake:
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Return a reader of one body of at most `limit` bytes. Its memory is counted until `close`. Raises
+        """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
         PayloadTooLarge if the client announces a larger body.
         """
         check_length(headers, limit)

@@ -59,8 +59,8 @@ class Chunk:
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input. `images`: number of images and sounds that the model reads for the input, also those of the
-    query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
+    """Files of an input. `images`: number of images and sounds that the model reads for the input, with the files of
+    the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
     document in tokens.
     """
 

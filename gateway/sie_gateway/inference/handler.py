@@ -132,9 +132,9 @@ class Inference:
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests models that are `able`: models with similar names, or loaded models if the name is that of
-        a company's own model. Raises NotReady before the catalogue is loaded, InvalidInput, ModelNotFound,
-        BundleConflict.
+        unknown name suggests models that are `able`: models with similar names, or loaded models if the name begins
+        like a model that only a company serves. Raises NotReady before the catalogue is loaded, InvalidInput,
+        ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -165,8 +165,8 @@ class Inference:
         """Answer a request of an inference route. A model in the path is resolved first, so an unknown model is refused
         before the body is read.
 
-        The request counts as in progress until its reply is sent, because its results are in memory until then. Its
-        budget also includes the time in which the body is read, which limits slow uploads.
+        The request counts as in progress until its reply is sent, because its results are in memory until then. The
+        budget of the request includes the time in which its body is read, which limits slow uploads.
         """
         self._resolve(call, route)
         _check_headers(call.headers)

@@ -259,7 +259,9 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join bodies, in pieces if one has pieces. `last` may depend on the seconds in which the others were written."""
+    """Join bodies, in pieces if any of them has pieces. `last` may depend on the seconds in which the bodies were
+    written.
+    """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
@@ -298,7 +300,7 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output for JSON. A float16 becomes a float64, because the digits that Python prints for a float16 are
-    rounded, while those of the float64 are the exact value.
+    rounded, while the digits of the float64 are the exact value.
     """
     return _exact(array_of(result, outcome, name))
 

@@ -111,7 +111,7 @@ class RequestResult:
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
         """Store the result of each chunk at the positions of its inputs. If an earlier call has stored results, the
-        numbers of these chunks follow those of the earlier ones. Raises InvalidOutcomeCount.
+        numbers of these chunks follow the numbers of the earlier chunks. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:

@@ -237,7 +237,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits. A task publishes the others; if it fails, the collector fails."""
+        """Publish the chunks with permits. A task publishes the other chunks; if the task fails, the collector fails."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)

@@ -66,7 +66,7 @@ _IBAN_LENGTHS: Mapping[str, int] = {
 
 
 def is_luhn(digits: Iterable[int]) -> bool:
-    """Return whether the last digit is the check digit of the others (ISO/IEC 7812)."""
+    """Return whether the last digit is the check digit of the digits before it (ISO/IEC 7812)."""
     total = sum(
         digit if index % 2 == 0 else sum(divmod(2 * digit, 10)) for index, digit in enumerate(reversed(list(digits)))
     )

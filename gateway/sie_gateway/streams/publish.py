@@ -1,10 +1,10 @@
 """Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-A model's work has a consumer of its own. A stream has a limit of such consumers. When it is reached, a hash assigns
-further models to 16 slots, and the models of a slot share one consumer. Consumers are created when they are needed, and
-deleted when they are not used:
+A model's work of a lane and priority has a consumer of its own. A stream has a limit of consumers of single models.
+When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
+Consumers are created when they are needed, and deleted when they are not used:
 
-    publish ──► route: the model's own consumer, or the one of its slot; needed until the deadline of the request
+    publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request
             ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
 
     every 10 s, after a reconnect ──► missing consumers of open requests and of subjects with messages are created
@@ -12,9 +12,9 @@ deleted when they are not used:
     one gateway, every minute ──► consumers unused for an hour (5 min if the limit is near) are deleted
                               ──► missing consumers of subjects with messages are created again
 
-A consumer can be deleted while a publish still relies on it. Its messages are not lost: they stay in the stream. The
-consumer is created again by the check after the deletion, by the gateway that published (after the notice of the
-deletion), or by the check every 10 s.
+A consumer can be deleted while a publish still relies on it. The messages for this consumer are not lost, because they
+stay in the stream. The consumer is created again by the check after the deletion, by the gateway that published (after
+the notice of the deletion), or by the check every 10 s.
 """
 
 from __future__ import annotations
