@@ -237,7 +237,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits. A task publishes the other chunks; if the task fails, the collector fails."""
+        """Publish the chunks with permits. A task publishes the other chunks. If that task fails, so does the request."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
