@@ -67,8 +67,8 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS,
-    otherwise the only model with the capability.
+    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS (for
+    embed_all also the default for embed), otherwise the only model with the capability.
 
     Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
     """

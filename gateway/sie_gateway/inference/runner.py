@@ -237,7 +237,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits. A task publishes the other chunks. If that task fails, so does the request."""
+        """Publish the chunks with permits. A task publishes the other chunks; its failure fails the collector."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)

@@ -497,7 +497,7 @@ class WorkQueue:
     def _require(self, pool: str) -> None:
         if not self._serves(pool):
             raise PoolNotFound(
-                f"the pool {pool!r} does not exist any more, because its lease has ended", param="X-SIE-Pool"
+                f"the pool {pool!r} does not exist any more, because its reservation has ended", param="X-SIE-Pool"
             )
 
     async def forget_pool(self, pool: str) -> None:
