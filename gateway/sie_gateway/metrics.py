@@ -1,4 +1,4 @@
-"""Metrics that the gateway counts when an event happens. `collector` has the metrics that are read at each scrape."""
+"""Metrics that the gateway updates when an event happens. `collector` has the metrics that are read at each scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 
 class Metrics:
-    """Metrics of the gateway. Series with known labels exist from the start: alerts cannot fire on missing series."""
+    """Metrics of the gateway. Series with label values that are listed here exist from the start, because alerts cannot
+    fire on missing series.
+    """
 
     def __init__(self) -> None:
         make = MetricMaker("gateway")
@@ -71,8 +73,8 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Count an answered request. `endpoint` and `machine_profile` come from fixed sets, never from a client's text.
-        `seconds` is the latency, None for a websocket.
+        """Count a request that has ended, with an answer or by a disconnect. `endpoint` and `machine_profile` come from
+        fixed sets, never from a client's text. `seconds` is the latency, None for a websocket.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:

@@ -92,8 +92,8 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open ones in at most
-    `drain_s` seconds (None: as long as any request may take). Return the exit status. Raises SettingError.
+    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
+    `drain_s` seconds (None: as long as any inference request may take). Return the exit status. Raises SettingError.
 
     `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder of the `sie serve` that runs
     this gateway, if one does.
@@ -237,7 +237,9 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    drained = Stop()  # ends the background tasks. Set only after the drain, because open requests need these tasks
+    # ends the background tasks, except those of jobs, which `stop` ends, and the measurement of the broker's clock. Set
+    # only after the drain, because open requests need these tasks
+    drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
@@ -340,7 +342,7 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """Return the seconds after which every accepted request has been answered."""
+    """Return the seconds after which every accepted inference request has been answered."""
     return settings.gateway_request_timeout + _LATE_S
 
 

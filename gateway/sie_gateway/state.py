@@ -1,4 +1,6 @@
-"""The object with all parts of a gateway. `process` creates it; the handlers of the routes get it."""
+"""The object with the parts of a gateway that handlers of routes use, and the gateway's readiness. `process` creates
+both.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ class GatewayReadiness:
         self._keys = keys
         self.started = False
         self.leaving = False  # true from the start of the shutdown: each reply closes its connection
-        self.draining = False  # true after the lame-duck time: new work is refused
+        self.draining = False  # true after the lame-duck time: POST requests are refused
 
     def not_ready(self) -> str | None:
-        """Return why this gateway is not ready, or None. It is ready without workers: they may be scaled to zero."""
+        """Return why this gateway is not ready, or None. A gateway without workers is ready, because workers may be
+        scaled to zero.
+        """
         if self.leaving:
             return "draining"
         if not self._feed.first.is_set():
@@ -52,7 +56,7 @@ class GatewayReadiness:
 
 @dataclass(frozen=True)
 class Gateway:
-    """All parts of a gateway, for the handlers of its routes."""
+    """Parts of a gateway that the handlers of its routes use."""
 
     settings: Settings
     metrics: Metrics

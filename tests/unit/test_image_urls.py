@@ -300,7 +300,7 @@ async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pyt
     assert (await fetched(urls, item(f"{AT}/most")))[0].images == (bytes(1000),)
     for path in ("/told", "/endless", "/unknown"):
         refusal = await fault(urls, AT + path)
-        assert refusal == ("the image has more than 1000 bytes, the limit of one that is fetched", {"limit": 1000})
+        assert refusal == ("the image has more than 1000 bytes, the limit of a fetched image", {"limit": 1000})
     assert counted == ["fetched", "refused", "refused", "refused"]
 
 

@@ -27,7 +27,7 @@ def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions
 
 
 def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
-    """Yield the digest of each input. It covers all that a worker reads of the input, and the query of a score."""
+    """Yield the digest of each input: of all that a worker reads of the input, and of the query of a score."""
     start = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if query is not None:
         start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())

@@ -23,7 +23,9 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
-MAX_PEERS = 1024  # most gateways whose erasures are counted; if a dropped one announces again, all answers are erased
+# largest number of gateways whose erasures are counted; if a gateway that was dropped announces several erasures, all
+# answers are erased
+MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 
 
@@ -55,7 +57,7 @@ class _CachedAnswer:
 
 class AnswerMemory:
     """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
-    space. No answer is returned later than `ttl_s` seconds after it was computed.
+    space. No answer is returned later than `ttl_s` seconds after it was cached.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,7 +96,9 @@ class AnswerMemory:
         self._demote()
 
     def _demote(self) -> None:
-        """Move protected answers to the first segment until the rest fits PROTECTED_SHARE of the memory of answers."""
+        """Move protected answers to the first segment until the protected answers take at most PROTECTED_SHARE of the
+        memory of answers.
+        """
         room_bytes = self.max_bytes - SPACE_BYTES * len(self._spaces)
         while self._protected_bytes > PROTECTED_SHARE * max(0, room_bytes):
             oldest, answer = self._protected.popitem(last=False)

@@ -173,7 +173,9 @@ class StoredAnswers:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Store values as a segment. `name`: unique for the shard. Return its size in bytes. Raises StoreError."""
+        """Store values as a segment. `name`: unique for the shard. Return the bytes of the segment; 0 if no segment was
+        stored. Raises StoreError.
+        """
         import obstore
 
         if not values:

@@ -1,7 +1,7 @@
-"""Formats of other APIs: each module serves one family of clients. It converts their requests to requests for a model,
-and the results to replies that these clients can read.
+"""Formats of APIs: a module with handlers serves one family of clients. It converts their requests to requests for a
+model, and the results to replies that these clients can read. The other modules have code that families share.
 
-    path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► EncodedReply
+    path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference──► RequestResult ──► EncodedReply
 
-The call of `Inference.run` is the same for all families, so every family gets the same vectors and scores.
+All families run their requests by the same `Inference`, so the same options give the same vectors and scores.
 """

@@ -80,7 +80,9 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """Return the name of the field with the inputs (`texts`, `images` or `inputs`), and them. Raises InvalidInput."""
+    """Return the name of the field with the inputs (`texts`, `images` or `inputs`), and the inputs. Raises
+    InvalidInput.
+    """
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
@@ -136,7 +138,7 @@ def _answer(
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
     """Return the field `images` of the reply, which describes each image by the header of its file; an empty map
-    without images, or if an image has an unknown format.
+    without images, or if the header of an image cannot be read.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

@@ -27,7 +27,7 @@ _READ = frozenset({"threshold", "flat_ner"})  # fields of the client that a mode
 
 
 async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v1/extract` with the entities, and the text in which each is marked as `[entity](label)`."""
+    """Answer `POST /v1/extract` with the entities, and the text in which each entity is marked as `[entity](label)`."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "redact", body.get("model"))
     text = fields.text(body, "text")

@@ -1,4 +1,6 @@
-"""`POST /classify` of Infinity: the classes of each text. Other routes are in the modules of OpenAI and Jina."""
+"""`POST /classify` of Infinity: the classes of each text. `openai`, `rerank` and `operations` have the other routes of
+Infinity.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /classify` with all classes of each text, the best class first."""
+    """Answer `POST /classify` and `POST /v1/classify` with all classes of each text, the best class first."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")

@@ -1,5 +1,5 @@
-"""Texts that are chunks of one document, in the formats of Jina and Voyage. They are joined to the document, which the
-model reads as a whole. The vector of a text is pooled from the hidden states of its tokens.
+"""Texts that are chunks of one document, in the formats of Jina and Voyage. The texts are joined to the document, which
+the model reads as a whole. The vector of a text is pooled from the hidden states of its tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inputs with images and sounds in the formats of other APIs. An input is an object with a text or an image, or a list
-of parts: texts, images and at most one sound.
+"""Inputs with images and sounds in the formats of other APIs. An input is one image, one sound, an object with a text,
+images or both, or a list of parts: texts, images and at most one sound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even a failed one."""
+"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even for a failed
+input. Only a reply of raw bytes has no place for errors: there, any failed input fails the request.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v1/{operation}/{model}` in JSON, msgpack, Arrow or raw bytes, as the client accepts."""
+    """Answer `POST /v1/{operation}/{model}` in JSON or msgpack, an encode also in Arrow or raw bytes, as the client
+    accepts.
+    """
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)
@@ -88,7 +92,9 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
-    """Return an Arrow reply with a row for each input, even for a failed one. Raises FailedRequest if all failed."""
+    """Return an Arrow reply with a row for each input, even for a failed input. Raises FailedRequest if all inputs
+    failed, or if one failed and the client set the mode fail.
+    """
     finished.check()
     request = finished.request
     return EncodedReply(

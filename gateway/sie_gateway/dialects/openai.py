@@ -1,5 +1,5 @@
 """`POST /v1/embeddings` in the format of OpenAI. Inputs are texts or token ids. The reply has dense vectors, as lists
-or as base64.
+or as base64, or as raw bytes or Arrow if `Accept` prefers these.
 
 Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, whether the inputs are
 queries or documents, truncation. Infinity has the field `modality` for images and sounds.
@@ -118,11 +118,11 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
-    """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
-    InvalidInput.
+    """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. With the
+    field `modality` of Infinity, they are images or sounds. Raises InvalidInput.
 
-    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Inputs of other API formats
-    may be lists of parts.
+    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. An object may also have a
+    list of parts in `content`.
     """
     value = body.get("input")
     if isinstance(value, dict):
@@ -214,8 +214,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     inputs. A request that allows only cached answers is not checked, because it queues no work. Raises InvalidInput,
     and the errors of `Inference.run`.
 
-    Only a worker can count the tokens of texts. It is asked to do so only if an upper bound of their number is above
-    the limit.
+    Only a worker can count the tokens of texts. A worker is asked to count them only if an upper bound of their number
+    is above the limit.
     """
     if cache_mode(call.headers) == "only":
         return

@@ -40,7 +40,7 @@ MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest patte
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
 MAX_MODELS = 3  # largest number of further models: each reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
-_ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
+_ASIDE = 1 << 13  # texts of a request with at least this many code points in total are redacted in a thread
 _CODE_POINTS_PER_VALUE = 20  # for the estimated time to write a reply: this many code points take as long as one number
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only; `models` may name profiles
@@ -205,7 +205,9 @@ def _names(own: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
 
 
 def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
-    """Return the key of the style `hash`: the client's key, or a key that exists for this request only."""
+    """Return the key of the style `hash`: the client's key, or a key that exists for this request only. Other styles
+    have an empty key. Raises InvalidInput.
+    """
     if "key" not in own:
         return secrets.token_bytes(32) if style == "hash" else b""
     low, high = KEY_CHARACTERS

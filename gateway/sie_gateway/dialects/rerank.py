@@ -1,5 +1,6 @@
-"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage, whose clients can all read the same reply. `/rerank` has
-the format of Infinity, or that of TEI if its body has `texts`. `/v1/ranking` has the format of NVIDIA.
+"""Rerank in the formats of Jina, Voyage and Cohere (v1, v2). The reply to v1 can be read by the clients of Jina, Voyage
+and Cohere. `/rerank` has the format of Infinity, or the format of TEI if its body has `texts`. `/v1/ranking` has the
+format of NVIDIA.
 """
 
 from __future__ import annotations

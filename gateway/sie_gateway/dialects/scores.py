@@ -1,4 +1,4 @@
-"""Scores for other APIs: numbers from 0 to 1, in the same order as the raw scores of the model."""
+"""Scores for other APIs: the raw scores of the model, or numbers from 0 to 1 in the same order."""
 
 from __future__ import annotations
 

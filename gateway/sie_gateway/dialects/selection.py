@@ -1,4 +1,4 @@
-"""Choice of the model for a request that need not name one: the named model, otherwise the default of the settings,
+"""Choice of the model for a request that need not name a model: the named model, otherwise the default of the settings,
 otherwise the only model with the capability.
 """
 
@@ -59,7 +59,7 @@ def checked(resolved: Resolved, capability: Capability) -> Resolved:
 
 
 def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
-    """Return the error for a model without the task of the route. It names the routes that serve the model."""
+    """Return the error for a model without the task of the route. The error names the routes that serve the model."""
     verb = _VERBS[capability]
     routes = " and ".join(f"POST /v1/{task}/{resolved.requested}" for task in resolved.entry.tasks)
     message = f"{resolved.requested} {_MISSING[capability]}; use {routes}"
@@ -67,8 +67,8 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS,
-    otherwise the only model with the capability.
+    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS (for
+    embed_all also the default for embed), otherwise the only model with the capability.
 
     Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
     """

@@ -1,8 +1,8 @@
-"""Routes of Text Embeddings Inference (TEI). The model is the one in the path (/tei/{model}), else in the body, else
-the default model.
+"""Routes of Text Embeddings Inference (TEI). The path (/tei/{model}) or the body names the model; otherwise `selection`
+chooses it.
 
-Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI, and their
-field `error` is a string.
+Bodies of replies with results are plain lists, so the timing is in headers. Errors have the types and the statuses of
+TEI, and their field `error` is a string.
 """
 
 from __future__ import annotations

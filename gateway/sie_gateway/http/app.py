@@ -1,6 +1,7 @@
 """ASGI application of the gateway. `Edge` answers probes at once. For every other call, it checks the credential,
-refuses the call if the process is about to end, dispatches it by `routes.TABLE`, and writes errors and metrics. The
-CORS middleware in front of it answers preflight requests. FastAPI serves only the OpenAPI document and its page.
+refuses a POST while the gateway drains, dispatches the call by `routes.TABLE`, and writes errors and metrics. With
+SIE_CORS_ORIGINS, the CORS middleware in front of `Edge` answers preflight requests. FastAPI serves only the OpenAPI
+document and its page.
 """
 
 from __future__ import annotations
@@ -124,9 +125,9 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request. `error`: the
-    error that the gate raised for the request. For OPTIONS and a caller with access, it is always status 405, because
-    the table of routes has no OPTIONS.
+    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request, for an
+    unknown path, and for a caller without access. `error`: the error that the gate raised for the request. For OPTIONS
+    of a known path and a caller with access, it always has status 405, because the table of routes has no OPTIONS.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -137,8 +138,8 @@ def _options(method: str, path: str, error: Exception) -> Response | None:
 
 
 def error_response(error: Exception, call: Call) -> Response:
-    """Return the error reply for any exception. An exception that is not an SIEError is a fault of the server: it is
-    logged with its traceback and reported as INTERNAL_ERROR.
+    """Return the error reply for any exception. An exception that is no SIEError, FailedRequest or HTTPException is a
+    fault of the server: it is logged with its traceback and reported as INTERNAL_ERROR.
     """
     errors: list[dict[str, Any]] | None = None
     headers: dict[str, str] = {}
@@ -190,10 +191,10 @@ class ClientVersions:
 
 
 class Edge:
-    """ASGI application that authorises every call, dispatches it, and counts it.
+    """ASGI application that authorises, dispatches and counts every call except probes.
 
     It answers the routes without FastAPI, whose layers around a route took half of the gateway's time for a request.
-    FastAPI answers the paths without a handler: the OpenAPI document and its page.
+    FastAPI answers only the OpenAPI document and its page.
     """
 
     def __init__(
@@ -224,8 +225,7 @@ class Edge:
             await self._probes({**scope, "path": path}, receive, send)
             return
         connection = scope
-        # ASGI requires a path with the root path; it was removed above, because the table of routes has paths without
-        # it
+        # ASGI requires the root path in `path`. It was removed above, because the table of routes has no root path.
         scope = {
             **scope,
             "path": self._root + path,
@@ -278,9 +278,10 @@ class Edge:
             else:
                 assert route is not None, "a path without a route is not let in"
                 await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
-        except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so it would not read a reply
+        except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
-        # the outermost handler; if `status` is set, FastAPI has answered the error and then raised it again
+        # The outermost handler. If `status` is set, a reply has begun: either FastAPI has sent a whole error reply and
+        # raised the error again, or the reply broke off.
         except Exception as error:
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)

@@ -28,16 +28,18 @@ from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
-GUARDED = frozenset({"config", "admin"})  # scopes that require a token even in auth mode none
+# scopes that require a token even in auth mode none, except for routes that are `local` while the gateway listens only
+# on loopback
+GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static and no token is set: every call would be refused."""
+    """Raise SettingError if the auth mode is static and no user's token is set: only an administrator could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# routes of other servers that this gateway does not have, such as text generation, each with its error message
+# unknown paths that clients try, such as routes of other servers for text generation, each with its error message
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -88,9 +90,10 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read. For a caller with scope read
-        (others get PermissionDenied): raises NotFound if no row has the path, and HTTPException 405 with `Allow` if no
-        row of the path has the method.
+        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read, and for a key that expires also
+        until the broker's time is read. For a caller that passes this check (scope read if no row fits): raises
+        NotFound if no row has the path, and HTTPException 405 with `Allow` if this gateway serves no row with the path
+        and the method.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -102,8 +105,8 @@ class Gate:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
             # auth mode none requires no token, but on these routes an admin token allows more
             elif scope in ("pools", ANY) and authorization:
-                # in auth mode none, all callers have the same owner key, so each may use the jobs, files and pools of
-                # the others
+                # in auth mode none, all callers have the same owner key, so every caller may use the jobs, files and
+                # pools of every other caller
                 grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
@@ -122,7 +125,8 @@ class Gate:
 
     def of_key(self, key: str) -> Grant | None:
         """Return the current grant of the credential with this key, for work that runs after its call has ended; None
-        if the credential is no longer valid. Raises NotReady until the keys are read.
+        if the credential is no longer valid. Raises NotReady until the keys are read, and for a key that expires also
+        until the broker's time is read.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))

@@ -20,8 +20,9 @@ MAX_BOUNDARY_BYTES = 70  # limit of RFC 2046, section 5.1.1
 
 
 class Form:
-    """Reader of one form. Raises InvalidInput for a body that is not a form, for a second file, and for a second value
-    of a field. The fields in `listed` may have several values, which are in `lists`.
+    """Reader of one form. Raises InvalidInput for a body that is not a form with exactly one file in the field `file`,
+    for a second value of a field, and above the limits of this module. The fields in `listed` may have several values,
+    which are in `lists`.
     """
 
     def __init__(self, content_type: str, listed: Collection[str] = ()) -> None:
@@ -55,8 +56,8 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. After the last piece, the rest of the form has been read too. Errors of `body`
-        are passed on.
+        """Yield the bytes of the file. When the iteration ends, the whole form has been read. Errors of `body` are
+        passed on.
         """
         async for chunk in body:
             for piece in self._read(chunk):

@@ -15,9 +15,10 @@ from sie_runtime.http.routes import Content, Parameter, Route
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
-    """Route of a gateway. `handler` is called with the Gateway and a Request. If a route has no handler, the FastAPI
-    application of the API document answers it. `shape` builds the body of an error, in the format of the route's
-    clients. `shapes`: other such functions, which are used if the body of a request has another format.
+    """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is a probe, a
+    websocket, or a path of the FastAPI application that serves the OpenAPI document. `shape` builds the body of an
+    error, in the format of the route's clients. `shapes`: further functions that build the body of an error, which are
+    used if the body of a request has another format.
     """
 
     head: bool = False  # true if the route answers HEAD as well
@@ -89,7 +90,9 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """Build a route of the control API. `names`: (tag, summary). A GET route also answers HEAD (RFC 9110, 9.1)."""
+    """Build a route of the control API. `names`: (tag, summary). A GET route with status 200 also answers HEAD (RFC
+    9110, 9.1).
+    """
     return GatewayRoute(
         method=method,
         path=path,

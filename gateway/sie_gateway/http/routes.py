@@ -1,5 +1,5 @@
 """Table of all routes of a gateway, with one row for each method and path. Scopes, dispatch, labels in metrics and the
-OpenAPI document are derived from it. A path that is not in the table is not served.
+OpenAPI document are derived from the table. A path that is not in the table is not served.
 
 To add a route, see "Where to change what" in ARCHITECTURE.md.
 """
@@ -45,7 +45,7 @@ from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
 from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
-# encode, score, extract
+# encode, score, extract, redact
 
 
 def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
@@ -380,11 +380,11 @@ CATALOGUE = tuple(
 )
 
 
-# routes to operate a gateway: probes, metrics, the API document, status
+# routes to operate a gateway: probes, health, scaling, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
-    """Build a GET route for metrics, the OpenAPI document or its page."""
+    """Build a GET route for metrics, the OpenAPI document, its page, or a file of that page."""
     reply = Content(dict[str, Any], (media,))
     return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
 

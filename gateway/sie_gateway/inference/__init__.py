@@ -1,6 +1,7 @@
-"""An inference request from its body to its reply: `call` reads it, `handler` plans it, `chunk` splits it, `runner`
-publishes its chunks, `results` collects and joins the results, and `reply` writes the reply.
+"""An inference request from its body to its reply: `call` reads the bytes, `body` decodes them, `handler` plans the
+request, `chunk` splits it, `runner` publishes its chunks, `results` collects and joins the results, and `reply` writes
+the reply.
 
-The remaining modules run only for requests that need them: images, copies of requests to a second model (shadows),
-results in parts, traces, and clients that disconnect.
+Most code of the remaining modules runs only for requests that need it: images, chunks of texts, cached answers, Arrow,
+copies of requests to a second model (shadows), results in parts, traces, and clients that disconnect.
 """

@@ -29,7 +29,7 @@ _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8,
 
 
 class ArrowRows:
-    """Arrow stream of one reply, in pieces. Each iteration builds it again, so it can be read more than once."""
+    """Arrow stream of one reply, in pieces. Each iteration builds the stream again, so several may run."""
 
     def __init__(self, items: Sequence[RequestItem], outcomes: Sequence[Placed], run: RunOptions) -> None:
         """At least one of the outcomes must be an Ok."""

@@ -2,7 +2,7 @@
 
     bytes ──decode──► map ──items──► tuple[RequestItem]
 
-Every error names the path of the wrong field, the expected type and the received type. No error repeats a value of the
+Errors name the path of the wrong field, and what was expected and received. No error repeats a text value of the
 request.
 """
 
@@ -114,8 +114,9 @@ def count(body: bytes, *, msgpack: bool) -> int:
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
-    """Return the top-level map of a request body whose values were counted before. Its values have only the types of
-    JSON, and bytes in msgpack. Raises InvalidInput with reason malformed or schema.
+    """Return the top-level map of a request body. The caller has called `count`, unless the body is too small for too
+    many values (`plain.SMALL_BYTES`). The values have only the types of JSON, and bytes in msgpack. Raises InvalidInput
+    with reason malformed or schema.
     """
     try:
         value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
@@ -127,8 +128,8 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
 
 
 def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
-    """Return the inputs, from the field `items` or its aliases `inputs` and `input`. Raises InvalidInput with reason
-    empty_items, too_many_items or schema.
+    """Return the inputs, from the field `items` or its aliases `inputs` and `input`. Raises InvalidInput, for example
+    with reason empty_items, too_many_items, too_many_chunks or schema.
     """
     name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
     raw = body.get(name)
@@ -152,7 +153,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
 
 
 def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
-    """Raise InvalidInput if the items have more than MAX_REQUEST_CHUNKS chunks in total."""
+    """Raise InvalidInput if the items name more than MAX_REQUEST_CHUNKS chunks by start and end in total."""
     spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS
@@ -161,7 +162,7 @@ def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
-    """Read the query to which the items are compared. Raises InvalidInput with the reason `schema`."""
+    """Read the query to which the items are compared. Raises InvalidInput, with reason schema if it is missing."""
     raw = body.get("query")
     if raw is None:
         raise InvalidInput.at("query", f"missing{in_its_place(body, 'query', FIELDS)}")
@@ -366,8 +367,8 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
 
 
 def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Sequence[int]) -> list[int]:
-    """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit`, the largest size in
-    a message of the queue. `name`: name of the field with the inputs. `positions`: indices of `items` in it.
+    """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit` bytes. `name`: name
+    of the field with the inputs. `positions`: indices of `items` in this field.
     """
     lengths = [item.size for item in items]
     for position, size in zip(positions, lengths, strict=True):

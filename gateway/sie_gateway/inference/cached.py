@@ -123,7 +123,7 @@ class CachedRuns:
 
     def _fingerprint(self, request: PlannedRequest) -> str:
         """Return the fingerprint that the workers of the lane give to answers of this request; empty if it is unknown,
-        if they differ, or if answers of the operation are not cached.
+        if the workers give different fingerprints, or if answers of the operation are not cached.
         """
         if request.operation not in CACHED_OPERATIONS:
             return ""

@@ -1,13 +1,13 @@
-"""Objects of a call that every route uses: the HTTP request, its body, the request to a model, and the reply.
+"""Objects of a call: the HTTP request, its body, the request to a model, and the reply.
 
     Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
 The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
-memory by announcements. The values of a body are counted before they are decoded. The first bytes of each body are not
-counted, so small requests are admitted even while large bodies occupy all the memory. While small requests are in
-progress, large bodies are read at a limited speed, so that the event loop has time for the small ones. Large bodies are
-decoded in a thread.
+memory by announcements. The values of a body of more than `plain.SMALL_BYTES` are counted before they are decoded. The
+first bytes of each body are not counted, so small requests are admitted even while large bodies occupy all the memory.
+While small requests are in progress, large bodies are read at a limited speed, so that the event loop has time for the
+small requests. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ class Call:
     resolved: Resolved | None = None  # entry and profile that the model's name in the path or the body resolves to
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
-    # reader of the body; None for a request without a connection, such as a line of a batch
+    # reader of the body; None for a route without inference, and for a request without a connection, such as a line of
+    # a batch
     reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
-    attempt: int = 0  # number of times that work of this call was sent to workers before
+    attempt: int = 0  # number of earlier attempts of this call
     finished: RequestResult | None = None  # result of the last run
     code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error in the reply
@@ -183,9 +184,9 @@ class InferRequest:
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    whether texts are queries or documents if no parameter says it. It is empty for routes of other servers, which then
-    return the same values as the model's own library. `inputs_field`: field of the client's body with the inputs, for
-    errors.
+    whether the texts of an encode are queries or documents if no parameter says it. `side` is empty for routes of other
+    servers, so that they return the same vectors as the model's own library. `inputs_field`: field of the client's body
+    with the inputs, for errors.
     """
 
     operation: Operation
@@ -200,7 +201,9 @@ class InferRequest:
 
 
 class EntryChanged(Exception):
-    """Raised if gateway and workers have different entries of the model: the request must be parsed again."""
+    """Raised if the catalogue or a worker has another entry of the model than the request was parsed with: the request
+    must be parsed again.
+    """
 
     def __init__(self, entry: ModelEntry) -> None:
         """`entry` is the model's entry with which the request was parsed."""
@@ -231,8 +234,8 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body occupies
-    memory, so the limit does not restrict a single body.
+    """Bodies of all inference requests of a gateway, with `max_bytes` of memory. A body is always read if no other body
+    occupies memory, so the limit does not restrict a single body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -250,7 +253,7 @@ class BodyIntake:
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Return a reader of one body of at most `limit` bytes. Its memory is counted until `close`. Raises
+        """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
         PayloadTooLarge if the client announces a larger body.
         """
         check_length(headers, limit)
@@ -274,7 +277,9 @@ class BodyIntake:
         return receive_paced
 
     async def turn(self, size: int) -> None:
-        """Count `size` bytes of a large body that have arrived, then wait until the next bytes may be read."""
+        """Count `size` bytes of a large body that have arrived, then wait until the next bytes may be read. Without
+        small requests in progress, return at once.
+        """
         if not self.small:
             return
         now_s = self._clock()

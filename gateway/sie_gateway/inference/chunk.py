@@ -38,8 +38,8 @@ TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its p
 SPARSE_IDS_PER_TOKEN = 32
 # encoded options of at most this many bytes are not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
-# largest number of bytes of the inputs of a chunk, if its query is stored in the payload store: then the inputs are
-# stored there as well
+# largest number of bytes of the inputs of a chunk whose query takes more than half of a message: query and inputs are
+# then stored in the payload store
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
@@ -59,8 +59,8 @@ class Chunk:
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input. `images`: number of images and sounds that the model reads for the input, also those of the
-    query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
+    """Files of an input. `images`: number of images and sounds that the model reads for the input, with the files of
+    the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
     document in tokens.
     """
 
@@ -105,8 +105,9 @@ def plan(
     name: str = "items",
     positions: Sequence[int] | None = None,
 ) -> tuple[list[Chunk], int]:
-    """Return the chunks of a request, and the bytes of its items. `image`: cost of an image. `name`: field with the
-    inputs, for errors. `positions`: indices of `items` in it, if they are not all inputs. Raises PayloadTooLarge.
+    """Return the chunks of a request, and the bytes of its items. `image`: cost of an image or a sound. `name`: field
+    with the inputs, for errors. `positions`: indices of `items` in this field, if they are not all inputs. Raises
+    PayloadTooLarge.
     """
     query_bytes = query.size if query else 0
     # bytes that every message of the request has in addition to its inputs
@@ -151,8 +152,6 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # Number of times that the model reads a text. Some families read it once per label, with the hypothesis (a
-        # shared text about the label). The others read it once per part of an extraction schema, and once for labels.
         rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
@@ -172,7 +171,10 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input."""
+    """Return how many times the model reads the text of an input. By its family, it reads the text once per question;
+    or once per label, with the hypothesis (a shared text about the label); or once per part of an extraction schema and
+    once for all labels.
+    """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
         return 1

@@ -52,9 +52,9 @@ class Fragments:
     """All incomplete results of a gateway. `held_bytes`: memory that they occupy. The time is an argument, so the class
     has no clock.
 
-    The bytes of each request, and of all requests together, are limited. If memory is needed, an assembly that has
-    received no part for `silence_s` seconds is dropped. If its sender then sends the last part, the reply says that
-    parts are missing, and the sender sends them again.
+    The bytes of each request, and of all requests together, are limited. When a new assembly begins or memory is
+    needed, assemblies that have received no part for `silence_s` seconds are dropped. If the sender of a dropped
+    assembly then sends the last part, the reply says that parts are missing, and the sender sends them again.
     """
 
     max_bytes: int = MAX_HELD_BYTES

@@ -3,8 +3,8 @@
     answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-A lane is a pool, a machine profile and a bundle. All checks run before `publish`, so a bad request never causes the
-load of a model.
+A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a request that they
+refuse never causes the load of a model.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class Inference:
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests similar names of models that are `able`. Raises NotReady before the catalogue is loaded,
-        InvalidInput, ModelNotFound, BundleConflict.
+        unknown name suggests models that are `able`: models with similar names, or loaded models if the name begins
+        like a model that only a company serves. Raises NotReady before the catalogue is loaded, InvalidInput,
+        ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -161,11 +162,11 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Answer `POST` of an inference route. A model in the path is resolved first, so an unknown model is refused
+        """Answer a request of an inference route. A model in the path is resolved first, so an unknown model is refused
         before the body is read.
 
-        The request counts as in progress until its reply is sent, because its results are in memory until then. Its
-        budget also includes the time in which the body is read, which limits slow uploads.
+        The request counts as in progress until its reply is sent, because its results are in memory until then. The
+        budget of the request includes the time in which its body is read, which limits slow uploads.
         """
         self._resolve(call, route)
         _check_headers(call.headers)
@@ -230,7 +231,9 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again."""
+        """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again. Raises
+        NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
+        """
         restarts = 0
         while True:
             try:
@@ -246,7 +249,7 @@ class Inference:
             self._resolve(call, route)
 
     async def _renewed(self, entry: ModelEntry, timeout_s: float) -> None:
-        """Read the catalogue again until it has another entry of this model."""
+        """Read the catalogue again until it has another entry of this model, for at most `timeout_s` seconds."""
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
@@ -263,7 +266,9 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Return the request with merged parameters and a lane. Raises SIEError if no worker could ever run it."""
+        """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or no lane
+        can take it.
+        """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # first, so that an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
@@ -296,16 +301,20 @@ class Inference:
         )
 
     def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
-        """Return the error of the first item that the model cannot run; None if it can run all."""
+        """Return the error of the first item that the model cannot run, so far as the gateway can check it, or None."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Run a request until the deadline of the call, and return the outcome of each input. Raises SIEError."""
+        """Run a request until the deadline of the call, and return the outcome of each input. Raises SIEError,
+        EntryChanged.
+        """
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError."""
+        """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError,
+        EntryChanged.
+        """
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -436,7 +445,7 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-# permitted values of headers that otherwise would be ignored
+# permitted values of headers whose other values would be ignored without an error
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 

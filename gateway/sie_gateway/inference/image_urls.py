@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MAX_BYTES = 32 << 20  # largest number of bytes of an image
-# largest number of bytes of the fetched images of a request, equal to the limit of its body
+# largest number of bytes of the fetched images of a request, equal to the largest value of SIE_MAX_BODY_BYTES
 MAX_REQUEST_BYTES = 256 << 20
 MAX_HELD_BYTES = 1 << 30  # largest number of bytes of the fetched images of all requests in this gateway
 MAX_URLS = 256  # largest number of URLs of a request
@@ -59,8 +59,9 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# Addresses from which nothing is fetched: all of IANA's special-purpose registries. Some of these ranges are globally
-# reachable, but have no images. Python's own table differs from version to version, so it is not used.
+# Addresses from which nothing is fetched: all of IANA's special-purpose registries, multicast, and host services of a
+# cloud. Some of these ranges are globally reachable, but have no images. Python's own table differs from version to
+# version, so it is not used.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -151,7 +152,7 @@ NETWORK = Network()
 
 class ImageUrls:
     """Fetches images at URLs. Used only in the gateway's event loop. `hosts`: SIE_IMAGE_URL_HOSTS; without hosts, no
-    URL is fetched. `count` is called for each URL with fetched, refused or failed.
+    URL is fetched. `count` is called with the result of a URL: fetched, refused or failed.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes
 
 
 def _too_large() -> _Unfetched:
-    return _Unfetched(f"the image has more than {MAX_BYTES} bytes, the limit of one that is fetched", limit=MAX_BYTES)
+    return _Unfetched(f"the image has more than {MAX_BYTES} bytes, the limit of a fetched image", limit=MAX_BYTES)
 
 
 class _Public(httpcore.AsyncNetworkBackend):
@@ -371,7 +372,9 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if one of its addresses is not public, even if it is not used."""
+        """Connect to the host. Raises _Unfetched if it has no address, or if any of its addresses is not public, even
+        one that is not used. Raises httpcore.ConnectError if no address can be reached.
+        """
         try:
             addresses = await self._network.resolve(host, port)
         except (OSError, UnicodeError):

@@ -42,8 +42,8 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of a file by its header: 0 if the header is unreadable, MAX_DECODED_PIXELS if it has
-    too many segments.
+    """Return the number of pixels of a file by its header: 0 if the header cannot be read or has another format,
+    MAX_DECODED_PIXELS if it has too many segments.
     """
     try:
         image = _header(data)
@@ -55,8 +55,8 @@ def pixels(data: bytes) -> int:
 
 
 def header(data: bytes) -> ImageHeader | None:
-    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format, for a file that is too short,
-    and for a header with too many segments.
+    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format, for a header that is cut or not
+    valid, and for a header with too many segments.
     """
     try:
         return _header(data)

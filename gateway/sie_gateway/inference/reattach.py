@@ -3,8 +3,8 @@ the same request arrives again, it gets the result of this run.
 
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
-                          └─ the same body, path, token and headers again ──► waits for this run and gets its reply
-                             (without a token: from the same address)
+                          └─ the same body, path, token and headers (`_HEADERS`, `x-sie-*`) again ──► waits for this
+                             run and gets its reply (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
 requests, each with its own work in the queue. The reply of a run is bytes and headers, which are never changed

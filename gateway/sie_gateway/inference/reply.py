@@ -44,8 +44,9 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a reply without an error; JSON if Accept names no offered format. `raw`: the route also
-    offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
+    """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
+    offered format. If Accept is missing or has only wildcards, it is the format of the request's body. `raw`: the route
+    also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -258,7 +259,9 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join bodies, in pieces if one has pieces. `last` may depend on the seconds in which the others were written."""
+    """Join bodies, in pieces if any of them has pieces. `last` may depend on the seconds in which the bodies were
+    written.
+    """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
@@ -297,7 +300,7 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output for JSON. A float16 becomes a float64, because the digits that Python prints for a float16 are
-    rounded, while those of the float64 are the exact value.
+    rounded, while the digits of the float64 are the exact value.
     """
     return _exact(array_of(result, outcome, name))
 

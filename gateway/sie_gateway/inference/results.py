@@ -96,11 +96,13 @@ class RequestResult:
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        self.cache_status = ""  # hit, partial, miss or off; empty at a gateway without a cache
+        # hit, partial, miss or off; empty at a gateway without a cache, if all inputs were refused, and in an answer of
+        # a remote server
+        self.cache_status = ""
         self.cached_items = 0  # inputs that this request did not compute
         self.cached_tokens = 0  # tokens of these inputs
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
-        # milliseconds from publishing a chunk to the arrival of its result, by chunk
+        # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
@@ -109,7 +111,7 @@ class RequestResult:
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
         """Store the result of each chunk at the positions of its inputs. If an earlier call has stored results, the
-        numbers of these chunks follow those of the earlier ones. Raises InvalidOutcomeCount.
+        numbers of these chunks follow the numbers of the earlier chunks. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:
@@ -147,7 +149,9 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Return the usage: tokens that ran, positions of truncated inputs, and the number of images if any."""
+        """Return the usage: tokens of all inputs, also of cached answers; positions of truncated inputs; and if there
+        are any, the number of images, and the numbers of cached inputs and of their tokens.
+        """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
             for place, outcome in zip(places, result.outcomes, strict=True):
@@ -188,8 +192,9 @@ class RequestResult:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
         `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
-        With it, any failed input fails the request, and the error names the input. `names`: field of this format for
-        each of SIE's parameters that it has. An error about such a parameter names the field in place of the input.
+        With `name`, any failed input fails the request, and the error names the input. `names`: by SIE's name of a
+        parameter, the field of the API format that sets it. An error about one of these parameters names the field in
+        place of the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -227,7 +232,7 @@ class RequestResult:
 
     @property
     def waited_ms(self) -> float:
-        """Return the milliseconds from publishing to the arrival of the last result."""
+        """Return the milliseconds from the admission to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
@@ -253,8 +258,8 @@ class RequestResult:
         return lambda spent_s: {"timing": self.timing(received_s, prepared_s + spent_s)}
 
     def item_timings(self) -> list[dict[str, float]]:
-        """Return the stage times of each input, from publishing to the arrival of its result. The inputs of a chunk
-        have the same times; an input that the gateway refused has zeros.
+        """Return the stage times of each input, from the admission to the arrival of its result. The inputs of a chunk
+        have the same times. An input that the gateway refused, or whose answer this request did not compute, has zeros.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {
@@ -265,7 +270,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that every reply has beside its results, except `timing`, which is written last."""
+        """Return the fields that replies have beside their results, except `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -374,10 +379,10 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from publishing to the arrival of
-    its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
-    the load of the model. Up to this time, time of the last chunk in the queue counts as load: it waited for the same
-    load.
+    """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from the admission to the arrival
+    of its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
+    the load of the model. Up to `load_ms`, the time of the last chunk in the queue counts as load, because this chunk
+    waited for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue

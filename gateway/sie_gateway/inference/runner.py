@@ -47,8 +47,8 @@ _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s`: longest wait of a request for a model that is not loaded.
-    `cached`: the cache of answers; None if this gateway has none.
+    """Runs requests through the queue. `load_hold_s`: seconds after which a request for a model that is being loaded,
+    or for a lane without workers, ends with an error. `cached`: the cache of answers; None if this gateway has none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Runner:
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
         """Publish the items that can be run, wait for their results, and add the failures of the other items. Raises
-        SIEError, and EntryChanged if gateway and workers have different entries of the model.
+        SIEError, and EntryChanged if the catalogue or a worker has another entry of the model than the request.
         """
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
@@ -191,9 +191,10 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
-        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
-        a worker loads the model or has it. `was_hosted`: a worker had it when the request arrived. Raises ModelLoading,
-        NotProvisioned, GatewayTimeout, and the error that failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
+        whether the request may wait on. `was_hosted`: a worker had the model when the request was admitted. Raises
+        ModelLoading while a worker loads the model, NotProvisioned while the lane has no worker, GatewayTimeout, and
+        the error that failed the collector.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -236,7 +237,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits. A task publishes the others; if it fails, the collector fails."""
+        """Publish the chunks with permits. A task publishes the other chunks; its failure fails the collector."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -292,7 +293,7 @@ def _builder(
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else input_of(request.query)
-    # in metrics, workers count this route as an endpoint of its own, although its operation is encode
+    # in metrics, workers count the route /v1/embeddings as an endpoint of its own, although its operation is encode
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
 
@@ -330,8 +331,9 @@ def _result_listener(
     chunks: Sequence[Chunk],
     on_chunk: OnChunk | None,
 ) -> Callable[[WorkResult], None]:
-    """Return the function that is called with each result. It releases the permit of the chunk. If the worker has
-    another revision of the model's entry, it ends the attempt with EntryChanged.
+    """Return the function that is called with each result. The function releases the permit of the chunk, and calls
+    `on_chunk` if the result has an outcome for each input. If the worker has another revision of the model's entry, the
+    function ends the attempt with EntryChanged.
     """
 
     def on_result(result: WorkResult) -> None:

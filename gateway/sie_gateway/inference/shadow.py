@@ -1,13 +1,13 @@
-"""Shadow traffic: a share of the requests of an alias is copied to a second model after the reply. The copy is only
-measured.
+"""Shadow traffic: a share of the requests of an alias is copied to a second model when their results have arrived. The
+copy is only measured.
 
     answered ──► in the share? ──► room: few copies in flight, a lane without a queue, a known model
     ──► copy runs at priority bulk ──► results are compared, then discarded
     no room ──► no copy: counted as dropped, with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no failure of a
-copy reaches a client. If no worker has the second model, one copy at a time may cause its load, and only where memory
-is free for it: a shadow never causes the unload of another model.
+copy reaches a client. If no worker has the second model, one copy at a time may cause its load, and only while a worker
+of the lane has memory for one more model of the usual size, so that no other model has to be unloaded.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class Shadows:
         self._met: dict[str, int] = {}  # number of answered requests by alias; the configured share of them is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
-        self._opening: set[str] = set()  # models whose load a copy has caused and which are not loaded yet
+        self._opening: set[str] = set()  # models that were not loaded when a copy began that still runs
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """Count an answered request of an alias, and copy it if fewer than the configured share were copied."""
+        """Count an answered request of an alias, and copy it if it belongs to the configured share."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:

@@ -1,8 +1,8 @@
 """Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
 or a credential.
 
-A trace has a span for the request, one for its publishing, and one for the time of each chunk in the queue. The worker
-reports its own stages as child spans of the request's span.
+A trace has a span for the request, for its publishing, for the time of each chunk in the queue, and for the building of
+the reply. The worker reports its own stages as child spans of the request's span.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Kinds of personal data with a fixed form: card numbers, IBANs, e-mail and IP addresses, phone numbers.
 
-A regular expression finds candidates, and a check decides: it computes check digits, or compares with the ranges of
-numbers that are assigned. Every repetition in an expression has a limit, so the time for a text is proportional to its
-length, whatever the text is.
+A regular expression finds candidates, and a check decides: it computes check digits, or parses the IP address. An
+e-mail address has no check. The library phonenumbers finds phone numbers, and compares them with the ranges of numbers
+that are assigned. Every repetition in an expression has a limit, so the time of the expressions for a text is
+proportional to its length, whatever the text is.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _IBAN_LENGTHS: Mapping[str, int] = {
 
 
 def is_luhn(digits: Iterable[int]) -> bool:
-    """Return whether the last digit is the check digit of the others (ISO/IEC 7812)."""
+    """Return whether the last digit is the check digit of the digits before it (ISO/IEC 7812)."""
     total = sum(
         digit if index % 2 == 0 else sum(divmod(2 * digit, 10)) for index, digit in enumerate(reversed(list(digits)))
     )
@@ -94,8 +95,8 @@ def _iban(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address, 0 if the candidate is none. A single colon at the end of the candidate
-    belongs to the sentence, not to an IPv6 address.
+    """Return the length of the IP address; 0 if the candidate is none, and for the IPv6 address `::`. A single colon at
+    the end of the candidate belongs to the sentence, not to an IPv6 address.
     """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:

@@ -43,7 +43,7 @@ def _rank(span: SensitiveSpan) -> tuple[int, bool, float]:
 
 
 def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
-    """Return the span with the combining marks behind it. They belong to its last character."""
+    """Return the span with the combining marks behind it, which belong to the last character of the span."""
     end = span.end
     while end < len(text) and unicodedata.category(text[end]) in ("Mn", "Me", "Mc"):
         end += 1

@@ -1,7 +1,8 @@
 """Tokens that all gateways together may send to a remote server in a calendar month (UTC, by the broker's clock).
 
-Each call is charged before it is sent, by compare-and-set in the broker. If the broker cannot be reached, no call is
-sent. A charge is corrected when the server reports its tokens; the charge of a failed call stays.
+Each request and each probe is charged before it is sent, by compare-and-set in the broker. If the broker cannot be
+reached, nothing is sent. The charge of a request is corrected when the server reports its tokens. The charges of probes
+and of failed requests stay.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class MonthlyBudget:
         self._now_s = now_s
 
     async def spend(self, tokens: int) -> None:
-        """Charge the tokens of a call. Raises BudgetUsed, BrokerError."""
+        """Charge the tokens of a request or a probe. Raises BudgetUsed, BrokerError."""
 
         def charged(before: Stored | None) -> RemoteUsage:
             usage = self._current(before)
@@ -40,7 +41,7 @@ class MonthlyBudget:
         await self._record.change(self._key, charged)
 
     async def correct(self, difference: int) -> None:
-        """Correct the charge of a call. `difference`: tokens that it used, minus its charge. Raises BrokerError."""
+        """Correct the charge of a request. `difference`: tokens that it used, minus its charge. Raises BrokerError."""
 
         def corrected(before: Stored | None) -> RemoteUsage:
             usage = self._current(before)

@@ -27,8 +27,9 @@ Vectors = NDArray[np.float32]
 
 
 class RemoteAnswer(NamedTuple):
-    """Vectors of a remote server. `tokens`: number that it reports, if any. `models`: names that it reports: for SIE
-    the fingerprint, for TEI the model and its revision. Replicas behind one address may report several.
+    """Vectors of a remote server. `tokens`: number of tokens that the server reports, if any. `models`: names that the
+    server reports: the fingerprint of SIE, the model of an OpenAI server, the revision, precision and model of TEI.
+    Replicas behind one address may report several names.
     """
 
     vectors: Vectors
@@ -132,7 +133,7 @@ class RemoteClient:
         }
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, values: int, until_s: float) -> bytes:
-        """Return the answer to a request, with at most `values` numbers. Raises RemoteFailed, also after `until_s`."""
+        """Return the answer to a request, with room for `values` numbers. Raises RemoteFailed, also after `until_s`."""
         left_s = until_s - time.monotonic()
         try:
             async with asyncio.timeout(min(left_s, self._server.timeout_s)):

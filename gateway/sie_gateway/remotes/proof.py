@@ -211,7 +211,9 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors that a worker computed; None if their entry or their probe texts differ."""
+    """Return the reference vectors that a worker computed; None if they were computed for another entry or other probe
+    texts, in a precision without a bound, or if their number is wrong.
+    """
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
     prompts = [Prompt(*prompt) for prompt in stored.prompts]

@@ -1,12 +1,13 @@
 """Answers of proven remote servers to requests that this cluster refuses for lack of room.
 
-    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day
+    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day, or by
+                                            │                     │                      golden vectors for an hour
                                             └ none: not proven    └ no answer, or too far: not proven
     a refused request ──► allowed to be sent, server proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: the refusal stays                           └ no answer: the refusal stays
 
-A remote server without a proof gets no requests. After two failures in a row it loses its proof, until it passes a
-probe. Probes run in the background, not during a request.
+A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, it
+loses its proof until it passes a probe. Probes run in the background, not during a request.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAV
 MAX_FAILURES = 2
 CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds until a proof is repeated
-# seconds until the next probe after a failure; the pause doubles with each failure, up to the second number
+# seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to the second number
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
-AGAIN_S = 60.0  # shortest time between two probes of a server that failed, or reports another model
+# shortest time between a probe and the probe that follows a first failed call or a report of another model
+AGAIN_S = 60.0
 MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
-GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they prove less than those of a worker
+# seconds until a proof by golden vectors is repeated: golden vectors prove less than vectors of a worker
+GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
@@ -107,7 +110,7 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds until the server may be probed again."""
+        """Return the seconds until AGAIN_S has passed since the last probe."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -214,7 +217,7 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
-        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors are those of an old entry
+        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old entry
             return None
         # a text has at most one token for each byte: a server cannot make a key pay for more
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
@@ -320,8 +323,8 @@ class Remotes:
         self._metrics.remote_difference.labels(remote.server.name).set(difference)
 
     async def _proven(self, remote: Remote) -> Proof:
-        """Compare the remote server with the reference vectors of its model, and return the agreement. Raises
-        NoReference, Deviates, BudgetUsed, and the errors of the request.
+        """Compare the remote server with the reference vectors of its model, and return the proof. Raises NoReference,
+        Deviates, BudgetUsed, BrokerError, RemoteFailed, and the errors of requests in this cluster.
         """
         model = remote.server.model
         catalogue = self._feed.catalogue
@@ -348,8 +351,9 @@ class Remotes:
     async def _vectors(
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
-        """Return the vectors of a remote server for the reference texts, and the models that it reports. If it
-        refuses the long text, the vector of that text is zero, which differs from any other.
+        """Return the vectors of a remote server for the reference texts, and the models that the server reports. If the
+        server refuses the long text, or does not answer it in time, the vector of this text is zero, which differs from
+        every reference vector. Raises RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
@@ -368,7 +372,8 @@ class Remotes:
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, they compute the vectors again. Return None if there are no vectors and no such workers.
+        other fingerprints, they compute the vectors again. Return None if there are no vectors, and no worker has the
+        model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -402,7 +407,7 @@ class Remotes:
         ]
 
     async def _computed(self, resolved: Resolved, precision: str) -> RemoteReference:
-        """Encode the probe texts in this cluster. Raises SIEError."""
+        """Encode the probe texts in this cluster. Raises SIEError, FailedRequest, EntryChanged."""
         prompts = proofs.prompts_of(resolved)
         rows: list[Any] = []
         fingerprint = ""
@@ -429,7 +434,7 @@ class Remotes:
         return RemoteReference(source, precision, fingerprint, tuple(prompts), len(rows[0]), block, bool(long))
 
     def findings(self) -> list[ClusterFinding]:
-        """List the remote servers that get no requests, with the reason."""
+        """List the remote servers that get no requests, with the reason, except servers that were never probed."""
         return [
             ClusterFinding(
                 check="remotes",
@@ -482,7 +487,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Return whole numbers in proportion to `costs`, whose sum is `tokens`."""
+    """Return whole numbers in proportion to `costs`. The sum of these numbers is `tokens`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total

@@ -1,1 +1,1 @@
-"""Work in JetStream: create streams and consumers, publish chunks of requests, count waiting messages."""
+"""Work in JetStream: create streams and consumers, store large inputs, publish chunks of requests, count messages."""

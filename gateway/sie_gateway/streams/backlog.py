@@ -1,8 +1,8 @@
 """Numbers of messages in the streams, by lane and priority. A lane is the queue of a pool, machine profile and bundle.
 Waiting and leased messages count, also if there are no workers.
 
-The numbers are read from the stream once per second, and earlier if a caller needs newer ones. While the broker does
-not answer, they are unknown, never zero.
+The numbers are read from the stream once per second, and earlier if a caller needs newer numbers. When the broker has
+not answered for UNKNOWN_S seconds, the numbers are unknown, never zero.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads that are older than any message can be; return their number. Several gateways may do this at
-        the same time. Raises StoreError.
+        """Remove payloads that are older than any message can be, as many as `PayloadStore.sweep` removes in one call;
+        return their number. Several gateways may do this at the same time. Raises StoreError.
         """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 

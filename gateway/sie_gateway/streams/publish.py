@@ -1,20 +1,20 @@
 """Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-A model's work has a consumer of its own. A stream has a limit of such consumers. When it is reached, a hash assigns
-further models to 16 slots, and the models of a slot share one consumer. Consumers are created when they are needed, and
-deleted when they are not used:
+A model's work of a lane and priority has a consumer of its own. A stream has a limit of consumers of single models.
+When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
+Consumers are created when they are needed, and deleted when they are not used:
 
-    publish ──► route: the model's own consumer, or the one of its slot; needed until the deadline of the request
+    publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request
             ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
 
     every 10 s, after a reconnect ──► missing consumers of open requests and of subjects with messages are created
     after a notice of a deletion ──► the consumer is created again if an open request needs it
-    one gateway, every minute ──► consumers unused for an hour are deleted ──► those of subjects with messages are
-                                                                               created again
+    one gateway, every minute ──► consumers unused for an hour (5 min if the limit is near) are deleted
+                              ──► missing consumers of subjects with messages are created again
 
-A consumer can be deleted while a publish still relies on it. Its messages are not lost: they stay in the stream. The
-consumer is created again by the check after the deletion, by the gateway that published (after the notice of the
-deletion), or by the check every 10 s.
+A consumer can be deleted while a publish still relies on it. The messages for this consumer are not lost, because they
+stay in the stream. The consumer is created again by the check after the deletion, by the gateway that published (after
+the notice of the deletion), or by the check every 10 s.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
 # seconds without a message after which a consumer is deleted if the stream has too many consumers. Nearly all requests
-# take less time; for a longer one, its gateway creates the consumer again
+# take less time; for a longer request, its gateway creates the consumer again
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -114,8 +114,9 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` models have their
-    own consumer. Two gateways may exceed the limit, because each may add a consumer before it hears of the other's.
+    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` consumers serve one
+    model each. Two gateways together may exceed the limit, because each of them may add a consumer before it gets the
+    notice of the other gateway's consumer.
     """
 
     def __init__(
@@ -497,7 +498,7 @@ class WorkQueue:
     def _require(self, pool: str) -> None:
         if not self._serves(pool):
             raise PoolNotFound(
-                f"the pool {pool!r} does not exist any more, because its lease has ended", param="X-SIE-Pool"
+                f"the pool {pool!r} does not exist any more, because its reservation has ended", param="X-SIE-Pool"
             )
 
     async def forget_pool(self, pool: str) -> None:
@@ -532,9 +533,9 @@ class WorkQueue:
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Publish all chunks of a request and return their positions. If one cannot be stored, the stored ones are
-        removed. The consumer is created meanwhile: the stream stores messages even without one. Raises QueueFull,
-        QueueUnavailable.
+        """Publish chunks of one request and return their positions. If one of these chunks cannot be stored, the stored
+        ones are removed. The consumer is created meanwhile: the stream stores messages even without a consumer. Raises
+        QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         self._on_publish(lane, items)
@@ -649,8 +650,9 @@ class WorkQueue:
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S and not beyond `deadline_s`. Between
-        the attempts, check the stream, which the broker may have lost, and create it if it is missing.
+        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S and not beyond `deadline_s`, plus
+        LAST_ATTEMPT_S for the last attempt. Between the attempts, check the stream, which the broker may have lost, and
+        create it if it is missing.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -691,8 +693,8 @@ class WorkQueue:
         """Remove the waiting and leased messages of an ended request, except positions in an earlier stream that was
         lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, the workers are told to cancel it afterwards. If the cancellation came first, a worker would
-        drop its messages of the request and then pull the other ones.
+        With `request`, the workers are told afterwards to cancel this request. If the cancellation came first, a worker
+        would drop its messages of the request and then pull the messages that are still in the stream.
         """
         if stored and self._serves(pool):
             try:
