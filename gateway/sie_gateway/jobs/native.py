@@ -58,9 +58,12 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """Shard (rows written together) that is answered, but not written. `unsent`: rows not in the database yet."""
+    """Shard (rows written together) that is answered, but not written. `reused`: number of answers that were copied
+    from an equal row or from the cache. `unsent`: rows not in the database yet.
+    """
 
     data: bytes
+    reused: int
     unsent: SinkRows | None
 
 
@@ -247,7 +250,8 @@ class NativeJob:
             self._unwritten[number] = answered._replace(unsent=None)
         record = await shards.put_once(self._places.output, name, answered.data, self._request.output.format)
         del self._unwritten[number]
-        return record
+        # a part in JSON Lines does not say how many answers were copied
+        return msgspec.structs.replace(record, reused=answered.reused)
 
     async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
         try:
@@ -270,7 +274,7 @@ class NativeJob:
         except InvalidInput as error:
             raise ShardBroken(error.info()) from error
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
-        return AnsweredShard(data, unsent)
+        return AnsweredShard(data, reused, unsent)
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
         """Return the answer to each row, and how many answers were copied from an equal row or from the cache."""
