@@ -1,6 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
-need the same LoRA share one load. A request waits for a LoRA for only HOLD_S seconds. A LoRA that could not be loaded
-is not tried again for COOL_DOWN_S.
+need the same LoRA share one load, and wait for HOLD_S seconds at most. A LoRA that could not be loaded is not tried
+again for COOL_DOWN_S seconds. These rules do not hold for a batch that has the turn of its model (`in_turn`): it loads
+its LoRA by itself.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of LoRAs remembered as failed or loaded; without a limit, clients could fill the memory with new names
+# largest number of LoRAs remembered as failed, and for each model as loaded; without a limit, clients could fill the
+# memory with new names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models. `ModelState.loras` lists them; the adapter may have dropped some since then."""
+    """Loads LoRAs into loaded models. `ModelState.loras` has the loaded LoRAs; the adapter may have dropped some."""
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
         self._links = links
@@ -76,7 +78,9 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles one by one. Failures are logged; later requests get the error."""
+        """Load the LoRAs of the model's profiles one by one. Failures are logged. A LoraLoadFailed is also the
+        answer to later requests, for COOL_DOWN_S seconds.
+        """
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
@@ -192,7 +196,7 @@ class Loading:
     def ahead(self, names: Iterable[str]) -> None:
         """Load these models (names or model:profile) in the background, before work needs them. Failures are logged."""
         for name in names:
-            # an unknown model is ignored: this worker's catalogue may be older or newer than that of the gateway
+            # an unknown model is ignored: this worker's catalogue may be older or newer than the gateway's
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 resolved = self._feed.catalogue.resolve(name)
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
@@ -221,7 +225,7 @@ class Loading:
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
-        Raises SIEError.
+        Raises SIEError, and AdapterGone with `past_gate`.
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
         input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on

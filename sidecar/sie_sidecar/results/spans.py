@@ -1,5 +1,5 @@
 """Trace spans of a worker. Each work item has a span below its request's span; its stages are spans below it. Each
-batch has a span below the first traced work item in it, with links to the others.
+batch has a span below the first traced work item in it, with links to all traced ones.
 
 The adapter adds spans for its steps to the batch, and `inference` and `postprocess` to each work item.
 """
