@@ -156,7 +156,7 @@ def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """Decode a record of the bucket. Raises NotReady if it is unreadable: it must not count as missing."""
+    """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as missing."""
     try:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:

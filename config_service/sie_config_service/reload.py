@@ -86,9 +86,8 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = (
-        None  # last state of the files that was refused or unreadable; its error is logged only once
-    )
+    # last state of the files that was refused, or a mark that they were unreadable; its error is logged only once
+    _refused: Signature | None = None
     _trouble: Trouble = field(
         default_factory=lambda: Trouble(_logger, "a change of the folder of models could not be applied yet")
     )

@@ -193,7 +193,7 @@ class CatalogueStore:
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is cached per epoch: all gateways and workers request it at the same time."""
+        """Return the export in JSON, cached per epoch: all gateways and workers request it at the same time."""
         read = await self.snapshot()
         if self._exported[0] is not read:
             self._exported = read, msgspec.json.encode(_export(read))

@@ -158,8 +158,8 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the error for a work item whose model has a new catalogue entry. It makes the gateway publish the work
-    item again for the new entry.
+    """Return the error for a work item whose model has a new catalogue entry. The error makes the gateway publish the
+    work item again for the new entry.
     """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1

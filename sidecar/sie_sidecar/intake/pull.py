@@ -38,7 +38,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# smallest number of seconds between two attempts to load a model in advance; it may be evicted after the first one
+# smallest number of seconds between two attempts to load a model in advance, which may be evicted after the first one
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -47,8 +47,8 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these hosts. `held`: the worker should pull no more of the model's
-    work, because it has some already; or because the model makes room for another one, so that new work would wait for
-    two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
+    work, because some waits here already, or because the model makes room for another one, so that new work would wait
+    for two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
     A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
     table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
@@ -76,7 +76,7 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: it is loaded here.
+        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is open here.
         `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after a change of the
         table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """

@@ -184,8 +184,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced the revision that could not be loaded. It writes an earlier
-        revision again if that one was loaded before. Wait for this until RESTORED_S seconds after the failed load.
+        """Return True if the config service has replaced the revision that could not be loaded. If an
+        earlier revision was loaded before, the config service writes it again. Wait for this until RESTORED_S seconds
+        after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:

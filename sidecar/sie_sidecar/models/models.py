@@ -692,8 +692,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, choose the model whose protection ends first: it accepts no new work until `hosted`
-        is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, choose the model whose protection ends first: that model accepts no new work until
+        `hosted` is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):

@@ -39,7 +39,7 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-# part of a pair's tokens that its query may always use; it may use more if the document is short
+# part of a pair's tokens that the query may always use; the query may use more if the document is short
 QUERY_SHARE = 0.75
 NOWHERE = -1  # offset that is given to a special token, which is not in the text
 # maximum number of tokens of a work item with labels or questions: each text counts once with each of them

@@ -247,7 +247,9 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer tokenize and decode, which need only the tokenizer. It may be in memory though the model is not."""
+        """Answer tokenize and decode, which need only the tokenizer. The tokenizer may be in memory though the model is
+        not.
+        """
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

@@ -502,7 +502,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Hand the deliveries of this worker's killed process back to the queue. Return their number."""
+        """Hand the deliveries of this worker's killed process back to the queue. Return how many were handed back."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
