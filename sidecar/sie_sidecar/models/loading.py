@@ -1,7 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
-need the same LoRA share one load, and wait for HOLD_S seconds at most. A LoRA that could not be loaded is not tried
-again for COOL_DOWN_S seconds. These rules do not hold for a batch that has the turn of its model (`in_turn`): it loads
-its LoRA by itself.
+need the same LoRA share one load, and work items wait for HOLD_S seconds at most. A LoRA that could not be loaded is
+not tried again for COOL_DOWN_S seconds. A batch that has the turn of its model (`in_turn`) loads its LoRA by itself,
+without these limits.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock that a batch holds while it loads its LoRA and runs, so that no other LoRA of the model is
-        loaded in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
+        """Return the lock that a batch holds while it loads its LoRA and runs, so that no load of another LoRA of the
+        model begins in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
@@ -184,9 +184,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced the revision that could not be loaded. If an
-        earlier revision was loaded before, the config service writes it again. Wait for this until RESTORED_S seconds
-        after the failed load.
+        """Return True if the config service has replaced the revision that could not be loaded. If an earlier revision
+        was loaded before, the config service writes it again. Wait for this until RESTORED_S seconds after the failed
+        load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:

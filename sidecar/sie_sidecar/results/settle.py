@@ -181,7 +181,7 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 class Settle:
     """Ends work items: answers, cancels or returns them to the queue. `answer` and `hand_back` do nothing for an item
-    that was settled before; `cancel` must not be called for it.
+    that was settled before; `cancel` must not be called for such an item.
     """
 
     def __init__(
