@@ -17,7 +17,7 @@ from sie_runtime.keys import Key, Keys
 
 
 class ConfigGate:
-    """Check of the credentials of a request. Both tokens are always compared, each in constant time."""
+    """Check of the credentials of a request. Each configured token is always compared, in constant time."""
 
     def __init__(self, settings: Settings) -> None:
         self._admin = settings.admin_token
@@ -32,8 +32,8 @@ class ConfigGate:
     def check(self, method: str, match: Match[Any], authorization: str) -> str:
         """Check whether a request may use its route. Return the caller's name, which a model's history shows.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady while the keys have not been read. Only a caller with
-        read access gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a wrong method.
+        Raises Unauthenticated, PermissionDenied, and NotReady while the keys have not been read. A caller with read
+        access gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a wrong method.
         """
         row = match.route(method)
         token = bearer(authorization)
@@ -65,9 +65,9 @@ class ConfigGate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """Return the key with this token; None for an unknown token, or if `is_known` (it is the read token, not a
-        key). Raises PermissionDenied for a key without the scope, Unauthenticated for a key that is revoked or has
-        expired, NotReady while the keys have not been read.
+        """Return the key with this token. Return None for an unknown token, if `is_known` (the token is the read
+        token), and without SIE_AUTH_MODE=token. Raises PermissionDenied for a key without the scope, Unauthenticated
+        for a key that is revoked or has expired, NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

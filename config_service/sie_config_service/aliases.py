@@ -82,7 +82,7 @@ async def guard(
 ) -> GuardedWrite:
     """Check a write of a model or alias before it is stored. `entry`: the new document, or None for a removal. `held`:
     the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: a function that
-    parses the whole catalogue. It is slow, so it is called only to suggest names in an error.
+    parses the whole catalogue. This function is slow, so it is called only to suggest names in an error.
 
     With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias or an id
     that is in use, and ContentConflict, which names the aliases that need the model.

@@ -37,7 +37,9 @@ class ParsedDocument:
     node: yaml.Node | None = None
 
     def line(self, loc: str) -> int | None:
-        """Return the line of a field, counted from 1; for a missing field, that of its nearest parent; None in JSON."""
+        """Return the line of a field, counted from 1; for a missing field, the line where its nearest parent
+        begins; None in JSON.
+        """
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
 
@@ -97,8 +99,8 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the text to append to the error text `message`: the value at the path if its type is wrong, else an empty
-    string.
+    """Return the text to append to the error text `message`: the value at the path, if the message says that its type
+    is wrong and the value is a string or a number. Otherwise return an empty string.
     """
     if not _GOT.search(message):
         return ""

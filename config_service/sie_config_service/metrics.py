@@ -1,4 +1,4 @@
-"""Metrics of the config service: its requests, and the size of the catalogue at its last read."""
+"""Metrics of the config service: its requests, and the epoch and size of the catalogue at the last read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 
 
 class ConfigMetrics(Collector):
-    """Metrics of the config service. `last_read`: returns the snapshot of the last read; None before the first read."""
+    """Metrics of the config service. `last_read`: returns the snapshot of the last read. It returns None before the
+    first read, and between a reconnect to the broker and the next read.
+    """
 
     def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
         make = MetricMaker("config")

@@ -1,13 +1,13 @@
-"""Copy of the catalogue's bucket in the memory of a replica. The whole bucket is read once, then only later writes: so
-a read of ten thousand models costs as much as a read of one.
+"""Copy of the catalogue's bucket in the memory of a replica. All models and bundles are read once, then only later
+writes. So the broker sends as little for ten thousand models as for one.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
                                          └─► CatalogueSnapshot: all models at one epoch, and for each bundle (set of
                                              families of one worker image) the last write that concerned it
 
 `sie_broker.record.Record` may be behind its bucket for a moment, so it is not used here: the config service's reply to
-a write must contain that write. Each read asks the bucket's leader for its last revision, then for the writes up to it,
-and applies all of them or none.
+a write must contain that write. Each read asks the bucket's leader for its last revision, then any replica of the
+bucket for the writes up to this revision, and applies all of them or none.
 
 The epoch has two parts: the time when the bucket was created, and the number of the last write of the catalogue in it.
 The bucket also stores replies for requests with an Idempotency-Key; their writes do not change the epoch.
@@ -53,7 +53,8 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    author: str = ""  # name of the token that wrote it; empty if seeding or an older version of SIE wrote it
+    # name of the token that wrote it, `sie-config` for a restore; empty if seeding or an older version of SIE wrote it
+    author: str = ""
     note: str = ""  # why the config service wrote this revision by itself; empty if a user wrote it
 
 
@@ -75,8 +76,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the first epoch with this revision: the number of the write of its history record. A
-        batch writes that record directly after the model itself.
+        """Return the number of the write of this revision's history record. A batch writes that record directly after
+        the model itself. No epoch with this revision has a lower number.
         """
         return self.sequence + 1
 
@@ -155,7 +156,7 @@ def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """Decode a record of the bucket. Raises NotReady if it is unreadable: it must not count as missing."""
+    """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as missing."""
     try:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:
@@ -176,12 +177,14 @@ class Mirror:
         self._read = 0  # number of the last write in the bucket that was applied
         self._created = ""  # time when the bucket was created; empty before the first read
         self.is_lost = False  # True after the broker lost this bucket: a new one has its name now
-        self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` then examines it
+        self.suspect = asyncio.Event()  # set if the bucket may be lost; `CatalogueStore.lost` then calls `check`
         self.before = CatalogueSnapshot()  # last snapshot that `invalidate` discarded
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without a new read; None before the first read and after `invalidate`."""
+        """Return the last snapshot without a new read. Return None before the first read, and from `invalidate` to the
+        next read.
+        """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:

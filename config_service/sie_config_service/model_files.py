@@ -17,7 +17,7 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Checks entries against the models' files, if they are where a worker looks for them. It downloads none."""
+    """Checks entries against the models' files, if the files are where a worker looks for them. Downloads none."""
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)

@@ -4,8 +4,8 @@
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
 Files below `bundles/` of the folder are bundles; all other files are models and aliases. If one file is invalid, all
-files are refused; the error names the field and line. Hidden files and folders are skipped, and links to folders are
-not followed (a mounted ConfigMap has both).
+files are refused; the error names the file, field and line. Hidden files and folders are skipped, and links to folders
+are not followed (a mounted ConfigMap has both).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Folders:
 
 
 class Overlay:
-    """Reader of the folder or bucket of SIE_MODELS_DIR. A file is parsed again only after it has changed."""
+    """Reader of the folder or bucket of SIE_MODELS_DIR. A file that was accepted is parsed again only after it has
+    changed.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -118,7 +120,9 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
+        """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line. For an
+        alias whose targets do not fit, ValidationFailed names only the alias.
+        """
         if not self._packaged:  # read only once: the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()

@@ -159,8 +159,8 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Run the service until `stop`, then accept requests for another `lame_duck_s` seconds, then finish the running
-    ones.
+    """Run the service until `stop`. If it was ready, accept requests for another `lame_duck_s` seconds. Then finish the
+    requests that run. Return the exit status: 1 if a background task failed, else 0.
 
     Raises SettingError.
     """
@@ -181,7 +181,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # set after the last request has ended; then the background tasks end
+    served = Stop()  # never set: the background tasks run until they are cancelled, after the last request has ended
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")

@@ -1,11 +1,13 @@
-"""Watch of SIE_MODELS_DIR: changed files become writes of source `overlay`, without a restart.
+"""Watch of SIE_MODELS_DIR: changed files become writes of source `overlay`, without a restart. If a file was removed,
+its model is removed too, or becomes the packaged model with this id.
 
     look ──changed, and equal at the next look──► all files read and checked ──► written to the bucket, logged
       ▲            └ one is invalid: no change, the log names file, field and line               │
       └── all gateways and workers have it, or WATCHED_S have passed: log which lack it ◄────────┘
 
-Names, sizes and times of the files are compared, which also works on file systems without events. The pauses are long
-enough that the comparisons take at most a hundredth of the time.
+Names, sizes, times and inodes of the files are compared, which also works on file systems without events. (In an object
+store, the ETag stands for the inode.) The pauses are long enough that the comparisons take about a hundredth of the
+time.
 """
 
 from __future__ import annotations
@@ -53,14 +55,18 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log the aliases that these changes made invalid. A change of the folder is applied even if it breaks an alias."""
+    """Log the aliases that are invalid and that these changes concern, also those that were invalid before. A change of
+    the folder is applied even if it breaks an alias that was written over the API.
+    """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
-        _logger.error("the alias %s is now invalid, because a model of the folder has changed: %s", alias, why)
+        _logger.error("the alias %s is invalid after a change of the model folder: %s", alias, why)
 
 
 @dataclass
 class _Watched:
-    """Stored change that is watched until all gateways, and the workers of `bundles`, have reached `epoch`."""
+    """Stored change that is watched until all gateways, and the workers of `bundles`, have reached `epoch`, but at most
+    until `due_s`.
+    """
 
     outcome: str
     epoch: str
@@ -80,7 +86,8 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
+    # last state of the files that was refused, or a mark that they were unreadable; its error is logged only once
+    _refused: Signature | None = None
     _trouble: Trouble = field(
         default_factory=lambda: Trouble(_logger, "a change of the folder of models could not be applied yet")
     )
@@ -103,7 +110,7 @@ class Reload:
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
                 self._trouble.passed()  # a new change: discard the failure of the earlier one
-            # the files were equal at two looks, so no process is still writing them
+            # the files were equal at two looks, so presumably no process is still writing them
             elif now not in (self.signature, self._refused):
                 await self._apply(now)
             last = now

@@ -66,7 +66,9 @@ class Restore:
         self._trouble = Trouble(_logger, "a revision that cannot be loaded could not be replaced yet")
 
     async def run(self, stop: Stop) -> None:
-        """Restore models until `stop`. A failed restore is tried again at the next heartbeat."""
+        """Restore models until `stop`. After an error, the next heartbeat that reports a failed load
+        starts another attempt.
+        """
         while not await stop.wait_woken(self._workers.failed):
             for status in unloadable(self._workers.statuses()):
                 try:
@@ -95,6 +97,7 @@ class Restore:
         restore = WriteRequest(
             RESTORE, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        with contextlib.suppress(ContentConflict):  # another writer changed the model first: its newer revision stays
+        # a conflict: another writer changed the model first, or an alias needs the model as it is; the model stays
+        with contextlib.suppress(ContentConflict):
             await self._writer.write(restore)
             _logger.error("%s: %s", failed.model, note)

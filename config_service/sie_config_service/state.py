@@ -19,7 +19,7 @@ from sie_runtime.connection import because
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker is no longer counted
+WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker or gateway is no longer counted
 
 
 class ConfigService:
@@ -67,7 +67,7 @@ class ConfigService:
         return self.store
 
     def require_writer(self) -> CatalogueWriter:
-        """Return the writer. Raises QueueUnavailable before the catalogue is seeded."""
+        """Return the writer. Raises QueueUnavailable while there is no store."""
         self.require()
         assert self.writer is not None
         return self.writer

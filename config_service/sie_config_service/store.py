@@ -2,13 +2,14 @@
 decides between their writes.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
-                     an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
+                     an operator ──── write ──►   └──► for each write of a model, one delta to each bundle concerned
 
     model.<id>             the present model: compare-and-set uses its revision
     bundle.<id>            a bundle of the folders; readers of the catalogue notice a change by the epoch
-    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest replaces
-                           the oldest
-    replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
+    history.<id>.<number>  each of the model's last REVISIONS_KEPT revisions, in one batch with the model; the newest
+                           replaces the oldest
+    replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key; in the same batch too,
+                           unless the write changed no model
     aliases                the targets of each alias; an alias itself is stored like a model
 
 To seed is to write the models of the folders to the bucket. Seeding never changes a model that was written or removed
@@ -168,8 +169,9 @@ class CatalogueStore:
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
-        """Wait until the broker has lost the bucket, and return True; return False if `stop` is set first. The bucket
-        is checked only after a reconnect and after a failed read.
+        """Wait until the broker has lost the bucket or writes in it, and return True; return False if `stop` is set
+        first. The bucket is checked only after a reconnect, and after a read whose request for the epoch failed or
+        found another bucket.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "checking whether the broker still has the catalogue"
@@ -191,7 +193,7 @@ class CatalogueStore:
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is cached per epoch: all gateways and workers request it at the same time."""
+        """Return the export in JSON, cached per epoch: all gateways and workers request it at the same time."""
         read = await self.snapshot()
         if self._exported[0] is not read:
             self._exported = read, msgspec.json.encode(_export(read))
@@ -260,7 +262,9 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """Return all stored revisions of the models that were written over the API, which no folder has."""
+        """Return all stored revisions of the models whose newest revision was written over the API. No folder has these
+        revisions.
+        """
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]
@@ -294,11 +298,11 @@ class CatalogueStore:
         tell: bool = True,
     ) -> tuple[int, int]:
         """Write the changes, each of a different model, in one atomic batch. With `tell`, broadcast a delta (a message
-        about the change) for each; otherwise readers find the changes when they poll. Return the number of deltas sent,
-        and the number that should have been sent.
+        about a change) for each change and each bundle that it concerns. Otherwise readers find the changes when they
+        poll. Return the number of deltas sent, and the number that should have been sent.
 
         Raises WrongRevision if another writer has changed one of the models, the stored replies or the index of
-        aliases. Then nothing is written.
+        aliases. Then nothing is written. Raises BrokerError, NotReady.
         """
         writes: list[Write] = []
         revisions: list[StoredModel] = []
@@ -346,7 +350,8 @@ class CatalogueStore:
             await retry_conflicts(attempt)
         except BrokerError as error:
             _logger.warning(
-                "bucket %s lacks model %s until the next start of the config service: %s",
+                "bucket %s lacks the newest revision of model %s until its next write, or the next start of the "
+                "config service: %s",
                 self._copy.name,
                 stored.model,
                 error,
@@ -357,8 +362,8 @@ class CatalogueStore:
         that it lacks and that were written over the API. Then correct the index of aliases. Return the models that the
         bucket had lost, or had at an earlier revision.
 
-        `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
-        time.
+        `backup`: revisions of models, including old ones; old ones that the bucket lacks are written to its history.
+        Raises WrongRevision if another writer changes one of the models or the index at the same time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
         copies = {stored.model: stored for stored in map(_copied, entries) if stored is not None}
@@ -499,7 +504,8 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # broadcast only the last batch: after its delta, readers also fetch all earlier changes
+                # Broadcast only the last batch. Readers that get its delta notice that they lack earlier changes, and
+                # fetch all; readers of other bundles find the changes at their next poll.
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 
@@ -552,7 +558,9 @@ def digest_of(*parts: bytes) -> str:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store, and create its bucket if it does not exist. Raises BrokerError."""
+    """Open the catalogue's store, and create its bucket if it does not exist. The copy is opened at its first use.
+    Raises BrokerError.
+    """
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

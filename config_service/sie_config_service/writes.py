@@ -70,13 +70,13 @@ class WriteRequest:
     author: str = ""
     note: str = ""  # why the config service writes by itself; empty for a request over the API
     source: str = "api"
-    warnings: tuple[str, ...] = ()  # codes of the warnings for the reply
+    warnings: tuple[str, ...] = ()  # warnings for the reply: ignored fields of the document, with reasons
 
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the reply to an earlier write
-    with the same Idempotency-Key.
+    """Reply to a write. `created`: a write with the operation `create` added a model or profiles, or would add them
+    without `dry_run`. `replayed`: this is the reply to an earlier write with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -96,7 +96,7 @@ class CatalogueWriter:
 
     async def write(self, request: WriteRequest) -> WriteReply:
         """Run one write and return its reply. Raises ModelNotFound, ContentConflict, ValidationFailed,
-        PermissionDenied, IdempotencyMismatch, QueueUnavailable, BrokerError.
+        PermissionDenied, PayloadTooLarge, IdempotencyMismatch, QueueUnavailable, NotReady, BrokerError.
         """
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
@@ -210,7 +210,8 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Factory of edits: functions that compute a model's new document from its stored document.
 
-    They accept only documents that pass `checked`, that a bundle serves, and whose code and paths are allowed.
+    The edits accept only documents that pass `checked`. A model must also have a bundle that serves it, and its code
+    and paths must be allowed.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
@@ -260,7 +261,7 @@ class Edits:
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
         """Translate a model file of the open-source SIE project into a document of this catalogue. Return it, and the
-        names of ignored fields. `model`: its id if the file has none. A document in another format is returned
+        ignored fields with the reasons. `model`: its id if the file has none. A document in another format is returned
         unchanged. Raises ValidationFailed.
         """
         if not is_public(document.value):

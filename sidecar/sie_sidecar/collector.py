@@ -58,7 +58,9 @@ class WorkerCollector(Collector):
             )
 
     def _devices(self) -> Iterator[Metric]:
-        """Yield the metrics of the devices from the last description of each adapter. Unknown values are left out."""
+        """Yield the metrics of the devices, from the last description of each connected adapter. Unknown values are
+        left out. A device without a connected adapter has 0 lanes.
+        """
         health, gauge = self._health, self._scrape.gauge
         shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}
         away = {(health.device_name(link),): 0 for link in health.links if link.number not in health.descriptions}

@@ -85,8 +85,8 @@ class WorkerHealth:
 
     @property
     def gpu_count(self) -> int:
-        """Return the number of GPUs: 0 on a CPU. With several devices, it is their number. With a single device, it is
-        the setting SIE_GPU_COUNT.
+        """Return the number of GPUs: 0 on a CPU, the number of devices if there are several, and otherwise the setting
+        SIE_GPU_COUNT.
         """
         first = self.links[0].description
         if first is not None and first.device == "cpu":

@@ -37,7 +37,8 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-MIN_CONNECTIONS = 6  # minimum number of connections to an adapter, for batches and for loads of models
+# minimum number of connections to an adapter, for batches and for loads of models, unless the settings allow fewer
+MIN_CONNECTIONS = 6
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
@@ -180,8 +181,8 @@ async def serve(
 
 
 def _ledger_path(settings: Settings, worker_id: str) -> Path:
-    """Return the path of the file of leased deliveries. It is next to the adapter's socket, on a volume that outlives
-    the container. Its name has the worker id, as several workers may use one folder.
+    """Return the path of the file of leased deliveries. The file is next to the adapter's socket, on a volume that
+    outlives the container. Its name has the worker id, because several workers may use one folder.
     """
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
@@ -311,7 +312,9 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:
-    """Connect to NATS, serve until `stop`, then drain for `drain_s`. Return the exit status. Raises SettingError."""
+    """Connect to NATS, serve until `stop`, then drain for at most `drain_s` seconds (None: DRAIN_S). Return the exit
+    status. Raises SettingError.
+    """
     async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

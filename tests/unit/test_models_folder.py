@@ -300,7 +300,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     prepared = await prepare(settings, broker)
     await aliased(prepared.store, "pair", "org/a", "ORG/b")
     await aliased(prepared.store, "other", "org/a", "org/c")
-    assert "is now invalid" not in caplog.text
+    assert "is invalid after a change" not in caplog.text
     if now:
         put(tmp_path, "b.yaml", now + "description: longer\n")
     else:
@@ -312,9 +312,9 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
-    (record,) = (candidate for candidate in caplog.records if "is now invalid" in candidate.getMessage())
+    (record,) = (candidate for candidate in caplog.records if "is invalid after a change" in candidate.getMessage())
     assert record.levelno == logging.ERROR
-    assert record.getMessage().startswith("the alias pair is now invalid")
+    assert record.getMessage().startswith("the alias pair is invalid after a change")
     assert says.casefold() in record.getMessage().casefold()
 
 

@@ -204,8 +204,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the oldest work item and of those that join it in the batch, until it is full. They
-        arrived within `reorder_s` after the oldest; those of the most similar length come first.
+        """Return the indexes of the oldest work item and of the work items that join it until the batch is full. Work
+        items that join arrived within `reorder_s` after the oldest; the most similar in length come first.
         """
         head = self.entries[0]
         near = []

@@ -4,9 +4,10 @@ functions have no clock: times are arguments.
     entries of a full batch, each with its remaining time ──┐
     measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
 
-A batch may take SHARE of the remaining time of each work item; the rest is reserved for wrong predictions. A work item
-that has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch
-also takes a fixed time. So two rules limit how much an urgent work item may slow down the others:
+A batch may take SHARE of the remaining time of each work item; the remainder is reserved for wrong predictions. If the
+full batch takes at most SHARE of the budget of a work item, this work item does not make the batch smaller. A small
+batch is slower per token, because each batch also takes a fixed time. So two rules limit how much an urgent work item
+may slow down the others:
 
 * Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
   x / 2. So all entries together lower the tokens per second by at most half.

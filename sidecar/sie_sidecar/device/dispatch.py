@@ -302,7 +302,9 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the sums of `DeviceQueue.capacity` over connected devices; without one, that of the first device."""
+        """Return the sums of `DeviceQueue.capacity` over connected devices. If none is connected, return the capacity
+        of the first device.
+        """
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 

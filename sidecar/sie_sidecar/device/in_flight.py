@@ -88,7 +88,7 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true as soon as its result is sent, or as no request waits for it any more
+    settled: bool = False  # true as soon as it is answered, cancelled or handed back to the queue
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
     given_up: SIEError | None = None  # error if the worker gave the item up; the item is written to the dead letters
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
@@ -158,8 +158,8 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the error for a work item whose model has a new catalogue entry. It makes the gateway publish the work
-    item again for the new entry.
+    """Return the error for a work item whose model has a new catalogue entry. The error makes the gateway publish the
+    work item again for the new entry.
     """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
@@ -177,7 +177,9 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs are marked."""
+    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs and files with
+    several images are marked, and the length of a sound is added.
+    """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     outcomes_by_input: list[Outcome] = []
@@ -332,7 +334,7 @@ class Inventory:
         """Record that a work item no longer needs its model."""
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # the model is not loaded any more, so the consumer that waited for its load may deliver the next work item
+            # the model is not loaded, so its consumer waited for this work item, and may deliver the next one
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None

@@ -123,7 +123,7 @@ class Isolate:
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
         """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
-        loading its model or running it fails.
+        loading its model or running it fails. Raises AdapterGone if this device stays without an adapter.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None

@@ -1,5 +1,5 @@
 """Connections to the adapters of a worker; each device has one adapter. To each adapter there are connections for
-batches and loads, and one control connection for short requests and for pings, which show whether it answers.
+batches and loads, and one control connection for short requests and for pings, which show whether the adapter answers.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -26,8 +26,9 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection or accepts none. Work that was sent may have run, but is not
-    answered. `died` False: this process closed the connection, so the work may not have crashed the adapter.
+    """Raised if the adapter closed the connection, accepts none, does not answer a short request in time, or answers
+    with an unexpected message. Work that was sent may have run, but is not answered. `died` False: this process closed
+    the connection, so the work may not have crashed the adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -92,8 +93,8 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If one is lost, all are closed, because the adapter's process with its models is
-    gone. Each of `listeners` is called with True after a connection and with False after a loss.
+    """Connections to one adapter. If one is lost, all are closed, and the adapter's process with its models counts as
+    gone. Each of `listeners` is called with True when the adapter is connected and with False when it is lost.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class AdapterLink:
         self._up.set()
 
     def _close(self) -> None:
-        """Close all connections, because the adapter of all of them is gone."""
+        """Close all connections, because the adapter counts as gone."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
@@ -335,9 +336,10 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch and return its result. `on_started` is called when the device begins it. `abandoned` is set
-        when no request waits for generated text. A batch larger than a frame is refused here: the adapter would close
-        the connection, and lose all batches on it. Raises AdapterGone, or the SIEError of a refused batch.
+        """Run one batch and return its result. `on_started` is called when the device begins the batch. `abandoned` is
+        set when no request waits for generated text. A batch larger than a frame is refused here: the adapter would
+        close the connection, and all batches at the adapter would be lost. Raises AdapterGone, or the SIEError of a
+        refused batch.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -393,7 +395,7 @@ class AdapterLinks:
         return self._all[number]
 
     def for_every(self, use: Callable[[AdapterLink], object]) -> None:
-        """Call `use` with each link before it connects: now for the existing links, and later for each new one."""
+        """Call `use` with each link: now with the existing links, and later with each new link before it connects."""
         self._on_new.append(use)
         for link in self._all:
             use(link)

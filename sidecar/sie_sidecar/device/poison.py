@@ -26,7 +26,7 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-# maximum number of marks in memory. Further marks replace the oldest, whose input can then crash one more adapter
+# maximum number of marks in memory. Further marks replace the oldest, whose input can then crash adapters again
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
 PATIENCE_S = 2.0  # seconds to wait until the broker has stored marks; after that, work goes on without waiting
@@ -35,8 +35,8 @@ _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Number of deaths of adapters while an input with this content ran. `at_s`: time of the last death by the broker's
-    clock. `workers`: workers whose adapters died.
+    """Number of deaths of adapters while an input with this content ran, counted up to POISON_DEATHS. `at_s`: time of
+    the last death by the broker's clock. `workers`: workers whose adapters died last, the same number at most.
     """
 
     model: str
@@ -152,7 +152,9 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write marks in one batch. If another worker has changed one of them, write the others one by one."""
+        """Write marks in one batch. If another worker has changed one of them, write each mark alone: only the
+        changed marks then stay as they are in the bucket.
+        """
         try:
             last = await self._bucket.write(writes)
         except WrongRevision:

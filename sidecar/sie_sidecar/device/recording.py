@@ -41,7 +41,9 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write a line for each work item of a batch, and one for its time. `lanes`: those of the device."""
+        """Write a line for each work item of a batch, and one for its time. `lanes`: number of lanes of the
+        device.
+        """
         if self._file is None:
             return
         lines: list[object] = []

@@ -1,8 +1,8 @@
 """First stage of a worker: a delivery becomes a work item, and work items that arrive together are gathered in groups,
 which are tokenised together. Cancelled work items are dropped.
 
-    delivery ──► lease ──► InFlight ──► gathered ──► groups with the same model and the same limit of tokens
-                   └──► the work item is already in flight here, as its lease had ended: the lease is renewed
+    delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
+                   └──► the work item is already in flight here, because its lease had ended: the lease is renewed
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more, and return all. More are awaited only while earlier work
-        items are being tokenised (`is_tokenising`) or the broker may send more messages (`more_expected`).
+        """Wait for a delivery, then a short time for more, and return all that are not settled. More are awaited only
+        while the gathered work items do not fill a batch, and earlier work items are being tokenised (`is_tokenising`)
+        or the broker may send more messages (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -195,7 +196,9 @@ def _grouped(arrived: list[InFlight]) -> Gathered:
 
 
 def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:
-    """Split a group into parts that each fit into one batch, by the costs that the gateway has estimated."""
+    """Split a group into parts that each fit into one batch, by the costs that the gateway has estimated. A work item
+    that is larger than a batch is a part of its own.
+    """
     parts: list[list[InFlight]] = []
     cost = 0
     for flight in group:

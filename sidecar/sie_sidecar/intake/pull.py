@@ -3,9 +3,10 @@ machine profile and bundle): it names the hosts of each model, which are the wor
 
     watch of the table ──► HostAssignment.table ──role(model)──► pull many · probe: pull one · load in advance · none
 
-Before the first table, the worker pulls nothing, for at most FIRST_S seconds. A gateway writes the table within a
-second after the first heartbeat. Without this wait, each new worker would load every model that has work. If there is
-no table after FIRST_S, there is no gateway, and the worker pulls the work of all models.
+Before the first table, the worker pulls nothing for FIRST_S seconds. A gateway writes the table within a second after
+the first heartbeat. Without this wait, each new worker would load every model that has work. If there is no table after
+FIRST_S, there is no gateway, and the worker pulls the work of all models. If no adapter was connected when the wait
+began, the wait is repeated, because gateways place models only on workers with an adapter.
 
 A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. If a model
 is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
@@ -37,7 +38,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# smallest number of seconds between two attempts to load a model in advance; it may be evicted after the first one
+# smallest number of seconds between two attempts to load a model in advance, which may be evicted after the first one
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -46,8 +47,8 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these hosts. `held`: the worker should pull no more of the model's
-    work, because it has some already; or because the model makes room for another one, so that new work would wait for
-    two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
+    work, because some waits here already, or because the model makes room for another one, so that new work would wait
+    for two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
     A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
     table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
@@ -75,7 +76,7 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: it is loaded here.
+        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is open here.
         `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after a change of the
         table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """
@@ -195,7 +196,9 @@ class HostAssignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """Return the models to load in advance: placed here, not loaded, and not tried in the last AHEAD_AGAIN_S."""
+        """Return the models to load in advance: placed here, with another worker as the first host, not loaded, and not
+        tried in the last AHEAD_AGAIN_S seconds. Empty if there is no table, or if the table is old.
+        """
         if self.table is None or self.is_old():
             return []
         now_s = self._now_s()
@@ -346,7 +349,7 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """Use `cost`, a gateway's estimate, as the mean cost of a consumer until a delivery of it was tokenised."""
+        """Begin the mean cost of a consumer with `cost`, a gateway's estimate, if the consumer has no mean yet."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
@@ -409,14 +412,16 @@ class Pulling:
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
-        """Send no more pull requests. Returns when messages on their way have been delivered."""
+        """Send no more pull requests. Return when messages on their way have been delivered."""
         self._stopped = True
         notices, self._notices = self._notices, None
         await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` returns the work item of a delivery, None if not new."""
+    """Source of deliveries from one pool at a time. `accept` returns the work item of a delivery; None if the work item
+    is already in flight here, or the message cannot be decoded.
+    """
 
     def __init__(
         self,
@@ -479,7 +484,9 @@ class WorkSource:
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait here: some does already, or it cannot be loaded now."""
+        """Return True if no more work of this model should wait here: some does already, or the model is closed to new
+        work.
+        """
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 

@@ -23,11 +23,11 @@ CHECKS_BEHIND = 3
 class DeviceView:
     """Facts about one device for the choice of a device for one model.
 
-    `loaded`: the model is loaded and accepts work. `coming`: it is being loaded, or is loaded but closed to new work.
-    `refused`: loading it here failed, and must not be tried again yet. `gives_up`: loading it here failed permanently,
-    and must not be tried again before the catalogue entry of the model changes. `held_cost`: tokens of the work for
-    this device. `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if
-    unknown. `idle_since_s`: time of the last use of the model that would be evicted first; infinite if none may be.
+    `loaded`: the model is loaded and accepts work. `coming`: a caller waits for its load here, or the model is loaded
+    but closed to new work. `refused`: loading it here failed, and must not be tried again yet. `gives_up`: in addition,
+    the error class of the failed load is one of `models.PERMANENT`. `held_cost`: tokens of the work for this device.
+    `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown.
+    `idle_since_s`: time of the last use of the model that would be evicted first; infinite if none may be.
     """
 
     connected: bool
@@ -53,8 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # if the load failed permanently on a device, choose this device, and the work gets the stored error: on the
-        # other devices the load would probably fail too
+        # if the error class of a failed load is permanent, choose the device of this load, and the work gets the stored
+        # error: on the other devices the load would probably fail too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

@@ -1,6 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
-need the same LoRA share one load. A request waits for a LoRA for only HOLD_S seconds. A LoRA that could not be loaded
-is not tried again for COOL_DOWN_S.
+need the same LoRA share one load, and work items wait for HOLD_S seconds at most. A LoRA that could not be loaded is
+not tried again for COOL_DOWN_S seconds. A batch that has the turn of its model (`in_turn`) loads its LoRA by itself,
+without these limits.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of LoRAs remembered as failed or loaded; without a limit, clients could fill the memory with new names
+# largest number of LoRAs remembered as failed, and for each model as loaded; without a limit, clients could fill the
+# memory with new names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models. `ModelState.loras` lists them; the adapter may have dropped some since then."""
+    """Loads LoRAs into loaded models. `ModelState.loras` has the loaded LoRAs; the adapter may have dropped some."""
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
         self._links = links
@@ -51,8 +53,8 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock that a batch holds while it loads its LoRA and runs, so that no other LoRA of the model is
-        loaded in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
+        """Return the lock that a batch holds while it loads its LoRA and runs, so that no load of another LoRA of the
+        model begins in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
@@ -76,7 +78,9 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles one by one. Failures are logged; later requests get the error."""
+        """Load the LoRAs of the model's profiles one by one. Failures are logged. A LoraLoadFailed is also the
+        answer to later requests, for COOL_DOWN_S seconds.
+        """
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
@@ -180,8 +184,9 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced the revision that could not be loaded. It writes an earlier
-        revision again if that one was loaded before. Wait for this until RESTORED_S seconds after the failed load.
+        """Return True if the config service has replaced the revision that could not be loaded. If an earlier revision
+        was loaded before, the config service writes it again. Wait for this until RESTORED_S seconds after the failed
+        load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -192,7 +197,7 @@ class Loading:
     def ahead(self, names: Iterable[str]) -> None:
         """Load these models (names or model:profile) in the background, before work needs them. Failures are logged."""
         for name in names:
-            # an unknown model is ignored: this worker's catalogue may be older or newer than that of the gateway
+            # an unknown model is ignored: this worker's catalogue may be older or newer than the gateway's
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 resolved = self._feed.catalogue.resolve(name)
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
@@ -221,7 +226,7 @@ class Loading:
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
-        Raises SIEError.
+        Raises SIEError, and AdapterGone with `past_gate`.
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
         input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on

@@ -8,7 +8,8 @@ memory, and idle models are unloaded.
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
 memory. Three kinds of requests list the models that the adapter may drop: loads, batches, and one that is sent every
-second to free memory. Their replies list the dropped models. So an eviction happens only during these requests.
+second to free memory. Their replies list the dropped models. So the adapter drops a model only during these requests,
+or if the sidecar asks it to unload this model (`Release`).
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
           └──► load ──► the adapter drops listed models if it needs memory ──► Ready
@@ -53,7 +54,8 @@ from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds until a failed load may be tried again, by error class; after a permanent failure, the entry must change first
+# seconds until a failed load may be tried again, by error class; after a permanent failure, the entry must change, or
+# an operator must request the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
@@ -64,8 +66,9 @@ RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # estimated bytes of memory that the tokenizers of models that are not loaded may use together
 SPARE_TOKENIZER_BYTES = 1 << 30
-# maximum number of seconds after its load for which a model with work stays open to new work. It is short, because a
-# request for another model waits until then, and after that for its own load: at most SIE_LOAD_HOLD_S in all
+# maximum number of seconds after its load for which a model with work is not closed to new work, unless `swap_after_s`
+# is longer. It is short, because a request for another model waits until then, and after that for its own load: at most
+# SIE_LOAD_HOLD_S in all
 MAX_TURN_S = 5.0
 
 
@@ -321,11 +324,11 @@ class ModelStates:
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """Return the state of this residency, or None if no work here has needed it yet."""
+        """Return the state of this residency, or None if `obtain` was not called for it yet."""
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items of `cost` tokens need the model: no eviction until they are parked or settled."""
+        """Record that work items of `cost` tokens need the model: no eviction until `park` or `let_go` is called."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -381,7 +384,7 @@ class ModelStates:
         """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
         seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's protection must
         have ended (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had work. Return
-        (None, None) if all of them are closed already.
+        (None, None) if each of them is closed or unloaded already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -442,8 +445,8 @@ class ModelStates:
 
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
-    """Drop tokenizers that no loaded model uses until the others need at most SPARE_TOKENIZER_BYTES. Those of the least
-    recently used models are dropped first. The next request to tokenize loads the model again.
+    """Drop tokenizers that no loaded model uses until such tokenizers need at most SPARE_TOKENIZER_BYTES. The least
+    recently used models lose theirs first. The next request to tokenize loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -459,7 +462,8 @@ def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
             state.tokenizer = None
 
 
-# seconds without use until a model may be evicted, so that a model in steady use is not loaded again and again
+# seconds without use until a batch or `relieve` may evict a model, so that a model in steady use is not loaded again
+# and again; a load may evict any model that no work item needs
 IDLE_S = 1.0
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
@@ -489,7 +493,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
-        worker, None if unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
+        worker, None if unknown. `on_role` is called when a model is released, dropped by the adapter, closed to new
+        work, or opened again.
         `everywhere()`: as in `ModelStates`.
         """
         super().__init__(
@@ -619,8 +624,9 @@ class Hosting(ModelStates):
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model. Return the adapter's report, or None if the model did not fit beside models
-        that had work or were being loaded. Raises AdapterGone, ModelLoadFailed.
+        """Let the adapter load a model. Return the adapter's report. Return None if the model did not fit beside models
+        that had work or were being loaded, or that got work meanwhile. Raises AdapterGone, ModelLoadFailed; another
+        SIEError if the catalogue entry has changed meanwhile.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -686,8 +692,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, choose the model whose protection ends first: it accepts no new work until `hosted`
-        is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, choose the model whose protection ends first: that model accepts no new work until
+        `hosted` is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):

@@ -5,7 +5,7 @@
         without context  the text of each chunk alone
 
 A text that is not longer than the model's limit is one window. A longer text gets windows of about equal length;
-neighbours overlap by an eighth of the longest window. A token in an overlap belongs to the window in which it is
+neighbours overlap by about an eighth of the longest window. A token in an overlap belongs to the window in which it is
 further from the nearest end: each overlap is divided in the middle.
 
 Special tokens and the prompt are in every window. Those before the text belong to the chunk with the first token, and

@@ -41,7 +41,9 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images. To have at most `most` tokens, only the text is truncated."""
+    """Return the row of a text with images. To have at most `most` tokens, only the text after the images is truncated.
+    If the other parts are longer, the row has more tokens.
+    """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
     fixed = len(first) + len(before) + len(content.ids) + len(last)

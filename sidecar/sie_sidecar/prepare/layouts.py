@@ -39,7 +39,7 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-# part of a pair's tokens that its query may always use; it may use more if the document is short
+# part of a pair's tokens that the query may always use; the query may use more if the document is short
 QUERY_SHARE = 0.75
 NOWHERE = -1  # offset that is given to a special token, which is not in the text
 # maximum number of tokens of a work item with labels or questions: each text counts once with each of them
@@ -120,7 +120,9 @@ _Content = str | Ids | Beside | TokenRow
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Return the content of each input: text or token ids with the prompt, or a finished row of media or vectors."""
+    """Return the content of each input: text, token ids or images with the prompt, or a finished row. `pairs`: the
+    finished rows of the inputs with a pair of texts, in order.
+    """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
@@ -294,7 +296,7 @@ def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
     """Return the row of a pair in the tokenizer's template. If it is too long, the second text (with `cut_first` the
-    first) is truncated first. The other text keeps at least QUERY_SHARE of `room` (`_share_ids`).
+    first) is truncated first. The other text may always use QUERY_SHARE of `room` (`_share_ids`).
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _share_ids(whole, shortened, room, truncate)
@@ -506,7 +508,9 @@ def _raw(
 def _costs_with_questions(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, contents: Sequence[Tokens]
 ) -> list[int]:
-    """Return for each text its number of tokens, summed over the questions: the model reads the text with each one."""
+    """Return for each text its number of tokens, summed over the questions: the model reads the text with each one.
+    Without questions, return 0 for each text.
+    """
     questions = questions_of(item.options) if layout.questions else []
     most = tokenizer.max_tokens
     sizes = [len(tokens.ids) for tokens in tokenizer.contents(questions, most, "END")] if questions else []

@@ -1,11 +1,11 @@
-"""Tokenising of very long texts in pieces. It begins at the side of the text that is kept (its start, or its end if the
-start is truncated), and stops when it has enough tokens.
+"""Tokenising of very long texts in pieces. Reading begins at the side of the text that is kept (the start, or the end
+if the start is truncated), and stops when there are enough tokens.
 
     text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
 
 The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
-these are between a character that is no white space and white space after it; some tokenizers allow more positions. A
-cut there does not change the ids, because of these properties of the steps of a tokenizer:
+these are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions, and some
+fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
   added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
@@ -42,7 +42,8 @@ from sie_contracts.errors import InvalidInput
 # characters that are read first for each needed token: English has 4 to 5, so one piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
+# number of characters up to which later pieces grow, to limit memory: the tokenizer needs some 100 bytes for a token. A
+# piece may be longer: it ends at a position for a cut, and the first piece is as long as the needed tokens require
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20
@@ -151,7 +152,9 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return a pattern with empty matches: a cut there does not change the ids. None if no pattern is known."""
+        """Return a pattern with empty matches: a cut there does not change the ids. None if no pattern is known, or if
+        the pattern fails the test (`_holds`).
+        """
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -175,7 +178,7 @@ class LongTexts:
 
     def first_piece(self, text: str, size: int, from_end: bool) -> tuple[str, int]:
         """Return the first piece of a text (`from_end`: the last), and the number of tokens to drop at its beginning.
-        The piece has at least `size` characters unless the text is shorter.
+        The first piece has at least `size` characters unless the text is shorter. The last piece may have fewer.
         """
         return next(self._pieces(text, size, from_end))
 

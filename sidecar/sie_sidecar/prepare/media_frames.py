@@ -27,7 +27,9 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """Job to decode a sound file, as the client sent it. With `from_s`, only the part from this second on is read."""
+    """Job to decode a sound file, as the client sent it. With `from_s`, only the part from this second on is read, at
+    most MAX_SECONDS seconds.
+    """
 
     number: int
     recipe: SoundRecipe

@@ -135,7 +135,7 @@ class _PendingFile(Generic[T]):
 
 class MediaPool:
     """Pool of at most `workers` processes, used by one event loop. A process is started if a file waits and none is
-    free. `count` is called for each file, with one of NOUNS and one of RESULTS.
+    free. `count` is called for each file whose caller was not cancelled, with one of NOUNS and one of RESULTS.
     """
 
     def __init__(
@@ -175,7 +175,8 @@ class MediaPool:
         self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
     ) -> PreparedImage | SoundFeatures:
         """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput (invalid_media, with
-        the cause) for an unusable file; QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
+        the cause) for an unusable file; QueueFull, ResourceExhausted, ShuttingDown or InternalFailure if the file is
+        not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
@@ -212,7 +213,7 @@ class MediaPool:
         return job.done
 
     async def close(self) -> None:
-        """End all processes. Files that still wait get an error."""
+        """End all processes. Files that wait or are being decoded get an error."""
         self._closed = True
         for keeper in self._keepers:
             keeper.cancel()

@@ -30,8 +30,8 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# a work item whose model is unknown here is returned to the queue, because another worker's catalogue may have the
-# model; after this number of deliveries it is given up
+# a work item whose model is unknown here, or whose inputs are in a payload store that this worker does not have, is
+# returned to the queue for another worker; after this number of deliveries it is answered with an error
 MAX_HAND_BACKS = 5
 CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
@@ -147,8 +147,9 @@ class Prepare:
             self._settle.answer_all([flight], flight.given_up)
 
     async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> list[InFlight]:
-        """Build the rows of each work item. Return the work items that have rows. The others are answered with their
-        own errors here, because they may be of other clients.
+        """Build the rows of each work item. Return the work items that `Dispatch` runs or answers. If building the rows
+        of a work item fails, this work item alone is answered with the error here, because the others may be of other
+        clients.
         """
         # read before the first wait, because the model may be unloaded meanwhile
         tokenizer, ready = hosted.tokenizer, hosted.ready
@@ -246,7 +247,9 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer tokenize and decode, which need only the tokenizer. It may be in memory though the model is not."""
+        """Answer tokenize and decode, which need only the tokenizer. The tokenizer may be in memory though the model is
+        not.
+        """
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

@@ -60,8 +60,8 @@ class Spectrograms(NamedTuple):
 
 
 def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Spectrograms:
-    """Return the features of a sound file, or of its part from the second `from_s` on. Raises InvalidInput with the
-    reason invalid_media; its message begins with too_large or undecodable.
+    """Return the features of a sound file, or of its part from the second `from_s` on, at most MAX_SECONDS seconds.
+    Raises InvalidInput with the reason invalid_media; its message begins with too_large or undecodable.
     """
     try:
         samples, seconds = _decoded(data, recipe.rate, from_s)
@@ -75,7 +75,9 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
 
 
 def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
-    """Return the samples as one channel at this rate, from the second `from_s` on, and the file's length in seconds."""
+    """Return the samples as one channel at this rate, from the second `from_s` on (then at most MAX_SECONDS),
+    and the file's length in seconds.
+    """
     if not data:
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)

@@ -149,8 +149,8 @@ class ModelTokenizer:
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
         """Return the ids of `prefix` and `suffix`, the prompt around a text that a client sent as ids. The ids of a
-        prompt may depend on the text beside it, so each part is tokenised beside a placeholder word. If it changes the
-        ids of the placeholder, it is tokenised alone.
+        prompt may depend on the text beside it, so each part is tokenised beside a placeholder word. A part that
+        changes the ids of the placeholder is tokenised alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -205,7 +205,9 @@ class ModelTokenizer:
         return Tokens(cut(ids, room, truncate), full), cut(moved, room, truncate)
 
     def prefix_of(self, text: str, room: int) -> str:
-        """Return the part of the text that its first `room` tokens cover."""
+        """Return the part of the text that its first `room` tokens cover, but at most _MAX_CHARACTERS_PER_TOKEN
+        characters for each token.
+        """
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         (encoding,) = encodings(self._tokenizer, [read], offsets=True)
         offsets = encoding.offsets

@@ -131,7 +131,7 @@ class ResultDelivery:
             except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send smaller parts
                 continue
             _logger.error(
-                "request %s: its result of %d bytes did not arrive complete at the gateway and is sent again",
+                "request %s: its result of %d bytes did not arrive complete at the gateway",
                 item.request,
                 len(data),
             )
@@ -180,7 +180,9 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items: answers, cancels or returns them to the queue. Only the first call for an item has an effect."""
+    """Ends work items: answers, cancels or returns them to the queue. `answer` and `hand_back` do nothing for an item
+    that was settled before; `cancel` must not be called for such an item.
+    """
 
     def __init__(
         self,
@@ -500,7 +502,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Hand the deliveries of this worker's killed process back to the queue. Return their number."""
+        """Hand the deliveries of this worker's killed process back to the queue. Return how many were handed back."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -543,7 +545,7 @@ class Leases:
                 self.empty.set()
 
     async def finish(self, lease: Lease) -> None:
-        """Acknowledge a message whose result was confirmed, or for which no request waits."""
+        """Acknowledge a message whose result was sent, or for which no request waits."""
         self.drop(lease)
         await self._settle(lease.delivery.ack())
 
@@ -567,7 +569,9 @@ class Leases:
         try:
             await results
         except BrokerError as error:
-            _leases_logger.warning("a message could not be acknowledged and will be delivered again: %s", error)
+            _leases_logger.warning(
+                "the broker was not told that a delivery has ended, so its message will be delivered again: %s", error
+            )
 
     async def renew_all(self) -> None:
         """Renew all leases if the adapter answers; otherwise other workers must get the work. When the broker has

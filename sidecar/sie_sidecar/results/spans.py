@@ -1,5 +1,6 @@
-"""Trace spans of a worker. Each work item has a span below its request's span; its stages are spans below it. Each
-batch has a span below the first traced work item in it, with links to the others.
+"""Trace spans of a worker. Each work item of a traced request has a span below the span of the request, and its stages
+are spans below its own span. A batch with traced work items has a span below the first of them, with links to all of
+them.
 
 The adapter adds spans for its steps to the batch, and `inference` and `postprocess` to each work item.
 """
@@ -48,7 +49,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Yield the span of a batch of these work items, None if none is traced. It ends with the context."""
+    """Yield the span of a batch of these work items, None if none is traced. The span ends with the context."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
