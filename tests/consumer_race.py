@@ -38,7 +38,7 @@ def item(model: str, request: str) -> WorkItem:
 
 
 def work_queue(broker: Broker, **environ: str) -> WorkQueue:
-    return WorkQueue(broker, settings_of(**environ), Metrics(), lambda: None)
+    return WorkQueue(broker, settings_of(**environ), Metrics(), lambda pool: None)
 
 
 @dataclass

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import Counter, Histogram
 
+from sie_contracts.wire.messages import Operation
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import MetricMaker, exemplar
 
 _FETCHES = ("fetched", "refused", "failed")
-_OPERATIONS = ("encode", "score", "extract")
 _CACHE_RESULTS = ("hit", "joined", "miss")
 _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
@@ -31,7 +33,7 @@ class Metrics:
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
         self.publish = make.histograms("sie_gateway_queue_publish_seconds")
         self.result_wait = make.histograms("sie_gateway_queue_result_wait_seconds")
-        for operation in _OPERATIONS:
+        for operation in get_args(Operation):
             self.publish.labels(operation)
             self.result_wait.labels(operation)
         self.ack_failures = make.counter("sie_gateway_queue_ack_failures")

@@ -114,11 +114,10 @@ async def serve(
     fleet = Fleet(broker, settings, spec=record.spec)
     inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
-    def on_lost() -> None:
-        _logger.error("the broker lost a work stream, so %d open requests fail", len(inbox))
-        inbox.fail_all(
-            QueueUnavailable("the broker lost the queue with the work of this request: send the request again")
-        )
+    def on_lost(pool: str) -> None:
+        _logger.error("the broker lost the work stream of pool %s, so the open requests of this pool fail", pool)
+        lost = QueueUnavailable("the broker lost the queue with the work of this request: send the request again")
+        inbox.fail_pool(pool, lost)
 
     store = open_store(settings.payload_store_url)
     offload = (

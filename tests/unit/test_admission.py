@@ -198,7 +198,7 @@ class Alone:
             initial=Catalogue({entry.id: entry}, {}, {}, "test:1"),
         )
         self.fleet = Fleet(self.broker, settings)
-        self.queue = WorkQueue(self.broker, settings, self.metrics, lambda: None)
+        self.queue = WorkQueue(self.broker, settings, self.metrics, lambda pool: None)
         self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
         self.inbox = ResultInbox(self.broker, self.metrics, on_late=self.admission.answered_late)
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)

@@ -511,7 +511,7 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
     lane = topology.Lane("_default", "cpu", "default")
     with NatsServer(tmp_path / "nats") as server:
         broker = await connect(server.url, name="gateway")
-        queue = WorkQueue(broker, settings_of(), Metrics(), lambda: None)
+        queue = WorkQueue(broker, settings_of(), Metrics(), lambda pool: None)
         await queue.ensure_pool("_default")
         done = 0
         for turns in range(100):
@@ -534,6 +534,17 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
         await broker.close()
 
 
+async def test_a_lost_stream_is_reported_with_its_pool() -> None:
+    """The open requests of the other pools go on."""
+    server, pools = MemoryServer(), list[str]()
+    queue = WorkQueue(server.connect("gateway"), settings_of(), Metrics(), pools.append, serves=lambda pool: True)
+    await queue.ensure_pools(["_default", "batch"])
+    server.lose_stream(topology.stream_name("batch"))
+    await queue.ensure_pools(["_default", "batch"])
+    assert pools == ["batch"]
+    await queue.close()
+
+
 async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
     """A message is stored. The stream is lost and made anew by another gateway, whose message has the same sequence.
     The first one's is withdrawn: the other's stays.
@@ -541,7 +552,8 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
     lane = topology.Lane("_default", "cpu", "default")
     server = MemoryServer()
     queues = [
-        WorkQueue(server.connect(f"gateway {number}"), settings_of(), Metrics(), lambda: None) for number in range(2)
+        WorkQueue(server.connect(f"gateway {number}"), settings_of(), Metrics(), lambda pool: None)
+        for number in range(2)
     ]
     items = [
         WorkItem(f"r{number}", 0, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000)

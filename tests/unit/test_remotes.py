@@ -258,7 +258,10 @@ async def test_a_remote_server_that_drifts_by_a_thousandth_is_refused_with_the_f
     assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="unproven") == 1
 
 
-async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_back_by_itself(start: Start) -> None:
+async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_back_by_itself(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
     fallback = await proven(start)
     await fallback.relay.stop()
     for _ in range(2):

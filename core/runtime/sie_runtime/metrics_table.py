@@ -32,7 +32,8 @@ LABELS = {
     ),
     "engine": "what computes the hidden states of a model",
     "event": "what became of a reservation",
-    "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`",
+    "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`; `_shadow` for "
+    "copies to a shadow, `_remote` for the reference vectors of remote servers",
     "kind": "put, removal, unknown",
     "machine_profile": "the machine profile of a lane; empty before one is chosen",
     "method": "the HTTP method",

@@ -199,10 +199,10 @@ async def trim(store: ObjectStore, max_bytes: int) -> int:
     for entry in sorted(metas, key=lambda entry: entry["last_modified"]):
         if total <= max_bytes:
             break
+        total -= entry["size"]
         try:
             await within(SHORT_S, obstore.delete_async(store, entry["path"]))
-        except ObjectMissing:
+        except ObjectMissing:  # another process removed it after the list was read
             continue
-        total -= entry["size"]
         removed += 1
     return removed

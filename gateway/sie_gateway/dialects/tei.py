@@ -8,8 +8,8 @@ TEI, and their field `error` is a string.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -103,9 +103,6 @@ def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
     headers["X-Compute-Characters"] = str(sum(len(item.text or "") for item in finished.request.items))
     headers["X-Compute-Tokens"] = str(finished.usage["total_tokens"])
     return EncodedReply(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
-
-
-Handler: TypeAlias = "Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]"
 
 
 async def _encode(
@@ -363,16 +360,3 @@ async def info(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         "application/json",
         {},
     )
-
-
-HANDLERS: dict[str, Handler] = {
-    "embed": embed,
-    "embed_all": embed_all,
-    "embed_sparse": embed_sparse,
-    "rerank": rerank,
-    "predict": predict,
-    "similarity": similarity,
-    "tokenize": tokenize,
-    "decode": decode,
-    "": main_task,
-}

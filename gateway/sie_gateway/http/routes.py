@@ -389,14 +389,14 @@ def _operated(path: str, summary: str, media: str, handler: Any = None, **more: 
     return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
 
 
-def _probe(path: str, summary: str, ready: tuple[str, ...], refused: Content) -> GatewayRoute:
+def _probe(path: str, summary: str, ready: tuple[str, ...], refused: dict[int, Content]) -> GatewayRoute:
     return GatewayRoute(
         method="GET",
         path=path,
         scope=OPEN,
         summary=summary,
         tag="Operations",
-        replies={200: Content(operations_api.Readiness, ready), 503: refused},
+        replies={200: Content(operations_api.Readiness, ready), **refused},
         errors=None,
     )
 
@@ -406,19 +406,20 @@ def _socket(path: str, summary: str) -> GatewayRoute:
     return control("GET", path, "ws", None, ("Operations", summary), frames, status=101)
 
 
-_NOT_READY = Content(media=(TEXT,), description="Not ready")
 OPERATIONS = (
-    *(_probe(path, "Whether the process is alive", (TEXT,), _NOT_READY) for path in ("/healthz", "/livez", "/ping")),
+    *(_probe(path, "Whether the process is alive", (TEXT,), {}) for path in ("/healthz", "/livez", "/ping")),
     _probe(
         "/readyz",
         "Whether the process is ready: 503 with the reason if not; JSON if `Accept` allows it",
         (TEXT, JSON),
-        Content(
-            operations_api.Readiness,
-            (TEXT, JSON),
-            "Not ready",
-            {"status": "not ready", "reason": "starting", "healthy_workers": 0},
-        ),
+        {
+            503: Content(
+                operations_api.Readiness,
+                (TEXT, JSON),
+                "Not ready",
+                {"status": "not ready", "reason": "starting", "healthy_workers": 0},
+            )
+        },
     ),
     control(
         "GET",

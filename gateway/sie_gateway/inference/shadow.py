@@ -172,10 +172,10 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # the client's headers without identity, budget and machine profile: only the pool and the error mode remain
-        headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
-        headers |= {"x-sie-priority": "bulk", "x-sie-cache": "no-store"}
-        own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY), budget_s=BUDGET_S)
+        # of the client's headers only the error mode remains: no identity, budget or machine profile
+        headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
+        headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
+        own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, model), name="shadow"

@@ -62,7 +62,7 @@ class Replays:
         if spec.name not in await self._broker.consumers(spec.stream):
             await self._broker.ensure_consumer(spec)
         request = f"{located.item.request}-{secrets.token_hex(4)}"
-        collector = self._inbox.open(request, 1)
+        collector = self._inbox.open(request, 1, topology.pool_of(located.letter.subject))
         try:
             item = msgspec.structs.replace(
                 located.item,

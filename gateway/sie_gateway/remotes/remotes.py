@@ -58,7 +58,7 @@ PROVEN_S = 86_400.0  # seconds until a proof is repeated
 # seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to the second number
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
-# shortest time between a probe and the probe that follows a first failed call or a report of another model
+# shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
 MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
 # seconds until a proof by golden vectors is repeated: golden vectors prove less than vectors of a worker
@@ -252,7 +252,8 @@ class Remotes:
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
-            self._refuse(remote, f"{remote.failures} calls in a row failed, the last: {failure}", FIRST_PAUSE_S)
+            pause_s = max(FIRST_PAUSE_S, remote.again_s(now_s))
+            self._refuse(remote, f"{remote.failures} calls in a row failed, the last: {failure}", pause_s)
 
     def _count(self, remote: Remote, result: str) -> None:
         self._metrics.remote_requests.labels(remote.server.name, result).inc()
@@ -419,7 +420,7 @@ class Remotes:
                 uuid7(),
                 time.perf_counter(),
                 {"x-sie-priority": "bulk", "x-sie-cache": "no-store"},
-                grant=Grant(KEY),
+                grant=Grant(KEY, name=KEY),
                 budget_s=BUDGET_S,
             )
             items = tuple(map(RequestItem, texts))

@@ -406,16 +406,16 @@ class WorkQueue:
         broker: Broker,
         settings: Settings,
         metrics: Metrics,
-        on_lost: Callable[[], None],
+        on_lost: Callable[[str], None],
         offload: Offload | None = None,
         *,
         on_publish: Callable[[Lane, Sequence[WorkItem]], object] = lambda lane, items: None,
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called when a stream was lost with its work, `on_publish` with work items before they are
-        published. `offload` stores inputs that are too large for a message. `serves(pool)` returns whether the pool
-        exists, `is_reservation(pool)` whether it is a reservation. Raises SettingError.
+        """`on_lost` is called with the pool when its stream was lost with its work, `on_publish` with work items before
+        they are published. `offload` stores inputs that are too large for a message. `serves(pool)` returns whether the
+        pool exists, `is_reservation(pool)` whether it is a reservation. Raises SettingError.
         """
         self._broker = broker
         self._settings = settings
@@ -492,7 +492,7 @@ class WorkQueue:
         self._created[pool] = state.created
         if before is not None and before != state.created:
             self.consumers.stream_recreated(pool)
-            self._on_lost()
+            self._on_lost(pool)
         await self.consumers.follow(pool)
 
     def _require(self, pool: str) -> None:
