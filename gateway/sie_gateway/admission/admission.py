@@ -418,8 +418,8 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, because of queued work or of clients that were refused earlier; the "
-            f"request has {budget_s:.1f} s left"
+            f"the wait may take {refusal.wait_s:.1f} s, as work is queued or reserved for clients that were refused "
+            f"earlier; the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
             message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
