@@ -415,7 +415,7 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
 # of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
-# a request has left after a running batch if that is shorter. The queue has the remaining time for other clients.
+# a request has left after a running batch if that is shorter.
 TURN_PACE = 0.4
 # The limit TURN_PACE is never below the work that the queue runs in this share of the time in which a request must be
 # answered.
