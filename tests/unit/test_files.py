@@ -341,7 +341,7 @@ async def test_a_further_gateway_counts_what_others_stored(cluster: InProcess, t
     store = await store_of(cluster, tmp_path / "store")
     await store.receive("one", pieces(1, 100), about)
     second_store = await store_of(cluster, tmp_path / "store", usage=file_usage(RecordUse(1, 1 << 20)))
-    with pytest.raises(RateLimited, match="this key has 1 files"):
+    with pytest.raises(RateLimited, match="this key may have at most 1 files"):
         await second_store.receive("one", pieces(), about)
 
 

@@ -696,7 +696,7 @@ async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProces
     assert {reply.status_code for reply in refused} == {429}
     assert all(int(reply.headers["retry-after"]) >= 30 for reply in refused)
     message = refused[0].json()["error"]["message"]
-    assert message == "this key has 3 jobs and batches (SIE_JOBS_PER_KEY): delete some that have ended"
+    assert message == "this key may have at most 3 jobs and batches (SIE_JOBS_PER_KEY): delete some that have ended"
     batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
     assert (await client.post("/v1/batches", json=batch)).status_code == 429
     use("two")
@@ -708,7 +708,7 @@ async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProces
     wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
     assert (await submitted(second_file, **wide)).status_code == 201
     assert (message := (await submitted(second_file)).json()["error"]["message"]).startswith(
-        "all keys together have 5 jobs"
+        "all keys together may have at most 5 jobs"
     )
     assert "SIE_MAX_JOBS" in message
 

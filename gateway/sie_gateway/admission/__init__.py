@@ -24,5 +24,5 @@ memory refuses requests in the sidecar's `prepare/media_pool` and `prepare/fetch
     inference/call.BodyReader       QUEUE_FULL          memory of bodies
     jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
     jobs/records.OwnerUsage         RATE_LIMITED        stored jobs and files of a key
-    streams/publish.WorkQueue       QUEUE_FULL          messages of a work stream
+    streams/publish.WorkQueue       QUEUE_FULL          bytes of a work stream, or its messages of one subject
 """

@@ -13,10 +13,11 @@ when the request ends.
 window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
-                                       └── five times a second while it has work in the queue and there are other
-                                           gateways, with that work and the retry times of refused clients
+                                       └── five times a second while there are other gateways and it has work in the
+                                           queue, or retry times of refused clients, to announce
 
-A gateway also uses the last announcement of itself, not its newer figures: so all gateways compute with equal figures.
+For the traffic of lanes and the rate of answers, a gateway uses the last announcement of itself, not its newer figures.
+So all gateways compute these with equal figures.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
+BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
@@ -93,9 +94,9 @@ class _LaneFlow:
 
 
 class Peers:
-    """Gateways of this installation, this one included. Three functions return the figures that this gateway announces:
-    `waiting`, the tokens that wait in it, by lane and priority; `epoch`, the version of its catalogue; `queued`, its
-    work in the queue.
+    """Gateways of this installation, this one included. Three functions return figures that this gateway announces:
+    `waiting`, the tokens that wait in this gateway, by lane and priority; `epoch`, the version of its catalogue;
+    `queued`, its work in the queue and the retry times of its refused clients.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Peers:
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
         self._erasures = 0  # erasures of cached answers that this gateway has announced
-        self._is_busy = False  # whether the last announcement of this gateway had work in the queue
+        self._is_busy = False  # whether the last announcement had queued work or retry times
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -233,22 +234,22 @@ class Peers:
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return the announced messages, tokens and rates of a lane and priority, one entry per live gateway."""
+        """Return what live gateways announced about a lane and priority: one entry for each that has traffic there."""
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
 # largest number of bytes of inputs that wait in this gateway; a request may exceed it if no other request waits
 MAX_WAITING_BYTES = 256 << 20
-# number of chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the
-# second is ready for the worker's first batch
+# limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
+# makes a worker load the model, the second is ready for the worker's first batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
 SWEEP_S = 1.0
 # largest number of queues (model and priority) in an announcement; the ones with the most work are announced
 MAX_TOLD = 256
-# largest number of retry times of refused clients in an announcement: with 34 bytes each, they fit into 64 KiB, the
-# smallest message limit of a broker
+# largest number of retry times, and of claims of clients that came back, in an announcement: with 34 bytes each, they
+# fit into 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
@@ -287,7 +288,7 @@ class Permits:
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of its inputs; they count in `_waiting_bytes` while the request waits
+        self.size_bytes = size_bytes  # bytes of the inputs; `_waiting_bytes` has them while chunks wait
         self.is_cold = not place.hosts
 
     @property
@@ -417,8 +418,8 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, including the work of clients that were refused earlier; the "
-            f"request has {budget_s:.1f} s left"
+            f"the wait may take {refusal.wait_s:.1f} s, as work is queued or reserved for clients that were refused "
+            f"earlier; the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
             message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
@@ -428,7 +429,9 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """Return the longest expected wait of all models in the lane, in s; None if unknown or without a worker."""
+        """Return the longest expected wait, in seconds, of the models for which this gateway has work in the lane and
+        priority. Return None if one of these waits is unknown, or if the lane has no healthy worker.
+        """
         if not self._fleet.of_lane(lane):
             return None
         longest_s, now_s = 0.0, self._clock()
@@ -442,8 +445,8 @@ class Admission:
 
     def refuse_late(self, place: ModelQueue) -> None:
         """Refuse admitted requests that would now be late, before their time-out, so that other requests can use their
-        place in the queue. The check runs at most once in LOOK_S seconds, and not while the results of a batch are
-        arriving: its missing results would still count as work ahead.
+        place in the queue. The check runs at most once in LOOK_S seconds, and not while the results of a long
+        batch are arriving: the missing results would still count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -524,7 +527,8 @@ class Admission:
         the queue now get a permit at once, the other chunks later. `request`: id of the request, which its results
         contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
 
-        Raises QueueFull if more than MAX_WAITING_BYTES of inputs would wait in this gateway.
+        Raises QueueFull if the inputs of this request and those that wait in this gateway have more than
+        MAX_WAITING_BYTES. A request of one chunk that may enter now, and a request while no inputs wait, are exempt.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)

@@ -27,9 +27,9 @@ _MAX_IDLE = 4096
 
 @dataclass(frozen=True)
 class Grant:
-    """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
-    `name` identifies it in metrics. The token cannot be derived from `key` or `name`. `caches`: whether answers to its
-    requests may be cached. `remote`: whether its inputs may be sent to remote servers.
+    """Rights of a credential. `key` identifies the credential for its quota and in the queue; empty if no credential is
+    required. `name` identifies the credential in metrics. The token cannot be derived from `key` or `name`. `caches`:
+    whether answers to its requests may be cached. `remote`: whether its inputs may be sent to remote servers.
     """
 
     key: str = ""
@@ -49,7 +49,7 @@ ANYBODY = Grant(remote=True)
 
 @dataclass(slots=True)
 class _TokenLevel:
-    """Tokens that a key may use at this gateway now. If the number is negative, the key owes tokens."""
+    """Tokens that a key may use at this gateway at `at_s`. If the number is negative, the key owes tokens."""
 
     tokens: float
     at_s: float
@@ -91,7 +91,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Put back the `difference` tokens of an estimate that was too high. If it was too low, this is negative."""
+        """Put `difference` tokens back. The difference is negative if the estimate was too low."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 

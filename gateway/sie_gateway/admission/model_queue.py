@@ -3,22 +3,24 @@ decides whether a further request would be answered in time. This module does no
 
 Rules of `judge`, in this order:
 
-1. If no work of this model is in the queue, or no worker has loaded the model, the request is admitted.
-2. A `Throughput` (`drain`) predicts the wait. It is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT),
-where n is the number of samples: without samples no request is refused.
+1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
+2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
+n^2 / (n^2 + DOUBT), where n is the number of samples: without samples only a stalled queue refuses.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
 4. A refused client gets a turn (`turns`): the time at which it may try again. The queue reserves space for its work. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
 its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
 fewer turns count: those that are due before the batch of this request is formed. Later work runs in later batches.
+Too little work is then no reason to admit.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
-The time between two results is a sample only if the later work was in the queue before the earlier result arrived: then
-the workers had no pause in between. So an idle worker yields no sample, and without a sample no wait is predicted. The
-samples need only the results of this gateway: effects of other gateways, models and priorities are part of the times.
+The time between two results is a sample if the later work was in the queue before the earlier result arrived: then the
+workers had no pause in between. After a pause, the sample is at most the time of the batch on the device; without this
+time there is no sample, and without any sample no wait is predicted. The samples need only the results of this gateway:
+effects of other gateways, models and priorities are part of the times.
 
 `AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
 """
@@ -40,8 +42,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the last samples: at least MIN_SAMPLES samples, which cover at least MIN_SPAN_S
-# seconds
+# the time of a batch is the mean of the last samples, until there are MIN_SAMPLES of them for each batch that runs at
+# the same time, and they cover MIN_SPAN_S seconds
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -51,7 +53,8 @@ CHANGED = 2.0
 # number of consecutive samples, for each batch that runs at the same time: if all of them are beyond CHANGED, the speed
 # of the device has changed, and older samples are discarded
 CHANGED_SAMPLES = 2
-# factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
+# factor: a sample this many times longer than every other sample, and longer than half of MIN_SPAN_S, is a stall, and
+# is not used for predictions
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
 UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
@@ -138,9 +141,10 @@ class _BatchResults:
         self.tokens = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Return the seconds that the batch took: the time since the first result of the batch before it. If its work
-        was queued after that result, the workers had a pause. Then return the time since the work was queued, but at
-        most its time on the device divided by `lanes`, the number of batches that run at the same time.
+        """Return the seconds that the batch took: the time between the first results of the previous batch and of this
+        one. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
+        queueing to the first result, but at most the batch's time on the device divided by `lanes`, the number of
+        batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
@@ -174,7 +178,8 @@ class _BatchSample(NamedTuple):
 
 class MeasuredBatch(NamedTuple):
     """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger, because
-    more work waited than the workers accept, or because most batches left work in the queue and have stopped growing.
+    more work waited than the workers accept, or because at least half of them left work in the queue and they have
+    stopped growing.
     Batches grow while a worker still learns their times.
     """
 
@@ -215,7 +220,7 @@ class Throughput:
         batch on the device. `lanes`: number of batches that run at the same time. `pipeline`: largest number of batches
         that a worker forms before its device is free. `chunks`: number of chunks in the batch.
         """
-        if not batch:  # the device did not run this work (it failed before), so its result does not show the speed
+        if not batch:  # the device ran no batch for this work (a failure, tokenize), so the result shows no speed
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -244,8 +249,8 @@ class Throughput:
                 batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """Return the samples of the latest batches, the newest first, without samples that have expired or that are
-        older than a change of the device's speed.
+        """Return the samples of the latest batches, the newest first, without batches whose results still arrive, and
+        without samples that have expired or are older than a change of the device's speed.
         """
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
@@ -268,7 +273,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches; None if none was measured lately. It is reused for LOOK_S seconds."""
+        """Return the mean of the last batches, at most LOOK_S seconds old; None if none was measured lately."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -322,8 +327,8 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """Return the wait of a request of `cost` tokens behind `ahead` tokens, the oldest of which was queued at
-        `oldest_s`.
+        """Return the wait of a request of `cost` tokens behind `ahead` tokens. `oldest_s`: time since which the queue
+        has had work. `full_tokens`: cost of a full batch.
 
         A batch that becomes larger than the measured batches takes their time multiplied by (fixed + tokens) / (fixed +
         measured tokens). `fixed_tokens` is the fixed time of a batch, expressed as the number of tokens that take as
@@ -405,18 +410,18 @@ class AnswerPace:
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of clients
-# whose turn is now counts as waiting.
+# wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of turns
+# that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Share of the queue's throughput that is reserved for refused clients at their turn; other clients get the rest.
-# Retry-After is in whole seconds, so all clients of one second return at once. Therefore the work that returns in one
-# second is limited, too: the queue must be able to run it in this share of the time that a request has left after a
-# running batch.
+# Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
+# of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
+# a request has left after a running batch if that is shorter.
 TURN_PACE = 0.4
-# The limit on the work of refused clients that return in the same second is never below this share of the time in which
-# a request must be answered.
+# The limit TURN_PACE is never below the work that the queue runs in this share of the time in which a request must be
+# answered.
 MIN_BUNCH = 0.1
-STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
+# factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
+STALL_TURN = 4.0
 # shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
 RESTART_S = 10.0
 
@@ -436,9 +441,10 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait; it includes the margin and the weight, the
-    time of a stall, and the work of other refused clients, for whose turns space is reserved. `turn_s`: seconds until
-    the queue has space for this request. `room`: limit on the summed cost of turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait. For a new request it includes the margin and
+    the weight. It includes the time of a stall, except when the request is refused for the turns of other clients: then
+    it includes the work of these turns. `turn_s`: seconds until the queue has space for this request. `room`: limit on
+    the summed cost of turns that are due within one second.
     """
 
     wait_s: float
@@ -497,7 +503,8 @@ class ModelQueue:
         self.shed_s = 0.0
         # time since which the queue has had work; kept if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
-        self._running = 0.0  # tokens in the queue at the last result: the most that can run now
+        # cost in the queue at the last result, or when the queue was last empty and got work: the most that can run now
+        self._running = 0.0
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued before this time may be running; None if the time is not computed yet
         self._taken_s: float | None = None
@@ -765,8 +772,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # Requests that the running batch may or may not contain: it does if it is larger than earlier batches. With
-        # each, the tokens of the queue up to the end of the request.
+        # Requests that the running batch contains only if it is larger than earlier batches. With each request, the
+        # tokens of the queue up to the end of the request.
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -834,8 +841,9 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work of refused clients may return within one second, measured as the seconds that the queue
-    needs for it: a share of the time that a request has left after a running batch.
+    """Return how much work of refused clients may return within one second, as the seconds that the queue needs to run
+    it: TURN_PACE of a second, or of the time that a request has left after a running batch if that is shorter; at least
+    MIN_BUNCH of the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

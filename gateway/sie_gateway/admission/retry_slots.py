@@ -2,7 +2,7 @@
 the client's work at that time. This module does no I/O.
 
     refused ──book──► Retry-After: the time until the work and the turns before it are done
-                       ├─ the client tries again ──claim──► admitted first
+                       ├─ the client tries again ──claim──► admitted before others, if it would be in time
                        └─ the client does not try again: the turn lapses
 
 A client is recognised by a digest of its address, key and request. If several clients have the same digest, the first
@@ -114,7 +114,8 @@ class RetrySlots:
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
         rounded up or down at random, or in the first later second with space. `room` is the limit on the cost of all
-        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
+        turns of this gateway that may be due within one second. No turn is booked for an empty `client`, for a wait
+        above MAX_RETRY_S, or while MAX_TURNS turns are open.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))

@@ -72,8 +72,8 @@ def bound(
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`: work for a model
-    that is not loaded must not fill the window of its key. If a host does not report how many tokens it accepts, there
-    is no bound.
+    that is not loaded must not fill the window of its key. If a host does not report how many tokens, or how
+    many messages, it accepts, these have no bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -105,8 +105,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds. Keys without recent requests and
-        without work in the queue are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Keys
+        with neither are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -213,7 +213,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost, so no other key runs more waiting work before it than this key has itself.
+        alternate by cost, so no other key runs more waiting work before that chunk than this key has, with the
+        request.
         """
         if not self._flows:
             return self.cost

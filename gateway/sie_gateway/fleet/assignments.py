@@ -65,7 +65,7 @@ def assign(
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
     A reservation keeps its workers while they match its spec. If it lacks workers, it gets new ones only when all
-    missing ones are free. So no reservation has workers that it cannot use yet, and no two reservations each take a
+    missing ones are free. So no reservation gets workers that it cannot use yet, and no two reservations each take a
     part of the free workers and wait for the rest. The oldest reservation is served first. One worker of each bundle
     stays unreserved, unless the reservation may use the last one (`takes_last`).
     """
@@ -106,8 +106,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; empty if there are too few. Workers that have loaded models of
-    the reservation come first, then the least busy ones.
+    """Return free workers that complete a reservation; empty if there are too few. Workers that have loaded most of
+    the reservation's pinned models come first, then the least busy ones.
     """
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]

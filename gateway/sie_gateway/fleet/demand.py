@@ -55,7 +55,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # time of the last request by lane; needs no limit: a request cannot name a new lane
+        # time of the last request by lane, not written yet; needs no limit: a request cannot name a new lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -162,12 +162,13 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
-        """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model,
-        False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
+        """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model, or
+        if one had loaded it (`was_hosted`) and the lane is alive; False if a ready worker may soon begin the load.
+        Raises ModelLoading, NotProvisioned.
 
-        `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then its work is in the
-        queue or at a worker. So it also waits while this worker is started again, loads the model again, or finishes
-        its work after a move to another pool.
+        `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then the work of the
+        request is in the queue or at a worker. So the request also waits while this worker is started again, loads the
+        model again, or finishes its work after a move to another pool.
         """
         if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True

@@ -30,7 +30,7 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of all lanes. A lane that had work is reported while its pool exists, so that its count can become zero."""
+    """Lag of the lanes. A lane that had work stays known while its pool exists, so that its count can become zero."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools` is read again at each refresh."""

@@ -29,13 +29,13 @@ from sie_contracts.wire.topology import Lane
 
 # states of a model; if workers report several of them, the first one in this order is the state of the model
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
+LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
-MAX_LANES = 16  # largest number of lanes whose work a worker may have: a moved worker finishes the work of its old pool
+MAX_LANES = 16  # number of lanes remembered for a worker: a moved worker finishes the work of its old pool
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -316,9 +316,10 @@ class Fleet:
         return ImageCost(tokens, vectors or tokens) if tokens else ImageCost()
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
-        """Return the expected seconds until a load of the model in the lane ends, at least 1; None if no worker loads
-        it. The estimate is the longest of the model's last load times on all workers. A worker that unloads any model
-        counts as loading this one, because it frees memory for the load.
+        """Return the expected seconds until a load of the model in the lane ends; None if no worker loads it. The
+        estimate is the longest of the model's last load times on all workers. If a load is in progress, the time that
+        it has taken is subtracted, and the result is at least 1. A worker that unloads any model counts as one that is
+        about to load this one, because it frees memory for the load.
         """
         self._expire()
         entry = self._lanes.get(lane)
@@ -346,11 +347,11 @@ class Fleet:
         its spec.
 
         If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a constraint
-        goes to this machine profile, even while it has no live worker.
+        goes to this machine profile, even while it has no live worker. Work in a reservation does not.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
-        `machine_profile_excluded`. If no machine profiles are configured, raises NotFound if no worker has the named
-        profile, and NotProvisioned while there is no worker at all.
+        `machine_profile_excluded`. If no machine profiles are configured, raises NotFound if no worker of the pool and
+        bundle matches the named profile, and NotProvisioned while the pool has no ready worker with the bundle.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
@@ -490,8 +491,8 @@ def _permits(resolved: Resolved, machine_profile: str) -> bool:
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """Return the configured machine profiles that the model's entry allows, and their spot variants, in the order of
-    the entry. If no machine profile is configured, return all that the entry allows.
+    """Return the configured machine profiles, spot variants included, that the model's entry allows, in the order of
+    the entry. If no machine profile is configured, return all that the entry names.
     """
     allowed = resolved.entry.machine_profiles
     if not configured:

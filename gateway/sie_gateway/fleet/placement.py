@@ -35,7 +35,7 @@ EVERY_S = 0.5
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # largest number of subjects whose oldest message is read in one step
+MAX_ASKED = 32  # largest number of subjects of a lane whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
@@ -146,11 +146,11 @@ class Placer:
             del self._tables[key]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record work of one model that is being published. If the model has no live host, it gets one at once."""
+        """Record work of one model that is being published. If workers exist but none hosts it, a step runs at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a host for a model that has no work yet. If the model has no live host, it is placed at once."""
+        """Request a host for a model that has no work yet. If workers exist but none hosts it, a step runs at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -209,7 +209,7 @@ class Placer:
         try:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
-            if not live and not planner.models:  # the stream was removed with its pool, so the lane needs no planner
+            if not live and not planner.models:  # the stream may be gone with its pool: the lane needs no planner
                 self._drop(lane, stored)
             raise
         planner.note(self._noted.pop(lane, {}))
@@ -251,7 +251,7 @@ class Ages:
     oldest messages.
 
     The age is read only if the model's NATS subject had work in two consecutive steps: work that is served at once
-    needs no age. In each step, at most MAX_ASKED ages are read: those that were read longest ago.
+    needs no age. In each step, at most MAX_ASKED ages of a lane are read: those that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -34,8 +34,7 @@ MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-# largest number of models of a lane that are kept although no worker has them; the longest unused ones are dropped
-# first
+# number of models of a lane above which models that no worker has are dropped, the longest unused ones first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
 # seconds of a pause in which the event loop gets the interpreter lock; without a pause, the event loop waits for the

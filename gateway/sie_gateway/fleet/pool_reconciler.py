@@ -111,7 +111,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway leads. Without reservations, it does not try to lead. Raises BrokerError."""
+        """Return whether this gateway leads. It does not try while there is nothing to do. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -173,11 +173,11 @@ class PoolReconciler:
         self._metrics.pool_events.labels(event).inc(count)
 
     def _candidates(self) -> dict[str, AssignableWorker]:
-        """Return the workers that may be reserved, or may keep their reservation.
+        """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats arrive, unless it was unready for UNREADY_S. In the
-        first `heartbeat_timeout_ms` after the start of this gateway, a reserved worker keeps its reservation even
-        without a heartbeat.
+        A reserved worker keeps its reservation while its heartbeats arrive, unless it leaves, or was unready for
+        UNREADY_S. In the first `heartbeat_timeout_ms` after the start of this gateway, a reserved worker keeps its
+        reservation even without a heartbeat.
         """
         now_s = asyncio.get_running_loop().time()
         if self._first_s is None:

@@ -206,8 +206,8 @@ class PoolDirectory:
         """Create a reservation and its stream. If this key already has a reservation of this name, that reservation
         gets this spec and a new lease.
 
-        Raises PoolConflict if another pool, or a reservation of another key, has the name; PoolOperationForbidden over
-        a limit, QueueUnavailable, BrokerError.
+        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name;
+        PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._physical():
@@ -245,7 +245,7 @@ class PoolDirectory:
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Renew a lease. Returns None for a pool without a lease. Raises PoolNotFound, BrokerError."""
+        """Renew a lease. Returns None for a configured pool, which has no lease. Raises PoolNotFound, BrokerError."""
         if name in self.record.own:
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
@@ -253,7 +253,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden if the pool is no reservation."""
+        """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden for a configured pool."""
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
@@ -335,7 +335,7 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """Return the pools to which live workers belong by their own settings, and not by a reservation."""
+        """Return the pools to which known workers belong by their own settings, and not by a reservation."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:

@@ -165,7 +165,7 @@ class WorkerSockets:
         return list(dict.fromkeys((*self._static, *self._found)))
 
     def statuses(self) -> list[tuple[str, WorkerFrame | None]]:
-        """Return the status of each worker; None if the worker has sent no status."""
+        """Return the status of each worker; None if there is no recent status."""
         return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
 
     @contextlib.asynccontextmanager

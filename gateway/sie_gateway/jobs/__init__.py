@@ -18,6 +18,7 @@ scheduler.py, run.py         the leader of a job; the life of a job: shards, ret
 engine.py, assembly.py       construction of one job; construction of a gateway's objects for jobs
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
+documents.py                 documents, parsed before their chunks are encoded
 values.py, client.py         each distinct input once, groups by length; requests that wait for capacity
 storage.py                   objects of one job
 pace.py                      rate and forecast of a job; the times of day at which it may run

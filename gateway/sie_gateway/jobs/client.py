@@ -1,5 +1,5 @@
-"""Requests of a job to its model. They wait while there is no capacity. An input that failed is sent again in a request
-of its own.
+"""Requests of a job to its model. They wait while there is no capacity. An input whose error may disappear is sent
+again in a request of its own.
 
     items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, without a limit
@@ -260,8 +260,8 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> list[Placed]:
-        """Return the outcome of each item: a value, or an error that a retry does not change. Raises SIEError for an
-        error that every item of the job would get.
+        """Return the outcome of each item: a value, or an error that a retry does not change or that ATTEMPTS attempts
+        have not removed. Raises SIEError for an error that every item of the job would get; Halted.
         """
         outcomes = await self._whole(spec, operation, params, items, query)
         for _ in range(ATTEMPTS - 1):

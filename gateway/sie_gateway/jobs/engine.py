@@ -74,8 +74,8 @@ class JobEngine:
         self._route_of = route_of
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return the job with its model's alias resolved, once for all rows. A job that already has a model (a retry)
-        keeps it. Raises SIEError if the job can never run.
+        """Return a native job with its model's alias resolved, once for all rows. A job that already has a model (a
+        retry) keeps it. Return a batch as it is: each line names its model. Raises SIEError if the job can never run.
         """
         self.require_store()
         if job.batch is not None:

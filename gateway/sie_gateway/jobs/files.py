@@ -66,7 +66,8 @@ class FileStore:
     """The files of all owners. `wall_clock` returns seconds since 1970.
 
     All methods except `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records
-    have not been read. Methods that call the broker or the store raise QueueUnavailable if the call fails.
+    have not been read. They raise QueueUnavailable if a call of the broker or the store fails, except when `remove`
+    erases the bytes.
     """
 
     def __init__(
@@ -177,8 +178,8 @@ class FileStore:
         read.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
-        ResourceExhausted for a full store, and the errors of `data` and `about`. A failed file is removed; if the task
-        is cancelled, `clean` removes the file later.
+        ResourceExhausted for a full store or too many uploads of all keys at once, and the errors of `data` and
+        `about`. A failed file is removed; if the task is cancelled, `clean` removes the file later.
         """
         with self._uploads.hold(owner):
             return await self._receive(owner, data, about, new_id(), bounded=True)

@@ -341,8 +341,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache; None if the job has none. The model's fingerprint selects the cache. If it is unknown, the
-        first input is answered now, because each answer has the fingerprint.
+        """Return the cache; None if the job must not use one, or if the first input fails while the model's fingerprint
+        is unknown. The fingerprint selects the cache. Each answer has it, so the first input is answered now if needed.
         """
         if not self._cache_bytes or not once.inputs:
             return None

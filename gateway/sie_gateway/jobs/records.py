@@ -67,8 +67,8 @@ class OwnerUsage:
 
     def check(self, owner: str, more: RecordUse) -> None:
         """Check that `more` fits below the limits of this owner and of all owners. Raises RateLimited."""
-        self._check(self._uses.get(owner, RecordUse()).plus(more), self._of_key, "this key has")
-        self._check(self._whole.plus(more), self._in_all, "all keys together have")
+        self._check(self._uses.get(owner, RecordUse()).plus(more), self._of_key, "this key may have at most")
+        self._check(self._whole.plus(more), self._in_all, "all keys together may have at most")
 
     def _check(self, use: RecordUse, bound: UseBound, subject: str) -> None:
         for have, most, kind, setting in zip(use, bound.most, self._kinds, bound.settings, strict=True):

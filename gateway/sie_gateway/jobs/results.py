@@ -48,8 +48,8 @@ class JobResults:
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return id, tokens and error of up to `limit` rows in SAMPLED parts. Raises NotFound, QueueUnavailable, and
-        ContentConflict for a part that somebody has damaged.
+        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. Raises NotFound,
+        QueueUnavailable, and ContentConflict for a part that somebody has damaged.
         """
         assert job.request is not None
         async with broker_errors_mapped():

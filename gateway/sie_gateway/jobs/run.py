@@ -1,6 +1,6 @@
 """Run of one job by its leader: plan the input once, answer its shards (groups of rows), complete the output.
 
-    queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
+    queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired, failed
                  │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
                  └── failed (input that can never be read)
 

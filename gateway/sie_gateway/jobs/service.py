@@ -134,8 +134,9 @@ class JobService:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
-        # The model of the answers that exist: the alias in the request may lead to another model now, and vectors of
-        # two models do not fit together. The entry of the model may have changed, so that its rows do not fail again.
+        # The new job keeps the model of the answers that exist: the alias in the request may lead to another model now,
+        # and vectors of two models do not fit together. The model's entry may have changed since, so rows that failed
+        # may succeed.
         return await self._submitted(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:

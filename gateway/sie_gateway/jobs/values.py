@@ -118,7 +118,7 @@ class RowValues:
     ) -> list[RowAnswer]:
         """Return the answer to each input. After each group (the inputs of one request), `on_done` is called with the
         indexes of its inputs and their answers. Raises SIEError for an error that every input would get; Halted if the
-        model has changed.
+        model has changed, or if the job's credential is not valid any more.
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 

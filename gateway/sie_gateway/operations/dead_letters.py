@@ -31,7 +31,7 @@ LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in secon
 EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
-REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
+REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
 LETTER_S = 60.0  # default time in seconds to wait for the result when one dead letter is run again
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
 # largest number of letters that are replayed, and so in memory, at the same time; each is at most as large as a message
@@ -153,9 +153,9 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run again at most `limit` letters with a sequence number above `after`, AT_ONCE at a time, for at most
-        REPLAY_S seconds. Letters that are written during the replay are left out: work that fails again becomes a new
-        letter.
+        """Run again at most `limit` letters with a sequence number above `after`, AT_ONCE at a time. REPLAY_S seconds
+        limit the wait for results; requests to the broker may take longer. Letters that are written during the replay
+        are left out: work that fails again becomes a new letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()

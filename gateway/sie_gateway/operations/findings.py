@@ -99,7 +99,7 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter
-    process.
+    process. If there is no worker at all, list this.
     """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]

@@ -10,7 +10,7 @@ MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so 
 `LogTail` stores the newest log lines with a request id, so that a user can read the lines of a request.
 
  a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
-                └──► records of its minute, if it failed or was one of the slowest
+                └──► records of its minute, if it failed or was one of the slowest, and was not refused
 
 The numbers of counts and of records are limited. No input of a request and no token is stored. An error message is
 stored, and may quote a number or the name of a model from the body.
@@ -52,8 +52,8 @@ MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the re
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so a quantile is at most 20 % too
-# high
+# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so between the first and the last
+# bound a quantile is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)

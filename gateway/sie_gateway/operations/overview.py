@@ -81,7 +81,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
     if note is None:
         raise NotFound(
             "this gateway has no record of a request of yours with this id: it keeps records for one hour, and only of "
-            "the slowest and the last failed requests of each minute; its log and the traces have every request"
+            "the slowest and the last failed requests of each minute; its log has lines of more requests"
         )
     return json_response(note)
 

@@ -1,8 +1,9 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks every second whether the shown workers are connected: it sends a request to
-each worker's subject, and the broker reports at once if nobody subscribes to it. This is faster than to wait for a
-missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown; requests are placed without it.
+While a page is open, `WorkerProbe` checks every second whether shown workers are connected, MAX_ASKED of them in turn:
+it sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject. This is
+faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown; requests are placed
+without it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-# largest number of workers checked in a round (a check takes 0.1 ms); the next round continues with the next workers
+# largest number of workers checked in a round (a check takes 0.1 ms of CPU); the next round continues with the next
+# workers
 MAX_ASKED = 16
 # seconds after the last request of an open page during which the workers that it shows are checked
 LOOKED_S = 5.0
@@ -125,7 +127,7 @@ class ViewedWorker:
 
 
 def of_heartbeat(beat: Heartbeat, *, healthy: bool, starting: bool = False) -> ViewedWorker:
-    """Describe a worker by its heartbeat. For a worker that is neither healthy nor starting, no models are listed."""
+    """Describe a worker by its heartbeat. `models` is empty for a worker that is neither healthy nor starting."""
     reason = "" if healthy else beat.unready if starting or beat.leaving else "its heartbeats have stopped"
     reports = [status for status in beat.models if healthy or (starting and status.state in LOADS)]
     info = WorkerInfo(
