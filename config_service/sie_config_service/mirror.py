@@ -252,7 +252,9 @@ class Mirror:
             return before, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and bundles, up to write number `last`. Which bundles these writes changed is unknown."""
+        """Read all models and bundles, at least up to write number `last`. Which bundles these writes changed is
+        unknown.
+        """
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -261,6 +263,9 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
+        # a model that was written during this read: its history record, one write later, will not name its bundles
+        if self._read > last:
+            last = self._read + 1
         self._created = created
         self._now = CatalogueSnapshot(
             f"{created}:{self._read}", held, {bundle.id: bundle for bundle in bundles}, {}, last

@@ -9,7 +9,6 @@ source as the model, so that the next change of its file in SIE_MODELS_DIR is ap
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from sie_config_service.mirror import HeldModel
 from sie_config_service.store import RESTORE, CatalogueStore
 from sie_config_service.workers import CatalogueReaders
 from sie_config_service.writes import CatalogueWriter, WriteRequest
-from sie_contracts.errors import ContentConflict, SIEError
+from sie_contracts.errors import SIEError
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_runtime.process import Stop, Trouble
 
@@ -97,7 +96,6 @@ class Restore:
         restore = WriteRequest(
             RESTORE, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        # a conflict: another writer changed the model first, or an alias needs the model as it is; the model stays
-        with contextlib.suppress(ContentConflict):
-            await self._writer.write(restore)
-            _logger.error("%s: %s", failed.model, note)
+        # ContentConflict: another writer changed the model first, or an alias needs the model as it is; the model stays
+        await self._writer.write(restore)
+        _logger.error("%s: %s", failed.model, note)

@@ -387,6 +387,7 @@ class CatalogueStore:
                 stored.source,
                 stored.operation,
                 stored.author,
+                stored.note,
             )
             for model, stored in sorted(newest.items())
             if stored.revision > present.get(model, HeldModel()).revision

@@ -5,13 +5,14 @@ the broker in memory.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 from inprocess import settings_of, until
 
-from sie_broker import CoreMessage, Write
+from sie_broker import CoreMessage, KeyValue, Write
 from sie_broker.memory import MemoryServer
 from sie_broker.record import RecordBucket
 from sie_config_service.mirror import HeldModel, Mirror, StoredModel, bundle_key
@@ -23,6 +24,7 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 
+T = TypeVar("T")
 GOLDEN, GOLDEN_OF_ALL = "6c8092142aed7873", "028e4de7345bb2f4"
 BUNDLES = {name: BundleEntry(name) for name in ("default", "vision")}
 
@@ -112,6 +114,27 @@ async def test_a_write_after_a_reconnect_is_stored_and_the_next_read_has_it(repl
     before, last = await mirror.write([Write(model_key("a/one"), stored, 0), Write("history.a_2fone.1", stored)])
     read = await mirror.snapshot()
     assert (before, read.held["a/one"].written, read.held["a/one"].revision) == (None, last, 1)
+
+
+async def test_a_write_during_the_first_read_concerns_every_bundle(replica: Replica) -> None:
+    """Another replica writes a model after the epoch and before the models were read."""
+    await replica.put("a/one", entry("a/one"))
+
+    class RacedBucket(RecordBucket):
+        reads = 0
+
+        async def use(self, call: Callable[[KeyValue], Awaitable[T]]) -> T:
+            result = await super().use(call)
+            self.reads += 1
+            if self.reads == 1:
+                await replica.put("a/one", entry("a/one", tokens=32))
+            return result
+
+    mirror = Mirror(RacedBucket(replica.broker, topology.CATALOGUE_BUCKET))
+    await mirror.snapshot()
+    read = await mirror.snapshot()
+    assert (read.held["a/one"].revision, read.epoch) == (2, await replica.store.epoch())
+    assert configs.has_seen(read.since("default"), (await replica.store.snapshot()).since("default"))
 
 
 async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Replica) -> None:
