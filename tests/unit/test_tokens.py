@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from parity import tokenizer_recipes as recipes
 from selection import long_but
 from text_rows import panicking, text_rows
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -379,3 +380,15 @@ async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pyt
     pool.close()
     with pytest.raises(RuntimeError):
         await pool.run(INLINE_CHARACTERS + 1, thread)
+
+
+def test_a_prefix_ends_after_its_tokens_however_long_they_are() -> None:
+    """A word of more than 100 characters is one token of a WordPiece vocabulary."""
+    tokenizer = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
+    long = "y" * 10_000
+    for text, room in ((f"{long} {long}", 2), (long, 1), (f"the {long} the the", 3), ("the the the", 2), ("", 2)):
+        prefix = tokenizer.prefix_of(text, room)
+        (whole,) = tokenizer.contents([text], room, "END")
+        (part,) = tokenizer.contents([prefix], room + 1, "END")
+        assert part.ids.tolist() == whole.ids.tolist()
+        assert text.startswith(prefix)

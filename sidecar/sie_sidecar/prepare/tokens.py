@@ -28,8 +28,9 @@ T = TypeVar("T")
 # texts that were gathered together are tokenised on the event loop if they have at most this number of characters. This
 # takes up to 1.5 ms. A thread would take longer, and hold the interpreter lock as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
+# characters that are read first for each token of a prefix: nearly all texts have fewer
+_CHARACTERS_PER_TOKEN = 64
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
-_MAX_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # characters; a text of at most this length is always tokenised as a whole
 # bytes of memory for each byte of a tokenizer's JSON: 26 to 37 for a Unigram model, 8 for the others
 _MEMORY_PER_BYTE = 32
@@ -205,13 +206,17 @@ class ModelTokenizer:
         return Tokens(cut(ids, room, truncate), full), cut(moved, room, truncate)
 
     def prefix_of(self, text: str, room: int) -> str:
-        """Return the part of the text that its first `room` tokens cover, but at most _MAX_CHARACTERS_PER_TOKEN
-        characters for each token.
-        """
-        read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
-        (encoding,) = encodings(self._tokenizer, [read], offsets=True)
-        offsets = encoding.offsets
-        return text[: offsets[room][0]] if len(offsets) > room else read
+        """Return the part of the text that its first `room` tokens cover."""
+        size = max(LONG_CHARACTERS, room * _CHARACTERS_PER_TOKEN)
+        while True:
+            read = text[:size]
+            (encoding,) = encodings(self._tokenizer, [read], offsets=True)
+            offsets = encoding.offsets
+            if len(offsets) > room:
+                return text[: offsets[room][0]]
+            if len(read) == len(text):
+                return text
+            size *= GROWTH
 
 
 def _ids_and_offsets(encoding: Encoding) -> tuple[Ids, Ids]:
