@@ -162,6 +162,14 @@ def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {"a": "r"}) == {"a": "r"}
 
 
+def test_a_reservation_gets_no_worker_while_the_gpus_of_one_are_unknown() -> None:
+    """After the start of a gateway, a worker that it has not heard may have all GPUs that the reservation needs."""
+    reservation = Reservation(ReservationSpec("r", {"l4": 4}), 0.0, 0.0, takes_last=True)
+    unheard, free = AssignableWorker("l4", "default", is_heard=False), AssignableWorker("l4", "default", 4)
+    assert assign([reservation], {"held": unheard, "free": free}, {"held": "r"}) == {"held": "r"}
+    assert assign([reservation], {"free": free}, {}) == {"free": "r"}
+
+
 # what a spec may be
 
 CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")
@@ -404,6 +412,18 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
         assert code(await client.request(method, path)) == (404, "POOL_NOT_FOUND")
     assert code(await client.post("/v1/pools", content=b"{")) == (400, "INVALID_INPUT")
     assert code(await client.post("/v1/pools", content=b" " * 70_000)) == (413, "PAYLOAD_TOO_LARGE")
+
+
+async def test_a_pool_of_a_workers_own_settings_is_no_reservation(town: Town) -> None:
+    await town.sidecar(SIE_MACHINE_PROFILE="l4", SIE_POOL="own", ready=False, **FAST)
+    client = town.gateways[0].client
+
+    async def is_shown() -> bool:
+        return (await client.get("/v1/pools/own")).status_code == 200
+
+    await until_told(is_shown, "the gateway has heard the worker")
+    assert code(await client.delete("/v1/pools/own")) == (403, "POOL_OPERATION_FORBIDDEN")
+    assert (await client.post("/v1/pools/own/renew")).json() == {"message": "Pool renewed", "expires_at": None}
 
 
 async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:

@@ -650,8 +650,13 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the counts of the keys' work in a deleted pool, except counts of requests that have not ended yet."""
-        used = {place.window.shares for place in self._places.values() if not place.window.idle}
+        """Drop the queues of a deleted pool and the counts of the keys' work in it, except those of requests that have
+        not ended yet.
+        """
+        self._places = {
+            name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
+        }
+        used = {place.window.shares for place in self._places.values()}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:

@@ -22,13 +22,16 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work."""
+    """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work.
+    `is_heard`: False if this gateway has not received a heartbeat of the worker, so that its GPUs are unknown.
+    """
 
     machine_profile: str
     bundle: str
     gpus: int = 1
     models: frozenset[str] = frozenset()
     busy: int = 0
+    is_heard: bool = True
 
     @classmethod
     def from_heartbeat(cls, beat: Heartbeat) -> AssignableWorker:
@@ -106,9 +109,12 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; empty if there are too few. Workers that have loaded most of
-    the reservation's pinned models come first, then the least busy ones.
+    """Return free workers that complete a reservation; empty if there are too few, or while the GPUs of one of its
+    workers are unknown. Workers that have loaded most of the reservation's pinned models come first, then the least
+    busy ones.
     """
+    if not all(worker.is_heard for worker in held):
+        return []
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
     free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))

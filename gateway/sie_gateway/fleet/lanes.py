@@ -317,8 +317,8 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends; None if no worker loads it. The
-        estimate is the longest of the model's last load times on all workers. If a load is in progress, the time that
-        it has taken is subtracted, and the result is at least 1. A worker that unloads any model counts as one that is
+        estimate is the longest of the model's last load times on all workers, without the time that a load in progress
+        has taken, and at least 1. A worker that unloads any model counts as one that is
         about to load this one, because it frees memory for the load.
         """
         self._expire()
@@ -334,7 +334,8 @@ class Fleet:
         if not since and not entry.unloading:
             return None
         took_s = max((status.load_s for status in statuses.values() if status.load_s), default=USUAL_LOAD_S)
-        return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
+        spent_s = self._clock() - min(since) if since else 0.0
+        return max(1.0, took_s - spent_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.

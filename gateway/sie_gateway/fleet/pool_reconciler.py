@@ -201,5 +201,6 @@ class PoolReconciler:
             for worker, pool in assigned.items():
                 if worker not in names and pool in live:
                     spec = live[pool].spec
-                    candidates[worker] = AssignableWorker(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
+                    bundle = spec.bundle or assignments.DEFAULT_BUNDLE
+                    candidates[worker] = AssignableWorker(min(spec.gpus), bundle, is_heard=False)
         return candidates

@@ -246,7 +246,7 @@ class PoolDirectory:
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
         """Renew a lease. Returns None for a configured pool, which has no lease. Raises PoolNotFound, BrokerError."""
-        if name in self.record.own:
+        if self._has_no_lease(name):
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
         self._count("renewed")
@@ -254,7 +254,7 @@ class PoolDirectory:
 
     async def delete(self, name: str, grant: Grant) -> None:
         """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden for a configured pool."""
-        if name in self.record.own:
+        if self._has_no_lease(name):
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
         self._count("deleted")
@@ -303,7 +303,7 @@ class PoolDirectory:
             if not grant.owns(present.owner):
                 raise not_found(name)
             return self._pool_of(present)
-        if name not in self.record.own and name not in self._physical():
+        if not self._has_no_lease(name):
             raise not_found(name)
         return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
 
@@ -333,6 +333,10 @@ class PoolDirectory:
             if beat.own_pool == default
         }
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
+
+    def _has_no_lease(self, name: str) -> bool:
+        """Return whether this is a pool of this gateway's settings or of the settings of a worker."""
+        return name in self.record.own or name in self._physical()
 
     def _physical(self) -> set[str]:
         """Return the pools to which known workers belong by their own settings, and not by a reservation."""

@@ -78,7 +78,8 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
+    if done.removed:
+        _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
     return json_response(done)
 
 

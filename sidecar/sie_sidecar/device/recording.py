@@ -54,12 +54,12 @@ class Recording:
             item = entry.work.item
             line = {
                 "at": round(entry.work.lease.delivery.sent_s, 6),
-                "tokens": [row.cost for row in runnable(entry.work)[0]],
+                "tokens": [max(1, row.cost) for row in runnable(entry.work)[0]],  # an empty text may have none
                 "model": batch.key.residency,
                 "priority": item.priority,
             }
             lines.append({**line, "lora": batch.key.lora} if batch.key.lora else line)
-        seconds = round((done.inference_ms + done.postprocess_ms) / 1000, 6)
+        seconds = round((done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000, 6)
         lines.append({"ran": {"tokens": note.tokens, "attention": note.attention, "seconds": seconds}})
         try:
             self._file.write(b"".join(_encode(line) + b"\n" for line in lines))
