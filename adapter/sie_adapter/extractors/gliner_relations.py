@@ -132,8 +132,8 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
 def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and its mask. This replaces the method
-    of the package's model, which selects without a limit.
+    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and the mask of `_candidates`. This
+    replaces the method of the package's model, which selects without a limit.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

@@ -93,7 +93,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        # one pass at a time, because it calls the model's tokenizer, which is not thread-safe
+        # one pass at a time, because a pass calls the model's tokenizer, which is not thread-safe
         self._running = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
@@ -198,8 +198,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model with random weights, which the caller replaces by those of the checkpoint. The
-    package's constructor reads a weight file of the backbone: it gets an empty one, since these weights are replaced.
+    """Build the package's model with random weights, which a load replaces by those of the checkpoint. The package's
+    constructor reads a weight file of the backbone. It gets an empty file, since these weights are replaced.
     """
     from glirel import GLiREL
 
