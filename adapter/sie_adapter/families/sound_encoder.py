@@ -158,8 +158,8 @@ class SoundEncoder(TwoTowers):
 
 
 def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. Raises ModelLoadFailed for a recipe that cannot be reproduced,
-    or that does not fit the sound tower.
+    """Return the recipe that turns sounds into features. Raises ModelLoadFailed for a model other than CLAP, and for a
+    recipe that is missing, cannot be reproduced, or does not fit the sound tower.
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:

@@ -37,14 +37,14 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix per sequence, [tokens with a vector, width], not normalised."""
+        """Return one float32 matrix per sequence, [vectors, width], not normalised unless `pooling` normalises."""
         reduced = self.parts(states, sequences)
         if self._pooling is None:
             return reduced
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each segment, not merged. One gather reads the states of all segments."""
+        """Return the token vectors of each sequence, not merged. One gather reads the states of all sequences."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
