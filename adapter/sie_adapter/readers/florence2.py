@@ -188,7 +188,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # remove coordinates: an answer about a region may repeat those of the region
+            # coordinates are removed: an answer about a region may repeat the region's coordinates
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
