@@ -65,7 +65,7 @@ class GlirelModel(Extractor[GlirelTexts]):
     """Loaded GLiREL. `extract` may run on several threads at once; the model itself runs for one thread at a time.
 
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
-    entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
+    entities are copied from the request, with a score of 1. For each pair (head, tail), the relations are the `top_k`
     best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
     relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
     word that the model reads, and an InferenceFailed if the scores are not finite.

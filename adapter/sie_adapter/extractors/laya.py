@@ -104,7 +104,7 @@ class _DecisionModel(nn.Module):  # type: ignore[misc]  # the type checker skips
         self.scorer = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, states: Tensor, kind: int, marks: Tensor) -> Tensor:
-        """Return the logits of the options, [sequences, options]. `states`: those of the encoder, [sequences, tokens,
+        """Return the logits of the options, [sequences, options]. `states`: the encoder's states, [sequences, tokens,
         width], without padding. `marks` [sequences, options]: the positions of the mask tokens.
         """
         states = states + self.type_emb.weight[kind]

@@ -176,7 +176,7 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two encoders: `backbone` for rows of token ids, the other for rows of images or sounds. Each
+    """Base of models with two encoders: `backbone` for rows of token ids, and one for rows of images or sounds. Each
     row gets one vector.
     """
 

@@ -415,9 +415,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text whose score reaches their threshold, best first. The threshold is that of the
-    label (`label_thresholds`), else that of the options, else 0. `logits`: float32 [labels], on the host. Scores are a
-    softmax, or sigmoids if `multi_label` is set.
+    """Return the classes of one text whose score reaches their threshold, best first. The threshold is the label's
+    (`label_thresholds`), else the threshold of the options, else 0. `logits`: float32 [labels], on the host. Scores are
+    a softmax, or sigmoids if `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()

@@ -39,7 +39,7 @@ def unbounded(more_bytes: int) -> bool:
 
 class RowStart(NamedTuple):
     """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: keys and
-    values of the encoder's states, if the model has an encoder. `logits` [vocabulary]: those of the first generated
+    values of the encoder's states, if the model has an encoder. `logits` [vocabulary]: scores of the first generated
     token. `shift`: the position of a token minus its index in the row.
     """
 
