@@ -360,5 +360,5 @@ def test_rules_that_change_tokens_are_refused(
 
 
 def test_more_positions_than_the_encoder_has_are_refused(cpu_engine: AdapterEngine, folder: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="max_tokens is 501, its decoder has 500 positions"):
+    with pytest.raises(ModelLoadFailed, match="max_tokens is 501, the model has 500 positions"):
         cpu_engine.residency.ensure("hear/long", reader_entry(501, "long", folder))

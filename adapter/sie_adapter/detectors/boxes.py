@@ -13,9 +13,9 @@ Float32 = NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """Raw output of a detector for a batch of images. `boxes`: centre, width and height, as fractions of the image that
-    the model sees, float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates,
-    labels].
+    """Raw output of a detector for a batch of images. `boxes`: centre, width and height, as fractions of the area that
+    the model sees (`ImageFrame`), float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images,
+    candidates, labels].
     """
 
     boxes: Tensor
@@ -24,7 +24,7 @@ class Sight(NamedTuple):
 
 class ImageFrame(NamedTuple):
     """Size of an image, and size of the area that the model sees, both in pixels of the image. The area is larger than
-    the image if the model pads it.
+    the image if the model pads the image.
     """
 
     width: int

@@ -1,6 +1,6 @@
 """Detection of objects in images; the request has the names of the objects. Models: Grounding DINO and OWLv2.
 
-inputs: an image and labels ──► groups with equal labels and equal image sizes ──► boxes and scores ──► objects
+inputs: an image and labels ──► groups with equal options and equal image sizes ──► boxes and scores ──► objects
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# largest number of images in one pass; a CPU is not faster with more (bench/images.py)
+# largest number of images in one pass on a device that is not a CPU; on a CPU each image has a separate pass
 _IMAGES_PER_PASS = 8
 
 
@@ -68,7 +68,8 @@ class Detector:
 
     A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the client's text, unchanged; bbox is x,
     y, width and height in pixels of the submitted image, upright. An input gets an InvalidInput if it does not have
-    exactly one image or its labels cannot be used, and an InferenceFailed if scores or boxes are not finite.
+    exactly one image, or if its image, its labels or an option cannot be used. It gets an InferenceFailed if scores or
+    boxes are not finite, or if the model code fails.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
     DINO), or for each label (OWLv2, which truncates a longer label).
@@ -136,8 +137,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the highest of the model's thresholds, because an object must reach all of them. Raises InvalidInput
-        for a threshold that the model does not have.
+        """Return the lowest allowed score: the option `threshold`, else the highest of the model's thresholds, because
+        an object must reach all of them. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:

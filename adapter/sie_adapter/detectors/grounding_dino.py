@@ -5,7 +5,7 @@
     uint8 pixels ──► normalised ──► backbone, images of equal size together ──► feature maps ──────────┘
     ──► boxes, and for each label its best token
 
-The images of a pass have the same size: padding of a smaller image would change the boxes of all images.
+The images of a pass have the same size, because padding of a smaller image would change its boxes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Changes to the published configuration. It sets is_encoder_decoder, for which `checkpoint` would refuse the model,
-# although only text generation reads it. It allows custom kernels, which transformers would download from the hub.
+# Changes to the published configuration, which sets is_encoder_decoder and allows custom kernels. `checkpoint` would
+# refuse is_encoder_decoder, although only text generation reads it. transformers would download the kernels from the
+# hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# The cost of an image in tokens is the number of positions in its feature maps, divided by this number: 4 positions
-# take about as long as one token of a text encoder.
+# The cost of every image in tokens is the number of positions in the feature maps of the largest image, divided by
+# this number: 4 positions take about as long as one token of a text encoder.
 _PLACES_PER_TOKEN = 4
 
 

@@ -35,8 +35,8 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Largest edge of a submitted image, as a multiple of the edge of the model's images. The sidecar scales a larger image
-# down to this edge before the adapter gets it, which changes the pixels that the model reads slightly (figures:
+# Largest edge of an image that the adapter gets, as a multiple of the edge of the model's images. The sidecar scales a
+# larger submitted image down to this edge, which slightly changes the pixels that the model reads (figures:
 # tests/parity/test_detector.py).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
@@ -127,7 +127,7 @@ class Owlv2:
 def _sampling(side: int, size: int, submitted: int) -> Float32:
     """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size]: linear
     interpolation, and a blur. `submitted`: longer edge of the submitted image in pixels; `submitted` / `side` sets the
-    strength of the blur. Beyond the edge of the image, its pixels are mirrored.
+    strength of the blur. Beyond the ends of the row, its pixels are mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
@@ -140,7 +140,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
     behind = (places - first)[:, None]
     parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
     read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
-    last = size - 1  # indices of pixels beyond the edges of the image a b c d are mirrored: d c b | a b c d | c b a
+    last = size - 1  # indices beyond the ends of the row a b c d are mirrored: d c b | a b c d | c b a
     read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
     matrix = np.zeros((side, size))
     np.add.at(matrix, (np.arange(side)[:, None], read), parts)
@@ -157,7 +157,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
     """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
-    each channel. Raises ModelLoadFailed for a processor that this module does not reproduce.
+    each channel. Raises ModelLoadFailed without the processor's configuration, or for a processor that this module does
+    not reproduce.
     """
     config = read_processor(folder, entry, "image_processor")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]

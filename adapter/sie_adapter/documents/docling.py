@@ -29,16 +29,16 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _HOST = torch.device("cpu")
-_OBJECT_BYTES = 8  # of the Python objects of a tree for each byte of its JSON, measured for many short paragraphs
+_OBJECT_BYTES = 8  # bytes of a tree's Python objects for each byte of its JSON, measured for many short paragraphs
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
-    the same time.
+    """Parser processes of one model, at most one for each core. Several threads may use the objects that `reading`
+    returns at the same time.
 
     A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`; the parameter `tree`
-    false leaves `document` out. An input gets an InvalidInput if it has no document, or if the document is refused
-    (reason `invalid_media`; the message begins with the cause). Texts are not read.
+    false leaves `document` out. An input gets an InvalidInput if it has no document, if it asks for `ocr`, or if the
+    document is refused (reason `invalid_media`; the message has `document: ` before the cause). Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -61,7 +61,7 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return the parser for the documents of one batch. `is_gone` returns True when the client has disconnected."""
+        """Return the parser for the documents of one batch. `is_gone` returns True once no client waits for them."""
         return DoclingCall(self._parsers, is_gone)
 
 
@@ -75,8 +75,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or its error. Raises InternalFailure with the reason `cancelled` if the
-        client has disconnected.
+        """Return the content of each document, or its error. Raises InternalFailure with the reason `cancelled` if
+        no client waits any more.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [

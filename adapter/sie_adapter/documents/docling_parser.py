@@ -46,7 +46,6 @@ class DoclingParser:
     """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
-        """Raises ImportError if docling is not installed."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),
@@ -55,7 +54,7 @@ class DoclingParser:
 
     def parse(self, job: ParseJob) -> Parsed:
         """Return the content of one document. Raises InvalidInput with the reason `invalid_media` for a document that
-        cannot be parsed; its message begins with the cause.
+        cannot be parsed; the error's message begins with the cause.
         """
         kind = format_of(job.document)
         try:

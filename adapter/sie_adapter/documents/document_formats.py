@@ -1,5 +1,6 @@
-"""Detection of a document's format from its content. A text file that is not HTML has the format that the client names.
-Parser processes use this module before any other code reads the file.
+"""Detection of a document's format from its content. A text file whose content is not recognised as HTML has the text
+format that the client names, else the format Markdown. Parser processes use this module before any other code reads the
+file.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _READ = ", ".join(FORMATS)
 
 
 def format_of(document: DocumentFile) -> str:
-    """Return the format of a document, one of FORMATS. Raises InvalidInput with the reason `invalid_media` for other
-    formats.
+    """Return the format of a document, one of FORMATS. Raises InvalidInput with the reason `invalid_media` for an empty
+    file, a damaged or too large archive, and other formats.
     """
     data, format_name = document.data, document.format
     head = data[:_HEAD]

@@ -12,7 +12,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when the job is sent. `has_tree`: the answer has the tree of the document."""
+    """Document to parse. `number` is set when the job is sent. `has_tree`: whether the answer has a tree."""
 
     number: int
     document: DocumentFile

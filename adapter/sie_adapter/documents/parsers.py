@@ -1,8 +1,10 @@
-"""Pool of the processes that parse documents for a model. They start when the model is loaded, and end with it.
+"""Pool of the processes that parse documents for a model. The first starts when the model is loaded, more start when
+documents need them, and all end with the model.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
-                                   ├── the process died or took too long: the document fails, a new process starts
-                                   └── no client waits any more: the process is killed, a new one starts
+                                   ├── the process died or took too long: the document fails
+                                   └── no client waits any more: the process is killed
+    After both, the next document of the thread starts a new process.
 
 Documents are parsed in separate processes, one for each thread of the pool, because the parsers are native code that
 reads files of clients: a crash fails only one document, and a process can be killed at a time limit.
@@ -38,7 +40,7 @@ MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
 # bytes of resident memory that a process may keep between two documents; it is replaced if it has more
 KEPT_BYTES = 1 << 30
 START_S = 120.0  # seconds in which a process must start; its imports take seconds, more on a busy machine
-LOOK_S = 0.2  # seconds between two checks whether the client has disconnected (`is_gone`)
+LOOK_S = 0.2  # seconds between two checks whether a client still waits (`is_gone`)
 _DIED_S = 1.0  # seconds in which a process must end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
 
@@ -81,10 +83,10 @@ class Parsers:
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
-        """Return each parsed document, or an error. For an unusable document it is an InvalidInput with the reason
-        `invalid_media`, whose message begins with the cause. Other errors are not caused by the document.
+        """Return each parsed document, or an error. For an unusable document the error is an InvalidInput with the
+        reason `invalid_media`, whose message begins with the cause. Any other error need not be caused by the document.
 
-        When `is_gone`, which is called repeatedly, returns True, parsing stops and InternalFailure with the reason
+        `is_gone` is called repeatedly. When it returns True, parsing stops, and InternalFailure with the reason
         `cancelled` is raised.
         """
         call = _ParseCall()
@@ -111,7 +113,7 @@ class Parsers:
             _logger.error("a process that parses documents could not be started: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
         except Exception as error:
-            # one document caused the error, so the other documents of the call still get results
+            # the error concerns one document, so the other documents of the call still get results
             _logger.exception("parsing a document failed")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
@@ -148,8 +150,8 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send the SIGKILL, so probably the kernel did, because memory is short. The error is no
-            # InvalidInput, since the document may be valid
+            # neither a time limit nor a cancelled call sent the SIGKILL, so probably the kernel did, because memory is
+            # short. The error is no InvalidInput, since the document may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
@@ -198,7 +200,7 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """Raised if a parser process ended while it parsed, or sent an invalid message."""
+    """Raised if a parser process ended before its next message, or sent an invalid one."""
 
 
 class _Late(Exception):
@@ -209,7 +211,9 @@ class _ParserProcess:
     """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process. Of this environment it gets only the module path. Raises ParserNotStarted."""
+        """Start a process, and wait until it is ready. The process inherits no environment variables, and imports from
+        the same path as this process. Raises ParserNotStarted.
+        """
         self._number = 0
         self._late = False
         ours, theirs = socket.socketpair()
@@ -256,7 +260,9 @@ class _ParserProcess:
         return 0
 
     def run(self, job: ParseJob, deadline_s: float) -> Parsed | Unusable:
-        """Return the answer for a document. Raises _ParserLost if the process ended, _Late after the deadline."""
+        """Return the answer for a document. Raises _ParserLost if the process ended or its answer is invalid, and _Late
+        after the deadline.
+        """
         self._number += 1
         job = msgspec.structs.replace(job, number=self._number)
         answer = self._waited(deadline_s, parser_frames.FRAMES.frame(job))

@@ -1,8 +1,8 @@
 """GLiClass, by the package `gliclass`: scores for the classes of a request. One prompt contains the labels and the
 text.
 
-    text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► passes of equal length ──►
-    softmax or sigmoid
+    text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► padded passes ──► softmax or
+    sigmoid
 
 The prompt may also have an instruction and `examples`, which are texts with their labels. Models with `instruct` in
 their names were trained for both. A score depends on all labels and their order. Scores are a softmax over the labels
@@ -74,11 +74,10 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
     (default 0). A text of white space has no classifications. An input gets an InvalidInput if the labels cannot be
-    used, or if the text contains a token that separates the parts of the prompt, and an InferenceFailed if the scores
-    are not finite.
+    used, or if the text, the instruction or an example contains a token that separates the parts of the prompt. It gets
+    an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit with labels and special tokens; longer texts are
-    cut.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of the whole prompt; longer texts are cut.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """GLiNER, by the package `gliner`: entities of the types in a request. Models score spans or tokens, with one or two
 encoders.
 
-    text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
+    text ──► words that have tokens ──► windows of at most max_len words that overlap ──► padded passes
          ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character
          offsets
 
@@ -66,7 +66,7 @@ WordRelation = tuple[tuple[int, int], tuple[int, int], str, float]  # first and 
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: their offsets."""
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: word offsets."""
 
     strings: list[str]
     sizes: list[int]
@@ -90,7 +90,7 @@ class GlinerTexts:
 
 @dataclass(frozen=True)
 class GlinerRequest:
-    """Options of a pass. `label_vectors`: [labels, width]; None for a model without a separate encoder for labels."""
+    """Options of a request. `label_vectors`: [labels, width]; None for a model without a separate label encoder."""
 
     threshold: float
     flat: bool

@@ -1,9 +1,9 @@
-"""GLiNER2, by the package `gliner2`: entities and relations of the types that a request names. If the entry has the
-output classifications: scores for the classes of a request. A model either scores all spans of words up to a width, or
+"""GLiNER2, by the package `gliner2`: entities and relations of the types that a request names, or, if the entry has the
+output classifications, scores for the classes of a request. A model either scores all spans of words up to a width, or
 has the boundary architecture (`gliner2_boundary.py`), for which relations and records are not supported here.
 
-    text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
-         length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
+    text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► padded
+         passes ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
          windows ──► character offsets
 
 The package's own `batch_extract` is not called. It runs a text of any length in one pass. It finds entities in the full
@@ -72,7 +72,7 @@ from sie_store.folder_files import read_json
 _TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
-_CANDIDATES = 16384  # largest number of candidate entities of a window; the best are kept
+_CANDIDATES = 16384  # largest number of candidate entities of a window; more only with equal scores
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
@@ -88,7 +88,7 @@ _TASK = "category"  # name of the classification task if neither the request nor
 class _Gliner2Words:
     """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
     `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: the
-    package added a full stop after the text.
+    package added a full stop after the text as a separate word.
     """
 
     ids: NDArray[np.int32]
@@ -101,7 +101,7 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. A prompt has one task, or the task of the entities and one for each relation. `kinds`:
+    """Tokens before each text. A prompt has one task, or one for all entity labels and one for each relation. `kinds`:
     the package's name of each task. `words`: each task as words, for example ( [P] entities ( [E] city [E] person ) ).
     `marks`: for each task the positions of the words [P] and [E], whose states represent the task and the labels.
     `owners`: for each token of the prompt, the indices of its word and its task. `before`: the tokens of the words with
@@ -160,11 +160,12 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     """Loaded GLiNER2. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
-    the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
-    has no entities. An input gets an InvalidInput if the labels cannot be used, or if the text holds a token that the
-    model reserves, and an InferenceFailed if a state or score is not finite. With the output `classifications`, a
-    result is that of GliclassModel. With the output `relations` and `relation_labels`, it has `relations` [{head, tail,
-    relation, score}], best first; a relation in a long text is found within one window.
+    the text, `end` is exclusive. Entities of two labels may overlap. Entities of one label may overlap only with the
+    boundary architecture, by the model's overlap policy. A text without words has no entities. An input gets an
+    InvalidInput if the labels or the task cannot be used, or if the text holds a token that the model reserves. It gets
+    an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
+    GliclassModel. With the output `relations` and `relation_labels`, a result has `relations` [{head, tail, relation,
+    score}], best first; a relation in a long text is found within one window.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -330,7 +331,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return by_text, errors
 
     def _prompt(self, labels: list[str], relations: list[str], options: ExtractOptions) -> _Gliner2Prompt:
-        """Return the prompt of a record, or of these labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the prompt of a record, or of these labels and relations. Raises InvalidInput for unusable labels or
+        relations, and for a record if the model has the boundary architecture.
+        """
         processor = self._processor
         if isinstance(options.part, TextRecord):
             if self._is_boundary:
@@ -370,7 +373,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
         """Return the prompt. `descriptions`: the number of descriptions in it, before each of which the package puts a
-        special token. Raises InvalidInput for unusable labels.
+        special token. Raises InvalidInput for an unusable label or name of a task.
         """
         processor = self._processor
         ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]
@@ -471,7 +474,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _logits(self, batch: Any) -> list[_Logits | SIEError]:
-        """Return the logits of each window."""
+        """Return the logits of each window, or an error if a state of the window is not finite."""
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
@@ -481,8 +484,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
-    """Return the spans whose score reaches the threshold of their label, at most _CANDIDATES. `logits`: [1, labels,
-    words, widths], perhaps with one word more than the window: the added full stop.
+    """Return the spans whose score reaches the threshold of their label; of more than _CANDIDATES spans, the best
+    _CANDIDATES and all with the same score as the last of these. `logits`: [1, labels, words, widths], perhaps with one
+    word more than the window: the added full stop.
     """
     if logits is None:
         none = np.zeros(0, np.int64)

@@ -35,8 +35,9 @@ class BoundedSpan(NamedTuple):
 def window_candidates(
     model: Any, words: Tensor, labels: Tensor, at: TextWindow, thresholds: Sequence[float]
 ) -> list[BoundedSpan] | SIEError:
-    """Return the candidates of one window. `words` [words, width] and `labels` [labels, width]: their states. A full
-    stop may follow the words of the window; no candidate includes it.
+    """Return the candidates of one window that reach the threshold of their label. `words` [words, width], `labels`
+    [labels, width]: the states of words and of labels. A full stop may follow the words of the window; no candidate
+    includes the full stop.
     """
     settings = model.boundary_settings
     present = (torch.ones(1, len(states), dtype=torch.bool, device=states.device) for states in (words, labels))
@@ -100,9 +101,9 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through others. A group has at most _CANDIDATES, those with
-    the best scores: the package's time and memory grow with the square of their number, and a client may choose a
-    threshold of 0. One window has fewer candidates, so for a short text the entities are those of the package.
+    """Yield groups of candidates that overlap, directly or through other candidates. A group has at most _CANDIDATES,
+    those with the best scores: the package's time and memory grow with the square of their number, and a client may
+    choose a threshold of 0. One window usually has fewer; then the entities of a short text are those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

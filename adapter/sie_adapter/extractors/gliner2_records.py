@@ -133,7 +133,8 @@ def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
     """Return the objects of a text in the order of its windows. A record without a path has the properties at the root
-    of the answer: its text has one object, with the values from all windows.
+    of the answer: its text has one object, with the values of the first object of each window. A value without a place
+    in the text, such as a choice, counts only in the first window.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]
@@ -165,5 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the character at which an object begins. An object without spans counts in the first window."""
+    """Return the character at which an object begins; 0 without spans: the object counts only in the first window."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -1,5 +1,5 @@
 """Load of a GLiNER folder as the package's model: offline, and with exactly the weights in the folder. Configurations
-that the folder lacks come from the hub cache.
+of backbones that the folder lacks come from a folder below it, or from the hub cache.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device

@@ -35,12 +35,13 @@ _WINDOWS_PER_PASS_ELSEWHERE = 16
 
 
 class GlinerRelationModel(GlinerModel):
-    """Loaded GLiNER with relations. A result is that of GlinerModel, and `relations` [{head, tail, relation, score}],
-    best first. It has no relations unless the request names labels for them.
+    """Loaded GLiNER with relations. A result has the entities of GlinerModel, and `relations` [{head, tail, relation,
+    score}], best first. `relations` is empty unless the request names labels for relations.
 
-    A span can be head or tail if its best score is above the threshold and the result has an entity with the same
-    words. A relation counts if its score is above `relation_threshold`, by default the threshold of entities. In a long
-    text, relations are found within one window.
+    A span can be head or tail if its best score is above the threshold, if it is among the _CANDIDATES best spans of
+    its window, and if the result has an entity with the same words. A relation counts if its score is above
+    `relation_threshold`, by default the threshold of entities, and if it is among the _RELATIONS best of its window. In
+    a long text, relations are found within one window.
     """
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -132,8 +133,8 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
 def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and its mask. This replaces the method
-    of the package's model, which selects without a limit.
+    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and the mask of `_candidates`. This
+    replaces the method of the package's model, which selects without a limit.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

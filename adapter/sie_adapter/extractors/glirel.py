@@ -65,7 +65,7 @@ class GlirelModel(Extractor[GlirelTexts]):
     """Loaded GLiREL. `extract` may run on several threads at once; the model itself runs for one thread at a time.
 
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
-    entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
+    entities are copied from the request, with a score of 1. For each pair (head, tail), the relations are the `top_k`
     best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
     relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
     word that the model reads, and an InferenceFailed if the scores are not finite.
@@ -93,7 +93,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        # one pass at a time, because it calls the model's tokenizer, which is not thread-safe
+        # one pass at a time, because a pass calls the model's tokenizer, which is not thread-safe
         self._running = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
@@ -198,8 +198,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model with random weights, which the caller replaces by those of the checkpoint. The
-    package's constructor reads a weight file of the backbone: it gets an empty one, since these weights are replaced.
+    """Build the package's model with random weights, which a load replaces by those of the checkpoint. The package's
+    constructor reads a weight file of the backbone. It gets an empty file, since these weights are replaced.
     """
     from glirel import GLiREL
 

@@ -104,7 +104,7 @@ class _DecisionModel(nn.Module):  # type: ignore[misc]  # the type checker skips
         self.scorer = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, states: Tensor, kind: int, marks: Tensor) -> Tensor:
-        """Return the logits of the options, [sequences, options]. `states`: those of the encoder, [sequences, tokens,
+        """Return the logits of the options, [sequences, options]. `states`: the encoder's states, [sequences, tokens,
         width], without padding. `marks` [sequences, options]: the positions of the mask tokens.
         """
         states = states + self.type_emb.weight[kind]
@@ -120,10 +120,10 @@ class LayaModel(Extractor[LayaTexts]):
 
     A result is `{"classifications": [{label, score}]}`, best first: the labels whose probability reaches the threshold
     (default 0). A label that is named twice counts once. A text of white space has no classifications. An input gets an
-    InvalidInput if its labels together, or a statement, have too many tokens, and an InferenceFailed if the logits are
-    not finite.
+    InvalidInput if it has no labels, if its labels together or a statement have too many tokens, or if two labels are
+    equal after a cut. It gets an InferenceFailed if the logits are not finite.
 
-    `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit with the question; longer texts are cut.
+    `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit for question and text; longer texts are cut.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", questions=_AROUND_TOKENS)}
@@ -230,7 +230,7 @@ class LayaModel(Extractor[LayaTexts]):
         return self._question_ids(words, marked)
 
     def _parts(self, kind: Question, text: str, options: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
-        """Return the ids of a question, those of its options, and the largest number of ids for the question. Each
+        """Return the ids of a question, the ids of its options, and the largest number of ids for the question. Each
         option follows a mask token, and is cut as the package cuts it. Raises InvalidInput for options that are equal
         after the cut.
         """
@@ -242,12 +242,12 @@ class LayaModel(Extractor[LayaTexts]):
             marked = [ids[:size] for ids in marked]
             room = self._head_tokens - sum(map(len, marked))
         if len(set(map(tuple, marked))) < len(marked):
-            raise labels_refused(f"so many are cut to {size - 1} tokens each, and two of them begin alike")
+            raise labels_refused(f"at most {size - 1} tokens of each are read, and two of them begin alike")
         return self._ids(f"{kind} question: {text}"), marked, max(_LEAST_QUESTION_TOKENS, room)
 
     def _question_ids(self, words: Sequence[int], marked: Sequence[Sequence[int]]) -> _QuestionIds:
         """Return a question as the package writes it: [CLS] question [SEP] [MASK] option [MASK] option [SEP]. Raises
-        InvalidInput if it leaves too few tokens for the text.
+        InvalidInput if the question leaves too few tokens for the text.
         """
         ids = [self._first, *words, self._end]
         marks = np.cumsum([len(ids), *map(len, marked)])[:-1].tolist()
@@ -316,7 +316,7 @@ def _configuration(folder: Path, entry: ModelEntry) -> Mapping[str, Any]:
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model with random weights. The encoder's configuration may name no code."""
+    """Build the model with random weights. Code that the encoder's configuration names is not run."""
     config = _configuration(folder, entry)
     encoder = read_json(folder / ENCODER / "config.json")
     if not encoder:

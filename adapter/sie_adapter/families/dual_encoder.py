@@ -96,7 +96,9 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """Return the index of the token that represents each sequence: its first end token, else its first token."""
+        """Return the index of the token that represents each sequence: its first end token, else its first token. With
+        _ARGMAX_EOS the first token with the largest id counts as the end token.
+        """
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
         ids = packed.ids[: int(lengths.sum())]
@@ -174,7 +176,7 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two encoders: `backbone` for rows of token ids, the other for rows of images or sounds. Each
+    """Base of models with two encoders: `backbone` for rows of token ids, and one for rows of images or sounds. Each
     row gets one vector.
     """
 
@@ -186,7 +188,7 @@ class TwoTowers(PackedModel, ABC):
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length with which the model was trained, if it needs that."""
+        """Pad texts to the length with which the model was trained, if the model needs that."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -296,7 +298,7 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
     SigLIP was trained on texts in lower case, its first version also without punctuation and repeated spaces. In
-    transformers, only the slow tokenizer removes punctuation, so it is removed here. open_clip first replaces
+    transformers, only the slow tokenizer removes punctuation, so this function removes it. open_clip first replaces
     underscores by spaces. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)

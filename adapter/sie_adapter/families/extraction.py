@@ -55,7 +55,7 @@ _OVERLAP = 8  # divisor: one eighth of the words of a window are also in the nex
 @dataclass(frozen=True)
 class ExtractOptions:
     """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None means the
-    default of the entry or the model.
+    default of the model: the entry sets none either.
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
     ranges of the text that the client names. `instruction`: the prompt of a model that generates its answer. `parts`:
@@ -172,7 +172,7 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes that each model needs. `tokenizer`: that of `encoder`, without padding and truncation."""
+        """Set attributes of the model. `tokenizer`: the tokenizer of `encoder`, without padding and truncation."""
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -180,7 +180,7 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels of `tokens` tokens leave less than an eighth of `max_tokens` to the text."""
+        """Raise InvalidInput if a prompt of `tokens` tokens leaves less than an eighth of `max_tokens` to the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
@@ -236,7 +236,7 @@ def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOption
 
 
 def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]]:
-    """Return the examples with labels of a decision. They may write a label as `label` or `path.label`."""
+    """Return the examples with labels of a decision. An example may write a label as `label` or `path.label`."""
     names = {f"{'.'.join(part.path)}.{label}": label for label in part.labels} | {label: label for label in part.labels}
     examples = [
         {"text": example["text"], "labels": [names[label] for label in example["labels"] if label in names]}
@@ -246,7 +246,7 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text, from the results of `by_part`. A text fails if one of its parts fails."""
+    """Return a result for each text, from the results for `by_part` of the texts. A text fails if one part fails."""
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 
@@ -415,9 +415,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text whose score reaches their threshold, best first. The threshold is that of the
-    label (`label_thresholds`), else that of the options, else 0. `logits`: float32 [labels], on the host. Scores are a
-    softmax, or sigmoids if `multi_label` is set.
+    """Return the classes of one text whose score reaches their threshold, best first. The threshold is the label's
+    (`label_thresholds`), else the threshold of the options, else 0. `logits`: float32 [labels], on the host. Scores are
+    a softmax, or sigmoids if `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()

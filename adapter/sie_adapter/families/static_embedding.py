@@ -68,7 +68,7 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Drop unknown tokens, and truncate texts like the package model2vec: by characters first, then by tokens."""
+        """Make `encode` drop unknown tokens, and truncate texts like model2vec: by characters first, then by tokens."""
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:
             self._words.enable_truncation(length)
@@ -99,7 +99,8 @@ class StaticEmbedding:
 
 def read_table(folder: Path) -> Tensor:
     """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens, with
-    `mapping`, the row of each token, and `weights`, a factor of each token. Raises ModelLoadFailed INCOMPATIBLE.
+    `mapping`, the row of each token, and `weights`, a factor of each token. Raises ModelLoadFailed INCOMPATIBLE for
+    tensors that are missing or do not form such a table.
     """
     table = tensor(folder, "embedding.weight")
     if table is None:

@@ -1,5 +1,5 @@
 """Models that run on packed sequences, without padding: encoders and decoders of text, and the heads that compute
-outputs from their hidden states. `PackedModel` is also the base of models that read images.
+outputs from their hidden states. `PackedModel` is also the base of models that read images or sounds.
 
   items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 
@@ -45,7 +45,8 @@ from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
 # Number of additional short sequences for the comparison of the packed path with the unchanged transformers model at
-# load, for a model that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
+# load, for a model that gives no vectors or has int8 weights: its outputs are also compared by rank, which needs many
+# sequences.
 _RANKED_SAMPLES = 45
 
 

@@ -126,7 +126,7 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """Create the heads of the family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the entry."""
+        """Create the heads of the family. Raises ModelLoadFailed for files that are missing or do not fit the entry."""
         return {
             "text-encoder": self._text_encoder,
             "cross-encoder": self._cross_encoder,
@@ -199,8 +199,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the token weights for queries that need no forward pass; None unless the entry requests such queries,
-        or the model's files route queries to a table.
+        """Return the token weights for queries that need no forward pass. Return None if the entry requests the model
+        for queries, or if the entry requests nothing and the model's files do not route queries to a table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -301,8 +301,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers "no" and "yes", or to that of "yes" if the score needs
-        only this one. Later operations, such as a scaling of logits, still apply.
+        """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs
+        no other. Later operations, such as a scaling of logits, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")

@@ -67,8 +67,8 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """Return the number of ids with embeddings, without loading weights. Raises ModelLoadFailed for tensors that do
-        not fit the model class.
+        """Return the number of ids with embeddings, without loading the model. Raises ModelLoadFailed for tensors that
+        do not fit the model class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:

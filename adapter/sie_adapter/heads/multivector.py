@@ -37,14 +37,14 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix per sequence, [tokens with a vector, width], not normalised."""
+        """Return one float32 matrix per sequence, [vectors, width], not normalised unless `pooling` normalises."""
         reduced = self.parts(states, sequences)
         if self._pooling is None:
             return reduced
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each segment, not merged. One gather reads the states of all segments."""
+        """Return the token vectors of each sequence, not merged. One gather reads the states of all sequences."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
@@ -64,7 +64,7 @@ class MultivectorHead:
         return Reduced(rows, usable)
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the token vectors of each chunk: those of its parts, in order, merged like a document's vectors."""
+        """Return the token vectors of each chunk: the vectors of its parts, merged like the vectors of a document."""
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
         is_pooled = self._pooling is not None and self._pooling.documents
         return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows

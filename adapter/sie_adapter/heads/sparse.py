@@ -52,12 +52,12 @@ class MaskedLanguageHead:
         return self._reduced(states, sequences, self._max_entries)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        # a small weight of each part can be a large one of their sum, so `join` drops the smallest weights of a sum
+        # with `sums`, an id with small weights in all parts can have a large sum, so only `join` drops small weights
         return self._reduced(states, sequences, 0 if self._sums else self._max_entries)
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the sparse vector of each chunk: the largest weight of each id in its parts, or with `sums` the sum of
-        its weights, for `max_entries` ids.
+        """Return the sparse vector of each chunk: the largest weight of each id in the parts, or with `sums` the sum of
+        the id's weights; of these, the `max_entries` largest.
         """
         return [_joined(own, "sum" if self._sums else "amax", self._max_entries) for own in parts]
 
@@ -112,8 +112,8 @@ class MaskedLanguageHead:
         return weights.log1p_() if self._twice else weights
 
     def _activated(self, peaks: Tensor, max_entries: int) -> list[Row]:
-        """Return the sparse rows of `peaks` [sequences, vocabulary]: the largest logit of each id, or with `sums` the
-        sum of its weights. With `max_entries`, a row has only its largest weights.
+        """Return a sparse row for each sequence. `peaks` [sequences, vocabulary]: the largest logit of each id, or with
+        `sums` the sum of its weights. With `max_entries`, a row has only its largest weights.
         """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)

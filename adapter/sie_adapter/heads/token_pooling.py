@@ -43,7 +43,9 @@ class TokenPooling:
 
 
 def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
-    """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE for a value
+    that is out of range.
+    """
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
     if not (isinstance(factor, int | float) and factor >= 1 and isinstance(protected, int) and protected >= 0):
         raise incompatible(

@@ -1,4 +1,4 @@
-"""Parts shared by model classes that project states to token vectors: weights of the projection, its LoRAs, rows."""
+"""Parts shared by model classes that project states to token vectors: the projection, its LoRAs, the form of rows."""
 
 from __future__ import annotations
 

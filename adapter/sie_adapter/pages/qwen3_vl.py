@@ -1,7 +1,7 @@
 """Model classes of Qwen3-VL for `vision_language`, one for embeddings and one for scores. Images are part of the
 prompt.
 
-Each uses the state of the last token of a conversation. The conversation ends where the model's answer would begin.
+Both classes use the state of the last token of a conversation, which ends where the model's answer would begin.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Return the rows `ids` of a matrix, float32, without a read of the others; an empty list if no file has it."""
+    """Return the rows `ids` of a matrix, float32, and read only these; an empty list if no file has the matrix."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

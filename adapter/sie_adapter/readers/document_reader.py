@@ -32,10 +32,10 @@ _KINDS: Mapping[str, _Kind] = {
 class DocumentReader:
     """Loaded reader of documents. `reading(..).extract` may run on several threads at once.
 
-    A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
-    `stop` if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same
-    tokens. An input gets an InvalidInput if it does not have exactly one image, or if the model does not have the task,
-    and an InferenceFailed if the scores are not finite.
+    A result has entities or objects, and `data` with `finish_reason` and `completion_tokens`. The reason is `stop` if
+    the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same tokens. An
+    input gets an InvalidInput if it does not have exactly one image, or if the model does not have its task or cannot
+    read its instruction. It gets an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text that is written after it.
     """

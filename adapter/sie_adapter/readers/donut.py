@@ -131,8 +131,8 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _processor(folder: Path, entry: ModelEntry, load: LoadOptions, model: Any) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns pages into pixels, and their normalisation. Raises ModelLoadFailed INCOMPATIBLE for
-    a model other than Donut, and the errors of `checked_processor`.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises ModelLoadFailed
+    INCOMPATIBLE for a model other than Donut, and the errors of `checked_processor`.
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):

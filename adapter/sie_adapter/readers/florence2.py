@@ -188,7 +188,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # remove coordinates: an answer about a region may repeat those of the region
+            # coordinates are removed: an answer about a region may repeat the region's coordinates
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
@@ -213,7 +213,7 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. In the text, a box has
-    `numbers` bins (thousandths of width or height), alternately x and y. They are two corners, or the four corners of a
+    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners of a
     quadrangle, whose bounding rectangle is returned. A bin stands for its middle, rounded down to a pixel. Source:
     transformers, Florence2PostProcessor.
     """

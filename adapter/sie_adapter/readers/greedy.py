@@ -1,6 +1,7 @@
 """Greedy choice of tokens: the most likely next token of a row, under the rules of the model's generation_config.json.
 
 The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose logits processors are used here too.
+Only with `stops_loops` a text may end earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.generation import logits_process as library
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
-# options of generation_config.json that change greedy scores, and that this module does not support
+# options of generation_config.json that change what is written greedily, and that this module does not support
 _REFUSED = (
     "sequence_bias",
     "encoder_repetition_penalty",
@@ -52,7 +53,7 @@ class Rules:
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # the last token before the limit is always an end token
+    forced_end: bool = False  # the token at the limit is always an end token
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
@@ -125,6 +126,6 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the id of the most likely token of each row of `scores` [rows, vocabulary], -1 for NaN or infinity."""
+    """Return the id of the most likely token of each row of `scores` [rows, vocabulary]; -1 for NaN or infinity."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]

@@ -45,7 +45,8 @@ _EPSILON = 1e-5  # added to the deviation of levels. Source: transformers, Parak
 _SEARCHED_SHARE = 4
 _QUIET_FRAMES = 10
 _UNSET = ("eos_token_id", "max_length", "max_new_tokens")  # refused generation options, since they end a text early
-_WINDOWS_PER_PASS = 8  # of the encoder; a CPU is not faster with more than one
+# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
+_WINDOWS_PER_PASS = 8
 _END = 0  # the one token of each row in the loop of `reading`: a whole window is decoded in one step
 
 
@@ -224,9 +225,9 @@ def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
-    """Return the recipe of the model's sounds. Raises ModelLoadFailed: INCOMPATIBLE for rules of generation that are
-    not supported, for features that the model does not read, or for an entry with more tokens than the encoder has
-    positions; NOT_FOUND without a configuration of features.
+    """Return the recipe of the model's sounds. Raises ModelLoadFailed: INCOMPATIBLE for durations or rules of
+    generation that are not supported, for features that the model does not read, or for an entry with more tokens than
+    the encoder has positions; NOT_FOUND without a configuration of features.
     """
     config, rules = model.config, model.generation_config
     encoder = config.encoder_config

@@ -107,7 +107,9 @@ class _GenerationRow:
     error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token, or set `error` if it is -1. Return whether the row has ended and must leave its slot."""
+        """Append a token, or set `error` if it is -1. Return whether the text of this prompt has ended, so that the row
+        must leave its slot. The row may continue with another prompt (`waits`).
+        """
         if token < 0:
             self.error = scores_not_finite()
             self.call.ended()
@@ -195,9 +197,11 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart all rows after an out-of-memory error. From now on, at most half as many run at the same time."""
+        """Restart all rows after an out-of-memory error. At most half as many then run at the same time, until `_widen`
+        raises the limit.
+        """
         self._most, self._ended = max(1, len(rows) // 2), 0
-        _logger.warning("out of memory with %d rows: from now on at most %d rows run at a time", len(rows), self._most)
+        _logger.warning("out of memory with %d rows: at most %d rows now run at a time", len(rows), self._most)
         self._shed()
         give_memory_back(self._device)
         self._wait(rows)
@@ -246,7 +250,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # only the rows that begin fail; rows in slots continue
+        except SIEError as error:  # the calls of the rows that begin fail; rows of other calls continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -298,7 +302,7 @@ class _Loop:
                 self._close()
 
     def _widen(self, ended: int) -> None:
-        """Raise the limit `_most` of rows at a time by one, after `_most` rows have ended."""
+        """Raise the limit `_most` of rows at a time by one, up to MAX_ROWS, after `_most` rows have ended."""
         self._ended += ended
         if self._ended >= self._most:
             self._most, self._ended = min(MAX_ROWS, self._most + 1), 0

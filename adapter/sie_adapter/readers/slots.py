@@ -39,7 +39,7 @@ def unbounded(more_bytes: int) -> bool:
 
 class RowStart(NamedTuple):
     """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: keys and
-    values of the encoder's states, if the model has an encoder. `logits` [vocabulary]: those of the first generated
+    values of the encoder's states, if the model has an encoder. `logits` [vocabulary]: scores of the first generated
     token. `shift`: the position of a token minus its index in the row.
     """
 
@@ -149,7 +149,7 @@ class _SlotStates:
 
     def needed_bytes(self, rows: int, length: int) -> int:
         """Return the additional bytes that `rows` more rows need. Each row needs `length` positions, or more if a
-        present row is longer.
+        present row is longer. Without a present row the size of a position is unknown, and the result is 0.
         """
         if not self._layers:
             return 0
@@ -209,8 +209,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If some row is shorter, a mask is needed
-        in any case, so the number of positions is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than that, a mask is
+        needed in any case, so the number of positions is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -251,7 +251,7 @@ class _SlotStates:
 
 class DecoderSlots:
     """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
-    with `cache`, `positions` and the masks, then `advance`. If it fails before `advance`, the slots are unchanged.
+    with `cache`, `positions` and the masks, then `advance`. If a step fails before `advance`, no row has changed.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -263,7 +263,9 @@ class DecoderSlots:
         return len(self._shifts)
 
     def has_room(self, rows: int, length: int) -> bool:
-        """Return whether `rows` additional rows, with prompts of at most `length` tokens, fit into memory."""
+        """Return whether `rows` additional rows, with prompts of at most `length` tokens, fit into memory. Return True
+        if no row is present: the bytes that a row needs are then unknown.
+        """
         needed_bytes = self._own.needed_bytes(rows, length) + self._encoder_states.needed_bytes(rows, 0)
         return not needed_bytes or self._fits(needed_bytes)
 

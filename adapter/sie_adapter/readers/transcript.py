@@ -75,7 +75,7 @@ class PromptTokens:
 
     def start(self, language: str, task: str) -> PromptStart:
         """Return the prompt for a sound. An empty language or task means the checkpoint's default. Raises InvalidInput
-        for a language or task that the checkpoint does not have.
+        for a language or task that the checkpoint does not have, and for any of them if it is not multilingual.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"

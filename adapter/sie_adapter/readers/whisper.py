@@ -149,7 +149,8 @@ class WhisperReader:
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
     `completion_tokens`; with the parameter `word_times` also the words with their times. The reason is `length` if a
     window was cut at its limit. An input gets an InvalidInput if it does not have exactly one sound, or if the model
-    does not support its task, language or `word_times`. It gets an InferenceFailed if the scores are not finite.
+    does not support its task, language, instruction or `word_times`. It gets an InferenceFailed if the scores are not
+    finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
@@ -192,8 +193,8 @@ class WhisperReader:
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
-        """Return the first window of a sound, with its prompt. Raises InvalidInput for a task, language or instruction
-        that the model cannot read.
+        """Return the first window of a sound, with its prompt. Raises InvalidInput for a task, language, instruction or
+        `word_times` that the model does not support.
         """
         parameters = options.parameters
         ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
@@ -214,8 +215,8 @@ class WhisperReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction. It stands before the sound, for example to show how names are
-        spelt.
+        """Return the ids of the client's instruction, which stands before the sound, for example to show how names are
+        spelt. Raises InvalidInput if the model reads no instruction, or reserves one of its tokens.
         """
         if not text:
             return []
@@ -267,7 +268,7 @@ class WhisperReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. No encoder state is masked: all windows have equally many."""
+        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),

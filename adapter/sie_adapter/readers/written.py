@@ -39,7 +39,9 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
         """Return the prompt for a file. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """Return the result for the client from the generated text, without finish reason and number of tokens."""
+        """Return the result for the client from the generated text. `ReaderCall` adds `finish_reason` and
+        `completion_tokens` of this text, unless `data` of the result has its own.
+        """
 
 
 class ReaderCall(Generic[P, F_contra]):
@@ -57,7 +59,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return a result for the file of each input, or an error for an unreadable file. Texts are not read."""
+        """Return a result for the file of each input, or the input's error. Texts are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -119,8 +121,8 @@ class PagePrompt:
 def checked_processor(
     folder: Path, entry: ModelEntry, load: LoadOptions, model: Any, positions: int
 ) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns pages into pixels, and their normalisation. `positions`: the number of positions of
-    the model's decoder. Raises ModelLoadFailed for an unsupported image processor, and the errors of `check_rules`.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. `positions`: the number of
+    positions of the model's decoder. Raises the errors of `processor_of` and `check_rules`.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry, load)
@@ -128,13 +130,13 @@ def checked_processor(
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
     """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, or options in `refused`, and for an entry
-    with more tokens than the decoder has `positions`.
+    with more tokens than the model has `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
         raise incompatible(f"{entry.id}: generation_config.json sets {rule}, which is not supported")
     if entry.max_tokens > positions:
-        raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions")
+        raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {positions} positions")
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
