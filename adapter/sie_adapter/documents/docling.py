@@ -56,6 +56,11 @@ class DoclingModel:
             raise load_failed("UNKNOWN", f"{entry.id}: no parser process could start: {error}") from error
         weakref.finalize(self, self._parsers.close)
 
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """Return an empty string: the files of the model are those of its package."""
+        return ""
+
     @property
     def pids(self) -> tuple[int, ...]:
         return self._parsers.pids

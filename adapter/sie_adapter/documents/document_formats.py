@@ -87,10 +87,11 @@ def _of_archive(data: bytes) -> str:
     """Return the format of a zip archive, by the names in its directory and the content of its member `mimetype`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = {member.filename: member for member in archive.infolist()}
-            if len(members) > MAX_MEMBERS:
-                raise fault("too_large", f"the document has {len(members)} parts, at most {MAX_MEMBERS} are read")
-            unpacked = sum(member.file_size for member in members.values())
+            parts = archive.infolist()  # with several parts of one name, a parser may read each of them
+            if len(parts) > MAX_MEMBERS:
+                raise fault("too_large", f"the document has {len(parts)} parts, at most {MAX_MEMBERS} are read")
+            members = {member.filename: member for member in parts}
+            unpacked = sum(member.file_size for member in parts)
             if unpacked > MAX_UNPACKED_BYTES:
                 raise fault("too_large", f"the document unpacks to {unpacked} bytes, at most {MAX_UNPACKED_BYTES}")
             for name, kind in _OFFICE.items():

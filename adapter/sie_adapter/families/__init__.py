@@ -5,5 +5,5 @@ for weights, limits or files that do not fit the entry, and ImportError without 
 
 The static method `fault_of_files` of the class returns the reason why a load would refuse the folder, or an empty
 string. The method runs no code of the folder. It raises ModelLoadFailed if names or shapes of the stored tensors do not
-fit the model class. Most families read no weights for this. A family without a folder, `docling`, has no such method.
+fit the model class. Most families read no weights for this.
 """

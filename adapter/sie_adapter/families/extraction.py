@@ -511,7 +511,9 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)
+    # a pooler of another shape keeps its initial weights: it never runs
+    fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
+    model.load_state_dict(fitting, strict=False)
 
 
 def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:

@@ -18,23 +18,23 @@ from transformers.generation import logits_process as library
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
-# options of generation_config.json that change what is written greedily, and that this module does not support
-_REFUSED = (
-    "sequence_bias",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "stop_strings",
-    "guidance_scale",
-    "watermarking_config",
-    "penalty_alpha",
-)
-_NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
+# options of generation_config.json that change what is written greedily, and that this module does not support, with
+# the values that change nothing
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "sequence_bias": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "exponential_decay_length_penalty": (None,),
+    "stop_strings": (None, []),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+    "penalty_alpha": (None, 0.0),
+}
 
 
 def unknown_rule(config: GenerationConfig) -> str:
     """Return the first option of a configuration that this module does not support, else an empty string."""
-    return next((name for name in _REFUSED if getattr(config, name, None) not in _NEUTRAL), "")
+    return next((name for name, neutral in _REFUSED.items() if getattr(config, name, None) not in neutral), "")
 
 
 def ends_of(config: GenerationConfig) -> frozenset[int]:
@@ -99,7 +99,7 @@ class Greedy:
     def _processors(self, begin: int, most: int) -> list[Any]:
         """Return the logits processors in the order of transformers. Source: transformers, GenerationMixin."""
         config, device, ends, processors = self.config, str(self.device), sorted(self.ends), []
-        if config.repetition_penalty not in _NEUTRAL:
+        if config.repetition_penalty not in (None, 1.0):
             processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         if config.no_repeat_ngram_size:
             processors.append(library.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))

@@ -91,3 +91,17 @@ def test_an_archive_that_unpacks_to_too_much_is_refused_unopened(monkeypatch: py
     monkeypatch.setattr(document_formats, "MAX_MEMBERS", 0)
     with pytest.raises(InvalidInput, match="too_large: the document has 1 parts, at most 0 are read"):
         format_of(DocumentFile(bomb))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_parts_of_one_name_count_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as written:
+        for _ in range(3):
+            written.writestr("word/document.xml", b"x" * 10)
+    monkeypatch.setattr(document_formats, "MAX_UNPACKED_BYTES", 29)
+    with pytest.raises(InvalidInput, match="unpacks to 30 bytes"):
+        format_of(DocumentFile(buffer.getvalue()))
+    monkeypatch.setattr(document_formats, "MAX_MEMBERS", 2)
+    with pytest.raises(InvalidInput, match="has 3 parts, at most 2"):
+        format_of(DocumentFile(buffer.getvalue()))

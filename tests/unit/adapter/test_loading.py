@@ -30,6 +30,7 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from unit.adapter.test_batch import message
 
 from sie_adapter.engine.engine import BatchRun
+from sie_adapter.families.extraction import fill
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import load_model
@@ -39,7 +40,7 @@ from sie_adapter.loading.tokenizer import fault, load_tokenizer
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import LoadOptions
+from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.settings import Settings
 from sie_store.weights.sources import WeightSources
@@ -416,9 +417,17 @@ def test_an_end_token_that_there_is_not_fails_the_load(bert: Path) -> None:
 # families
 
 
-def test_each_family_that_is_named_can_be_imported() -> None:
+def test_each_family_that_is_named_can_be_imported_and_compares_files_without_a_load() -> None:
     for name in FAMILIES:
         assert isinstance(family_of(name), type), name
+        assert callable(family_of(name).fault_of_files), name
+
+
+def test_a_pooler_of_another_shape_is_not_copied_because_it_is_never_run() -> None:
+    model = nn.ModuleDict({"pooler": nn.Linear(2, 2), "body": nn.Linear(2, 3)})
+    weights = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    fill(model, {**weights, "pooler.weight": torch.ones(5, 5)}, ModelEntry("m", {}, "gliner", {}, 8))
+    assert torch.equal(model["body"].weight, torch.ones(3, 2))
 
 
 def test_an_unknown_family_is_refused_with_what_there_is() -> None:
