@@ -1,13 +1,14 @@
 """Parent process of the adapters. It does the imports, then forks one serving process for each device. A new child
-replaces a dead one within milliseconds, while the others continue.
+replaces a dead one within milliseconds, or after a pause if the dead one lived for only a few seconds. The children of
+other devices continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
-                                └──► all drained, or one refuses its settings ──► the parent ends with this status
+                                └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
 
-The processes share the memory pages of the imported modules, so the parent adds little memory. While no child dies, it
-uses no processor time. A fork copies only the thread that calls it, so the parent runs no second thread. It makes no
-CUDA call, since a child could not use its CUDA context. Only Linux is supported: the module needs PR_SET_PDEATHSIG, and
-Apple's frameworks do not survive a fork.
+The processes share the memory pages of the imported modules, so the parent adds little memory. While no child dies, the
+parent uses no processor time. A fork copies only the thread that calls it, so the parent runs no second thread. The
+parent makes no CUDA call, since a child could not use the parent's CUDA context. Only Linux is supported: the module
+needs PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # a child that lived longer than these seconds is forked again without a pause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; each one doubles it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; the next one doubles it
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
@@ -37,8 +38,8 @@ _NOT_FORKED = "the adapter is not forked, so every restart repeats its imports"
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. `number`: in a child, the number of the device that it must serve; in the parent, None.
-    `status`: the exit status of the parent.
+    """Result of `keep_serving`. `number`: the number of the device that this process must serve; None in a parent whose
+    children have served. `status`: the exit status of such a parent.
     """
 
     number: int | None
@@ -46,11 +47,12 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve, and fork each again whenever it dies. In a child, return at once: the
-    caller then serves. In the parent, return when no child runs and none must be forked again.
+    """Fork `count` child processes that serve. Fork a child again when it dies, unless it drained (status 0), a child
+    refused its settings, or a signal to end arrived. In a child, return at once: the caller then serves. In the parent,
+    return when no child runs and none must be forked again.
 
-    If this process cannot fork and `count` is 1, it serves itself, as child 0. `died` is called with the number of a
-    dead child before a new one is forked.
+    If this process cannot fork and `count` is 1, return as in child 0: this process then serves. `died` is called with
+    the number of a dead child before a new one is forked.
 
     Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
     """
@@ -125,7 +127,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more; send SIGTERM to all children. `status`: the parent's exit status if they end without error."""
+        """Fork no more; send SIGTERM to all children. `status`: the parent's exit status if no child fails."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:

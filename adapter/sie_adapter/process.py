@@ -45,9 +45,10 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
     thread.
 
-    `spare`: serve in a child process, which is replaced at once when it dies (Linux). The call then returns in both
-    processes. Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting
-    ones are refused. Raises SettingError if the device or a dependency of the bundle is absent.
+    `spare`: serve in a child process, which is replaced when it dies (Linux). The call then returns in both processes.
+    Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting batches
+    are refused. Raises SettingError if a device or a dependency of the bundle is absent, or the models folder is not
+    trusted.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -108,7 +109,7 @@ def _import() -> None:
 
 def _name_temporary_folder() -> None:
     """Set a path for temporary files if Python finds no writable folder, for example because all are full. The import
-    of torch reads this path. It would raise without one, although torch writes no file there.
+    of torch reads this path and would raise without one, although torch writes no file there.
     """
     try:
         tempfile.gettempdir()
@@ -131,7 +132,9 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings for the adapter process of each device. Raises SettingError if a device is absent."""
+    """Return the settings for the adapter process of each device. Raises SettingError if this machine cannot have a
+    device, or for several devices on a system other than Linux.
+    """
     from sie_adapter.engine import device
 
     names = device.names_of(settings.device)
@@ -185,7 +188,7 @@ def _serve(
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or a byte is written to the
-    second. No signal is blocked inside the context.
+    second. The signals that `run` has blocked are not blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
@@ -227,8 +230,8 @@ def _is_served(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a listening socket at `path`, mode 0600, which only this process removes. An existing file belongs to a
-    dead process and is replaced.
+    """Yield a listening socket at `path`, mode 0600. Its file is removed at the end of the context, but not in a forked
+    child. An existing file belongs to a dead process and is replaced.
     """
     owner = os.getpid()
     path.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
 """Unix socket of the adapter: one thread per connection, one request at a time on each connection.
 
-    accept ──► peer's uid ──► frame ──► RunBatch ──► device thread, which answers on the connection itself
-                                   └──► other requests ──► answered here, so a ping never waits for a load or a batch
+    accept ──► peer's uid ──► frame ──┬─► RunBatch ──► device thread, which answers on the connection itself
+                                      ├─► RunBatch that generates text ──► runs here
+                                      └─► other requests ──► answered here
 
-Every request except Cancel gets exactly one final reply. A malformed frame ends its connection only.
+The sidecar sends health checks (pings) on a connection without loads and batches, so a check waits for neither. Every
+request except Cancel gets exactly one final reply. A malformed frame ends its connection only.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # else it would have the number of threads that a device thread set last
+        torch.set_num_threads(1)  # else this thread would use as many torch threads as a device thread set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))

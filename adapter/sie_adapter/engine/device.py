@@ -1,5 +1,5 @@
 """Device of this process, a GPU or the CPU, which is chosen once at the start. The modules `precision` and
-`attention_backend` choose the precision and the attention of its models.
+`attention_backend` choose the precision and the attention of the models on the device.
 
 SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
@@ -106,7 +106,9 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device. `auto` is CUDA if present, else MPS, else the CPU. Raises SettingError if absent."""
+    """Return the torch device. `auto` is CUDA if present, else MPS, else the CPU. Raises SettingError if the
+    named device is absent.
+    """
     require(name)
     # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
     torch.backends.cudnn.allow_tf32 = False
@@ -177,7 +179,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Used and total bytes under one limit: that of the device, of the container, or of this process."""
+    """Used and total bytes under one limit of memory: of the device, the machine, the container or this process."""
 
     used_bytes: int
     total_bytes: int
@@ -227,7 +229,9 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return NVML's handle of the card, by UUID, as CUDA_VISIBLE_DEVICES changes the indices. None without NVML."""
+    """Return NVML's handle of the card, by UUID, as CUDA_VISIBLE_DEVICES changes the indices. None if NVML is absent or
+    does not list the card.
+    """
     try:
         import pynvml
     except ImportError:
@@ -263,7 +267,7 @@ class UtilisationProbe:
 
     def percent(self) -> float | None:
         """Return how busy the device is, in percent: on CUDA the value of NVML, on a CPU the mean of all cores since
-        the last call. None if unknown.
+        the last call, or since this object was created. None if unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -319,7 +323,8 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # VmData also counts freed memory that the allocator keeps. It is subtracted, because the allocator reuses it first.
+    # VmData also counts freed memory that the allocator keeps. This memory is
+    # subtracted, because the allocator reuses it first.
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -343,7 +348,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     """Call `run` and return its peak memory on the device, in bytes more than were in use before; 0 if this cannot be
     measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # the allocator's free memory is returned first: if `run` used it, it would not be counted
+    # free memory of the allocator is returned first: a CPU's resident memory would not grow if `run` reused it
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)

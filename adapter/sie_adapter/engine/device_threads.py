@@ -50,7 +50,7 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
 
 
 def is_alone() -> bool:
-    """Return whether the calling device thread is the only one that runs a batch now."""
+    """Return whether the calling thread is the only device thread that runs a batch now; False on other threads."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
     return owner is not None and owner.busy <= 1
 
@@ -67,7 +67,7 @@ class DeviceThreads:
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # called after each batch, with its reply, and with begin and end of its run in ns since 1970
+        ] = []  # called after each batch that ran, with its reply, and with begin and end of its run in ns since 1970
         self._execute = execute
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
         self._job_of_first: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ def _stopped() -> ShuttingDown:
 
 
 def _refuse(job: DeviceJob, error: SIEError) -> None:
-    """Reply Refused to a batch that did not run: the sidecar waits for a batch's last reply without a timeout."""
+    """Reply Refused to a batch without a result: the sidecar waits for a batch's last reply without a timeout."""
     try:
         job.answer(Refused(error.info(), job.message.batch))
     except Exception:  # mostly because the sidecar ended: the thread continues with the next batch

@@ -80,8 +80,8 @@ class AdapterEngine:
     """One device with its models and device threads. Owns the device threads until `stop`. Raises SettingError for a
     device that is absent.
 
-    `on_device_lost` is called from a device thread when the device context is lost. The default ends the process, so
-    that the supervisor restarts it.
+    `on_device_lost` is called when the device context is lost, on the thread that met the error. The default ends the
+    process, so that the supervisor restarts it.
     """
 
     def __init__(
@@ -428,7 +428,9 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Return a result or an error for every input. Raises errors of the device, except a lack of memory."""
+        """Return a result or an error for every input. Raises InternalFailure if the model returns a wrong number of
+        states or results, and errors of the device except a lack of memory.
+        """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
@@ -461,7 +463,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
+        """Compute the results of rows that need no forward pass. Return the indices of the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -487,7 +489,7 @@ class BatchRun:
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
         """Run items in as many passes as the memory requires, on a new thread if oneDNN cannot run new shapes on this
-        one. `is_tried`: memory ran out when all of them ran in one pass.
+        one. `is_tried`: memory ran out when all the items ran in one pass.
         """
 
         def refuse(item: int) -> None:
@@ -504,7 +506,7 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass with its record on disk: if the pass kills this process, the next process reads the record."""
+        """Run a pass. On a CPU, keep a record of it on disk: if the pass kills this process, the next one reads it."""
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
@@ -619,7 +621,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this work item caused the error, so the other work items still get answers
+            # the options of this work item probably caused the error, so the other work items still get answers
             _logger.exception("the outputs of a work item could not be computed")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")
@@ -654,8 +656,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device: an id without an embedding would break the CUDA
-    context, and so would a text of more than `max_tokens` tokens, for which the model may have too few positions.
+    """Return an error for each row that must not reach the device. An id without an embedding would break the CUDA
+    context. So may a text of more than `max_tokens` tokens, for which the model may have too few positions.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:

@@ -10,8 +10,8 @@ family, device, precision, LoRAs, what is installed ──► RULES, in order: t
   torch       the packed path of `backbone`                                    everything
 
 The measurements behind the rules are in bench/results/engine.md. They do not cover SGLang, which an operator enables by
-SIE_SGLANG_PYTHON. An engine whose states differ from those of the unchanged transformers model is not used, even if the
-rules select it (`backbone`).
+SIE_SGLANG_PYTHON. An engine is not used, even if the rules select it, if its states differ from the states of the
+unchanged transformers model (`backbone`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ NO_TEXTS = EngineFacts("cpu", reads_text=False)
 @dataclass(frozen=True)
 class Choice:
     """Chosen engine. `reason`: why it was chosen, and the obstacles of the engines before it in RULES. `demand`: the
-    field of the entry that demands this engine, else empty.
+    field of the entry that demands this engine, with its value, else empty.
     """
 
     engine: Engine

@@ -2,9 +2,9 @@
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled, with a stream per thread
 
-It is faster than torch's packed path, because its weights are stored in the blocked order that the kernels read, and no
-Python runs within a pass: one text of 8 tokens takes little more than half of the time. A batch runs in groups of texts
-of similar length (bench/results/engine.md).
+The graph is faster than torch's packed path, because the weights are stored in the blocked order that the kernels read,
+and no Python runs within a pass: one text of 8 tokens takes little more than half of the time. A batch runs in groups
+of texts of similar length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# limit for the tokens of a group of texts: a larger group needs more memory and is not faster per token
+# limit for the tokens of a group of several texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
 # fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
 PASS_TOKENS = 64
-# (length, step) in tokens: a text of up to this length is padded to a multiple of the step
+# (length, step) in tokens: a text of up to this length is padded to a multiple of the step; the last step is also used
+# for longer texts
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
@@ -46,7 +47,8 @@ _KEPT_KERNELS = 100
 # the slower one (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-# tokens of each example text of the trace: more than ModernBERT's local window, because it masks only longer texts
+# tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
+# texts that are longer than the window
 _EXAMPLE_TOKENS = 300
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -74,7 +76,8 @@ class Graph:
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
         """Compile `model`, which is on the CPU and is not changed. `lanes`: the number of device threads. `filler`: the
-        token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph.
+        token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph, or the error of a
+        lack of memory.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -89,8 +92,8 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. So it reads them by mmap
-            # from a temporary file, whose pages the system can reclaim when memory is needed.
+            # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. It reads these weights
+            # by mmap from a temporary file, so that the system can reclaim their pages when memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -177,9 +180,9 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
     a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
-    The number of rows is a power of two and the number of columns is one of few values, so OpenVINO's cache of shapes
-    stays bounded. Rows without a sequence have only padding. No sequence is padded beyond `max_tokens`, because the
-    model may have no positions there, or by more than `max_filling` tokens.
+    The number of rows is a power of two. The number of columns is one of few values, unless `max_filling` forbids that.
+    So OpenVINO compiles kernels for few shapes. Rows without a sequence have only padding. No sequence is padded beyond
+    `max_tokens`, because the model may have no positions there, or by more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
@@ -209,7 +212,9 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape."""
+    """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape, or
+    `length` if that would take more than `max_filling` tokens.
+    """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
 
@@ -286,7 +291,9 @@ def compress(graph: Any) -> int:
 
 
 def _converted(states: _PositionalModel, tokens: int) -> Any:
-    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph."""
+    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph, or the
+    error of a lack of memory.
+    """
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder

@@ -48,7 +48,7 @@ class ClientVectors:
 
 @dataclass
 class ItemResult:
-    """Result of one input: arrays by their names in `messages.Ok`, or a score, or the maps of an extraction."""
+    """Result of one input: arrays by their names in `messages.Ok`, or a score, or the map of an extraction."""
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     score: float | None = None
@@ -280,7 +280,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # on a CPU one by one: if documents were padded, each would need the memory of the longest
+    # elsewhere one by one: if documents were padded, each would need the memory of the longest
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -313,8 +313,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     """Return the score of each pair from its float32 logits. `activation` softmax: the probability of the last label.
     sigmoid: the sigmoid of the only logit. identity: the logit, or its sigmoid if the client requested relevance.
 
-    With `raw_scores` a score is the logit, or with two classes the difference of both logits, as in Text Embeddings
-    Inference and Infinity.
+    With `raw_scores` a score is the logit, or the log-odds of the probability of softmax: with two classes the
+    difference of both logits, as in Text Embeddings Inference and Infinity.
     """
     # float64, because in float32 the scores of different large logits would be equal
     stacked = torch.stack(list(logits)).double()
@@ -376,8 +376,8 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     the schema are returned in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
-    several may apply, or there is only one label, it is the softmax of contradiction and entailment, for each label
-    separately. Source: transformers' zero-shot classification pipeline.
+    several may apply, or there is only one label, the score is the softmax of contradiction and entailment, for each
+    label separately. Source: transformers' zero-shot classification pipeline.
     """
     parts = decisions_of(parts_of(options.parameters))
     sizes = [len(part.labels) for part in parts]

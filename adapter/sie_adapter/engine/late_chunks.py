@@ -27,7 +27,8 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `lengths`: the number of tokens of each row. Raises MalformedBatch for a segment that is not inside its row.
+    `lengths`: the number of tokens of each row. Raises MalformedBatch if the rows or inputs of a group do not add up,
+    if a chunk has no segment, or if segments are not in the order of their chunks or not inside their rows.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -47,7 +48,7 @@ class LateChunks:
                     chunks += _chunk_count(described)
                 row += described.rows
             if group.chunked and (row != group.stop or len(group.chunked) != group.due):
-                raise MalformedBatch("the rows of inputs with chunks do not add up to those of their group")
+                raise MalformedBatch("the inputs with chunks, or their rows, do not add up to the group")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
         self.windows = np.zeros(self._count, bool)  # bool [rows]: True for rows with segments of chunks
@@ -138,7 +139,7 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
     """Return the result of one input: the joined arrays of its chunks, and a table with the range of each chunk
-    (`messages.Ok`); or the first error of a chunk.
+    (`messages.Ok`); or the first error of a chunk. An input without chunks keeps its only result.
     """
     if not described.spans:
         (result,) = results

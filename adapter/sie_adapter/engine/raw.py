@@ -1,4 +1,5 @@
-"""Models that get texts and files instead of token ids: extraction models, and adapter classes of other packages.
+"""Models that get texts and files instead of token ids: those that extract, detect or write, static embeddings, and
+adapter classes of other packages.
 
 RunBatch with texts and files ──► encode | score | extract of the model: a list of inputs, a list of results
 ──► BatchDone
@@ -38,7 +39,7 @@ class VerbModel(Protocol):
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
     `extract(texts, options)` returns for each text the map that the client gets. `options` of `extract` has an entry
-    for each text; that of `encode` and `score` applies to all texts. Any result may be an SIEError instead.
+    for each text; `options` of `encode` and `score` applies to all texts. Any result may be an SIEError instead.
 
     `extract` gets up to two more arguments, in this order:
     1. If the model has `prepare(texts, options)`, which tokenises outside the device threads: its Preparation.
@@ -75,8 +76,9 @@ def run_raw(
     preparation: Preparation | None = None,
 ) -> BatchDone:
     """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. If the model raises another
-    error, each text runs alone, so that only the texts that cause it fail. Raises InternalFailure if the model does not
-    return one result for each text.
+    error, each text runs alone, so that only the texts that cause it fail. Raises InvalidInput if the model lacks the
+    operation, InternalFailure if the batch is malformed or the model does not return one result for each text, and the
+    error of a lost device.
 
     `preparation`: the result of the model's own `prepare` for this batch. None: a model with `prepare` tokenises here.
     """
@@ -257,7 +259,8 @@ def _tensors(value: Any) -> Any:
 
 def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
     """Return the results of the texts with these indices. If the call fails, run each text alone: a text may belong to
-    another client than the one that causes the error. Raises the errors of a lack of memory and of a lost device.
+    another client than the one that causes the error. Raises the errors of a lack of memory and of a lost device, and
+    InternalFailure for a wrong number of results.
     """
     failure: SIEError
     try:

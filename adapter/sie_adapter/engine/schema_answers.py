@@ -1,9 +1,10 @@
 """Answers to a schema: the JSON values for an input, from the model's results for each part of the schema.
 
-    decision ──► score of each label ──► the best label, the labels above 0.5, or true and false ─┐
+    decision ──► score of each label ──► the best label, labels above a threshold, true or false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
 
-The evidence of a value is a row in `entities` or `classifications`. Its label is the path of the value in `data`.
+The evidence of a value is a row in `entities`, or for a label or a choice rows in `classifications`. The label of a row
+begins with the path of the value in `data`; in `classifications` a dot and the label or choice follow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _MAX_DIGITS = 64  # largest number of characters of a text that is read as a num
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, and that of `1.299`, mark decimals
+# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, and the dot of `1.299`,
+# mark decimals
 _POINT = re.compile(r"\d+(\.\d+)?|\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")

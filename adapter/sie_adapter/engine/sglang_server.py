@@ -4,8 +4,8 @@
                                          └──► it ended, or hangs: a new server replaces it, once for each batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
-it. One example, ids beyond the table of embeddings, is refused before it reaches this module. Source: the server's
-HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
+SGLang. One kind of such inputs, ids beyond the table of embeddings, is refused before it reaches this module. Source:
+the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ class SGLang:
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """Return states, float32 [tokens, width], in packed order. They are NaN if two servers in a row failed on
-        the batch: the caller then runs each text alone, to find the one on which they fail. Raises InferenceFailed.
+        """Return states, float32 [tokens, width], in packed order. The states are NaN if two servers in a row failed on
+        the batch: the caller then runs each text alone, to find the text on which they fail. Raises InferenceFailed if
+        no new server starts, or if two failed and no earlier batch has shown the width of the vectors.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -244,7 +245,7 @@ class _SglangProcess:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise SglangNotStarted(f"it ended with status {status}; its output is in the log of the adapter")
+                raise SglangNotStarted(f"it ended with status {status}; its error output is in the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return

@@ -5,12 +5,12 @@
 
 * After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
-* A failure does not count for ever, since another process may have used the memory then: for every WAIT_S without a new
-result, the limit rises by the factor RAISE.
+* A failure does not count for ever, since another process may have used the memory then: after each wait without a new
+result, the limit rises by the factor RAISE. The first wait is WAIT_S.
 * If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
 and fewer attempts. If the pass fits, its size is the new limit, and the wait is the first wait again.
-* A failure that killed the process also cost its models and its other batches. So a pass of half its tokens counts as
-failed, and the wait begins at KILLED_WAIT_S.
+* A failure that killed the process also cost all models and batches of the process. So a pass of half the tokens counts
+as failed, and the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the
-    smallest pass that ran out of memory, 0 if none did. `since_s`: time of the last result that changed the limit.
-    `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted, halved if such a pass failed
+    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, more if a pass of that size has fitted
+    since, 0 if none ran out. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
+    limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -114,7 +115,7 @@ class DeviceLimits:
             return self._limit(edge) if edge and edge.fail_tokens else None
 
     def fitted(self, key: str) -> int:
-        """Return the tokens of the largest pass that fitted; 0 while none has."""
+        """Return `fit_tokens` of a key (see `BatchLimit`); 0 while no pass has fitted."""
         with self._lock:
             edge = self._edge(key)
             return edge.fit_tokens if edge else 0
@@ -167,7 +168,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        # at least 1 per step, because int(1 * RAISE) is 1 for ever
+        # at least 1 per step, because rounding down would keep a limit of 1 for three steps
         return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
@@ -219,7 +220,7 @@ class DeviceLimits:
             _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
 
 
-SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
+SLOTS = 64  # number of passes that can be recorded at the same time; a further pass runs without a record
 # if a process ends for an unknown reason, only a running pass of at least this number of tokens counts as the cause
 DOUBTED_TOKENS = 1024
 # head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
@@ -256,7 +257,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Keep a record of a pass on the disk while the pass runs."""
+        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into it."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -310,8 +311,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records of an ended process. It lowers the limits of the models whose passes killed that process.
-    It runs in the process that starts the next adapter.
+    """Reader of the records of an ended process. It lowers the limits of the models whose passes probably killed that
+    process. It runs in the process that starts the next adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

@@ -60,7 +60,7 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the CUDA context is lost: an asynchronous CUDA error stays in it until the process ends."""
+    """Return whether the CUDA context is lost: it keeps an asynchronous CUDA error until the process ends."""
     import torch
 
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)

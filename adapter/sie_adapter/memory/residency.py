@@ -5,7 +5,7 @@
     after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
     out of memory in a batch ──► make_room: evict one model, whatever the threshold says, or wait for a load to end
     out of memory in a load ──► load alone ──► evict one model, and load again
-    before any model is evicted: drop cached outputs that can be computed again (`tower_outputs`)
+    before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
 The sidecar decides which models may be evicted: each request has an ordered list of them, and its reply names the
 evicted models. The adapter stores no permission between requests.
@@ -137,7 +137,7 @@ class Permission:
 class DeviceMemory:
     """Memory of all models. `held(n)` returns the use of the device's memory with n bytes more. `give_back` returns
     free memory of the allocator to the device. Models are evicted while more than `threshold_percent` is in use. `shed`
-    drops cached outputs that can be computed again, and returns whether there were any.
+    drops caches that can be filled again, and returns whether there were any.
     """
 
     held: Callable[[int], MemoryUse]
@@ -150,8 +150,8 @@ class DeviceMemory:
 
     def fits(self, more_bytes: int) -> bool:
         """Return whether a cache may use `more_bytes` bytes more. The limit is the middle between the threshold, above
-        which models are evicted, and the whole memory. Above it, cached outputs and free memory of the allocator are
-        freed first.
+        which models are evicted, and the whole memory. If the use would exceed the limit, other caches and free memory
+        of the allocator are freed first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -163,10 +163,10 @@ class DeviceMemory:
 class ResidentModels:
     """Loaded models of this process. Thread-safe.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns the bytes of the
-    weights before a load, and fetches missing files. `warm_up` runs the weights once, returns the peak of the
-    activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold or
-    has run out, the request permits it, and no batch runs on the model.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns, before a
+    load, the bytes that the load needs, and fetches missing files. `warm_up` runs the weights once, returns the peak of
+    the activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
+    would be above it after a load, or has run out, if the request permits it, and if no batch runs on the model.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class ResidentModels:
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
-        self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes of its weights
+        self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes that its load needs
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
@@ -310,7 +310,7 @@ class ResidentModels:
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and no loaded model is idle",
+                "free and no loaded model may be evicted",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
@@ -375,12 +375,12 @@ class ResidentModels:
         # batch ran on it
         self._memory.shed()
         self._collect()
-        why = f"device memory is above {self._memory.threshold_percent:g} %"
+        why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"
         while self._memory.is_short(more_bytes) and self._evict_next(permission, why):
             pass
 
     def _evict_next(self, permission: Permission, why: str) -> bool:
-        """Evict the first model of the permission that no batch uses. Return False if there is no such model."""
+        """Evict the first model of the permission that is evictable. Return False if none is."""
         with self._lock:
             victim = next((name for name in permission.may_drop if self._is_evictable(name, permission)), None)
             if victim is None:
