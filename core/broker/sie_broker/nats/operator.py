@@ -87,9 +87,9 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return a text that says how a stream's files are damaged; empty if no damage was found. A bucket that cannot be
-    read completely counts as damaged, also if the connection was lost. Of other streams, only the first message is
-    read. Raises BrokerError.
+    """Return a text that says how a stream's files are damaged; empty if no damage was found. A bucket counts as
+    damaged if two complete reads of it fail while the broker answers. Of other streams, only the first message is read.
+    Raises BrokerError.
     """
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
@@ -101,11 +101,16 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
         return f"none of its {later.messages} messages can be read" if is_same else ""
     if state.num_subjects != state.messages:  # in an intact bucket, each key has exactly one message
         return f"it has {state.num_subjects} keys and {state.messages} entries"
-    try:
-        await NatsKeyValue(broker, bucket).entries()
-    except BrokerUnavailable as error:
-        return str(error)
-    return ""
+    fault = ""
+    for _ in range(2):
+        try:
+            await NatsKeyValue(broker, bucket).entries()
+        except BrokerUnavailable as error:
+            fault = str(error)
+            await broker.stream_state(name)  # raises if the broker does not answer: then this is no damage
+        else:
+            return ""
+    return fault
 
 
 async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
