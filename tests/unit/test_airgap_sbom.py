@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.resources
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -87,6 +88,18 @@ def test_licences_are_ids_of_the_spdx_list_where_it_has_them(document: dict[str,
     assert licences["both"] == [{"expression": "MIT OR Apache-2.0"}]
     assert licences["mine"] is None
     assert licences["msgspec"] == [{"license": {"id": "BSD-3-Clause"}}]
+
+
+@pytest.mark.parametrize("field", ["a line\n  of a whole text", "UNKNOWN", "x" * 2000, ""])
+def test_a_licence_that_is_no_name_is_that_of_the_classifiers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
+) -> None:
+    folder = tmp_path / "toy-1.dist-info"
+    folder.mkdir()
+    classifier = "License :: OSI Approved :: MIT License"
+    (folder / "METADATA").write_text(f"Name: toy\nVersion: 1\nLicense: {field}\nClassifier: {classifier}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sbom.Package.installed("toy").licence == sbom.spdx("MIT License")
 
 
 def test_package_urls_are_package_urls(document: dict[str, Any]) -> None:

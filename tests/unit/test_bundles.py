@@ -122,6 +122,8 @@ def test_a_family_of_no_bundle_is_told_with_what_there_is() -> None:
         "$.family",
         "no bundle can serve the family 'nose': eyes has eye; texts has toy, other",
     )
+    assert lacking(few, "nose", "eyes") == lacking(few, "nose")
+    assert lacking(few, "eye", "texts") == ("$.bundle", "bundle 'texts' has no family 'eye'; name eyes, or none")
 
 
 def test_a_profile_in_the_options_keeps_the_bundle() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sie_cli.display import rounded_size
+from sie_cli.display import rounded_size, size
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ from sie_cli.display import rounded_size
 )
 def test_an_estimate_of_bytes_has_two_figures(count: int, text: str) -> None:
     assert rounded_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_a_number_of_bytes_has_a_unit_of_1024(count: int, text: str) -> None:
+    assert size(count) == text

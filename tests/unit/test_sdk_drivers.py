@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -626,3 +627,13 @@ def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
         using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
     with pytest.raises(sie_client.SIEConnectionError):
         using("http://:80", lambda client: first(client, 1))
+
+
+async def test_watch_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("websockets.sync.client", "websockets.asyncio.client"):
+        monkeypatch.setitem(sys.modules, module, None)
+    request = core.Send("GET", "/ws/status", {})
+    with pytest.raises(sie_client.RequestError, match=r"pip install 'sie-cluster\[watch\]'"):
+        watching.StatusSocket("http://127.0.0.1:1").open(request)
+    with pytest.raises(sie_client.RequestError, match=r"pip install 'sie-cluster\[watch\]'"):
+        await watching.AsyncStatusSocket("http://127.0.0.1:1").open(request)

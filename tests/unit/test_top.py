@@ -45,6 +45,7 @@ from sie_cli.top.picture import (
     View,
     WorkerRow,
     lanes_of,
+    of_past,
     picture,
 )
 
@@ -309,6 +310,8 @@ def test_latency_and_errors_of_the_last_hour_are_shown() -> None:
     text = "\n".join(drawn(120, 40, frame(), past=refused))
     assert "2 errors in an hour: QUEUE_FULL 2" in text
     assert "latency" not in text
+    for idle in (HistoryTrend(1_790_000_050.0, 60, stages, []), HistoryTrend(1_790_000_050.0, 60, [], steps)):
+        assert [line.plain for line in of_past(idle, 80)] == [""]
     for width in (20, 40, 70):
         assert all(
             len(line) <= width
