@@ -76,8 +76,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write of this revision's history record. A batch writes that record directly after
-        the model itself. No epoch with this revision has a lower number.
+        """Return the number of the write that stored this revision in the history: a batch writes the history record
+        directly after the model itself. No epoch with this revision has a lower number.
         """
         return self.sequence + 1
 
@@ -263,7 +263,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # a model that was written during this read: its history record, one write later, will not name its bundles
+        # If a model was written during this read, `_apply` skips its history record, one write later. So the bundles
+        # that this write changed count as unknown.
         if self._read > last:
             last = self._read + 1
         self._created = created
@@ -285,8 +286,8 @@ class Mirror:
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")
         _logger.warning(
-            "bucket %s is damaged: its last write, %d, is missing; "
-            "it is filled again from the model folders and its copy",
+            "bucket %s is damaged: its last write, %d, is missing; the next seeding writes the models again, from the "
+            "model folders and from the bucket with copies of models written over the API",
             self._bucket.name,
             last,
         )

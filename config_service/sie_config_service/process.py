@@ -77,7 +77,8 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     read = await store.snapshot()
     warn_of_others(folders, read)
     log_broken(read, await store.alias_index(), changes)
-    _logger.info("the catalogue has %d models, seeding changed %d of them", len(folders.models), len(changes))
+    counts = len(folders.models), len(changes)
+    _logger.info("the model folders have %d models; seeding changed %d models of the catalogue", *counts)
     return PreparedCatalogue(store, overlay, signature)
 
 

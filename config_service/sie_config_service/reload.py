@@ -195,7 +195,7 @@ class Reload:
                 if not configs.has_seen(epoch, watched.epoch)
             )
             if not lag:
-                _logger.info("%s; every gateway and worker has it", watched.outcome)
+                _logger.info("%s; all gateways and workers of its bundles have it", watched.outcome)
             elif time.monotonic() < watched.due_s:
                 left.append(watched)
             else:

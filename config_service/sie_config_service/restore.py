@@ -29,7 +29,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model whose `revision` failed to load permanently on a worker and is loaded on none. `loaded`: the last loaded
+    """Model whose `revision` failed permanently on a worker and is loaded on none. `loaded`: the last loaded
     revision. `why`: the load's error.
     """
 

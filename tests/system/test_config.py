@@ -69,7 +69,7 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     changed = encode(cluster, model)
     assert changed.status_code == 200
     assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
-    message = f"{model} is at revision 2, as in {file.name}; every gateway and worker has it"
+    message = f"{model} is at revision 2, as in {file.name}; all gateways and workers of its bundles have it"
     until(lambda: cluster.said(message), 60, "the acknowledgement of all")
     file.unlink()
     until(lambda: encode(cluster, model).status_code == 404, 60, "the removed model")

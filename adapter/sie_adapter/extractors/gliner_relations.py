@@ -116,9 +116,9 @@ class GlinerRelationModel(GlinerModel):
 
 
 def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the indices (in words x widths) of spans that may be head or tail, in the order of the text, and a mask
-    that is False for indices that are only padding. Both are [windows, spans]. `scores`: [windows, words, widths,
-    labels]. `mask` is 0 for a span that ends after the window.
+    """Return the indices (into [words, widths], flattened) of spans that may be head or tail, in the order of the text,
+    and a mask that is False for indices that are only padding. Both are [windows, spans]. `scores`: [windows, words,
+    widths, labels]. `mask` is 0 for a span that ends after the window.
     """
     best = torch.sigmoid(scores).amax(-1).flatten(1).masked_fill(~mask.flatten(1).bool(), -1.0)
     top = best.argsort(dim=1, descending=True, stable=True)[:, :_CANDIDATES]

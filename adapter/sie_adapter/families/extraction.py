@@ -83,8 +83,8 @@ class ExtractOptions:
 
 
 class LabelVectors:
-    """Cache of the vectors of labels; the least recently used are dropped. The function `encode` computes the vectors
-    of at most _LABELS_PER_PASS labels, [labels, width]. Thread-safe.
+    """Cache of the vectors of labels; the least recently used are dropped. The argument `encode` is a function that
+    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. Thread-safe.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:

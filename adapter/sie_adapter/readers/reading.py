@@ -295,7 +295,7 @@ class _Loop:
                 self._slots.ready()
                 return
             except SlotsFull as error:
-                _logger.info("%s: one row restarts", error)
+                _logger.info("%s: the row with the fewest tokens is removed and starts again later", error)
                 slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
                 self._wait([self._rows[slot]])
                 self._drop([slot])

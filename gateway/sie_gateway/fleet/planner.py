@@ -1,10 +1,9 @@
 """Planner of the placement table of one lane (pool, machine profile and bundle): which workers host each model. Each
 step computes a new table from the heartbeats, the backlog and the last table.
 
-Demand is computed from facts that every gateway can see: the tokens per second that each worker accepts, and the
-messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or
-UNKNOWN_COST. The demand of all models is computed with arrays. A loop handles only the models and workers that have
-changed.
+Demand is computed from the tokens per second that each worker accepts and the messages that wait in the stream, which
+all gateways can see. The tokens of a waiting message are a mean that this gateway measured, or UNKNOWN_COST. The demand
+of all models is computed with arrays. A loop handles only the models and workers that have changed.
 """
 
 from __future__ import annotations
@@ -106,13 +105,13 @@ class Planner:
         # models that every worker without a load in progress already has, so no further worker could take them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
-        # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens
+        # since the last step, by model: number of measurements, of published messages, and of their tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._dropped = False  # whether a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work by model: number of calls of `Placer.note`, of messages, and of their tokens."""
+        """Record published work by model: number of measurements, of messages, and of their tokens."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost

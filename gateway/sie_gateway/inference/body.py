@@ -220,7 +220,7 @@ def _item(value: Any, path: str) -> RequestItem:
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
         where = f"{path}.metadata"
-        message = "the reply cannot repeat numbers above 64 bits, not finite ones, or keys that are no strings"
+        message = "the reply cannot repeat integers above 64 bits, NaN, infinity, or keys that are no strings"
         raise InvalidInput.at(where, message)
     # `_is_unset`, not `entry != []`: a multivector may be an array, which would be compared element by element
     used = tuple(
@@ -374,7 +374,7 @@ def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Seq
     for position, size in zip(positions, lengths, strict=True):
         if size > limit:
             raise PayloadTooLarge(
-                f"{name}[{position}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
+                f"{name}[{position}]: {size} bytes: one item may have at most {limit} bytes here",
                 param=f"{name}[{position}]",
                 extras={"limit": limit},
             )

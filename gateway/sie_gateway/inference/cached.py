@@ -60,7 +60,7 @@ class CachePolicy(NamedTuple):
         return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
 
     def owner(self, grant: Grant, model: str) -> str | None:
-        """Return the owner of the answers of a model to a credential; None if they are not cached."""
+        """Return the owner under which the answers for a credential are cached; None if they are not cached."""
         if not grant.caches or model in self.excluded:
             return None
         return "" if self.is_shared else grant.key
@@ -102,7 +102,7 @@ class CachedRuns:
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
-        """Return the results of a request. `positions`: indices of `items` in the request; refused items are left out.
+        """Return the results of a request. `items` and `positions` (their indices in the request) lack refused items.
 
         Raises SIEError, EntryChanged, and NotFound with reason not_cached if the client allows only cached answers.
         """

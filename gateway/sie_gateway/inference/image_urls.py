@@ -202,7 +202,7 @@ class ImageUrls:
             if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
                 raise QueueFull(
-                    f"images from URLs occupy {held} MiB in this gateway, try again: the limit in MiB is {most}",
+                    f"images from URLs occupy {held} of at most {most} MiB in this gateway: try again later",
                     retry_after_s=2,
                 )
 

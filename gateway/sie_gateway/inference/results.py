@@ -327,7 +327,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks: a chunk has the same share of its batch's time as of the batch's tokens."""
+    """Return the device seconds of chunks: a chunk's share of its batch's time is its share of the batch's tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)

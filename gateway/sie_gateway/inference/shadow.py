@@ -75,8 +75,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are separate for each alias, while the metrics
-    combine aliases above a limit.
+    """Measurements of a shadow since the start of this gateway. They are separate for each alias; the metrics
+    put all aliases beyond a certain number under one label.
     """
 
     model: str
@@ -117,7 +117,7 @@ class Shadows:
         self._met: dict[str, int] = {}  # number of answered requests by alias; the configured share of them is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
-        self._opening: set[str] = set()  # models that were not loaded when a copy began that still runs
+        self._opening: set[str] = set()  # models of running copies that were not loaded when the copy began
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:

@@ -3,7 +3,7 @@
     line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
-`BatchJob.finish` stores the answers of a batch that ends early. The format of the lines is in envelope.py.
+`BatchJob.finish` writes the files, also for a batch that ends early. The format of the lines is in envelope.py.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class RemoteClient:
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
         reported = frozenset().union(*models)
-        if self._server.kind == "tei":  # read after the vectors, so that a model that replaced the proven one is seen
+        if self._server.kind == "tei":  # after the vectors, so that a change of the server's model is noticed
             reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
         return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 

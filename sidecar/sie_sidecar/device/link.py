@@ -201,7 +201,7 @@ class AdapterLink:
                 await control.send(ipc.frame(ipc.Describe()))
                 description = await control.receive()
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
-                raise AdapterGone(f"{self.path}: another protocol, this sidecar speaks {ipc.PROTOCOL}")
+                raise AdapterGone(f"{self.path}: the adapter has another protocol than this sidecar ({ipc.PROTOCOL})")
             size = self._size_of(description.lanes)
             while len(opened) <= size:
                 opened.append(await _connect(self.path))

@@ -102,10 +102,10 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items, which wait and allow the eviction of the model meanwhile: it
-        # returns the number of these work items
+        # one function for each group of parked work items; it returns the number of these. Parked work items wait, and
+        # the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter is loading it
+        self.arriving = False  # true during the adapter's load call; `state` is "loading" for longer
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
         # true while it accepts no new work, because another model needs its memory
         self.is_closed = False
@@ -445,8 +445,8 @@ class ModelStates:
 
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
-    """Drop tokenizers that no loaded model uses until such tokenizers need at most SPARE_TOKENIZER_BYTES. The least
-    recently used models lose theirs first. The next request to tokenize loads the model again.
+    """Drop tokenizers of models that are not loaded, the least recently used first, until the rest of these tokenizers
+    need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}

@@ -274,7 +274,7 @@ class MediaPool:
             job.fail(fault("timeout", f"decoding the {job.noun} {how}"))
         except _WorkerLost as error:
             status = await worker.ended()
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
+            how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable answer: {error}"
             # this pool did not kill it, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(

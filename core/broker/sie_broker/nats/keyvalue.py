@@ -122,8 +122,8 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # A removed key still has a marker with a revision, so a write that expects no key fails. The next
-                # attempt expects the revision of the marker.
+                # A removed key still has a marker with a revision, so a write that expects the key to be absent fails.
+                # The next attempt expects the revision of the marker.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -320,7 +320,7 @@ class _KeyValueWatch:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
             log.warning(
-                "the watch of stream %s missed the entries after revision %d and reads them again",
+                "the watch of stream %s missed the entries after revision %d and reads them now",
                 self._stream,
                 self._last,
             )

@@ -181,16 +181,17 @@ async def _planned(place: Place, name: str, source: JobInput, names: dict[str, s
         kind = source.format or format_of(name)
         if kind is None:
             raise InvalidInput(
-                f"{name}: the format is not known by the name; a job reads .jsonl, .csv, .parquet and images",
+                f"{name}: its name shows no format: set input.format, or name it .jsonl, .csv, .parquet or an image",
                 reason="unsupported_format",
                 param="input.format",
             )
         if kind == "images":
             if not reads_images(source):
-                raise InvalidInput(f"{name}: an image has no columns", param="input.format")
+                raise InvalidInput(f"{name}: an image has no columns for input.text", param="input.format")
             return list(_runs([entry], most.rows))
         if reads_images(source):
-            raise InvalidInput(f"{name}: its rows need a template", param="input.text")
+            message = f"{name}: it has rows: set input.text to a template that names their columns"
+            raise InvalidInput(message, param="input.text")
         if kind == "parquet":
             footer = await asyncio.to_thread(footers.footer, place, entry, names)
             _check_columns(name, names, footer.columns)

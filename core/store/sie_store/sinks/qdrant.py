@@ -53,8 +53,8 @@ MAX_DIMS = 65_536
 ANSWER_BYTES = 4 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.+-]{0,32}", re.ASCII)
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body with several points
-# largest number of bytes of a point, which is alone in its body: Qdrant's default limit for a body is 32 MiB, of which
-# 1 MiB is for the condition of a write
+# largest number of bytes of a point; a large point has a request body of its own. Qdrant's default limit for a body is
+# 32 MiB, of which 1 MiB is for the filter that some writes have
 POINT_BYTES = 31 << 20
 NUMBER_BYTES = 17  # largest number of bytes of a float32 in JSON, with its comma
 
@@ -159,7 +159,7 @@ class QdrantSink:
         path = f"/collections/{checked_name(collection)}"
         for output, dims in widths.items():
             if output != "sparse" and not 1 <= dims <= MAX_DIMS:
-                raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+                raise SinkUnsuitable(f"a vector has {dims} numbers, Qdrant takes 1 to {MAX_DIMS}")
         if any('"' in field for field in kinds):
             raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
         settings = _settings(widths)
@@ -205,7 +205,7 @@ class QdrantSink:
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         refused = {}
         for number, multivector in enumerate(rows.multivectors):
-            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller one is not encoded twice
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # `upsert` encodes each again
                 size = len(_encoded_vector(multivector))
                 if size > POINT_BYTES:
                     refused[number] = _oversize("the multivector", size)

@@ -179,7 +179,7 @@ class QdrantLive:
         layout = self._opened()
         name = layout.names["new"]
         if layout.params and not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+            raise SinkUnsuitable(f"a vector has {dims} numbers, Qdrant takes 1 to {MAX_DIMS}")
         if not layout.is_begun:
             config = layout.info.config
             vectors: Any = config.params.get("vectors") or {}

@@ -75,7 +75,7 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
     """Evict snapshots until the disk would stay below the threshold with `needed_bytes` more, plus the bytes that other
     fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Removes nothing if
-    all evictions together would not free enough.
+    these bytes would not fit even after all evictions.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -94,7 +94,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
-                "with the new files, the disk of %s stays fuller than %g %%, because no other snapshot may be removed",
+                "with the new files, the disk of %s will be above %g %% or full, and no other snapshot may be removed",
                 cache.folder,
                 threshold_percent,
             )

@@ -72,7 +72,7 @@ def commit_of(repository: str, revision: str | None = None, *, label: str = "") 
     with _classed(label):
         sha = asyncio.run(commit())
     if not sha:
-        raise FetchFailed("NOT_FOUND", f"the hub names no commit of {label}: name one")
+        raise FetchFailed("NOT_FOUND", f"the hub reports no commit of {label}: give the id of a commit as the revision")
     return sha
 
 
