@@ -19,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 
 from sie_cli.evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
 from sie_cli.evals.evaluation import EvalSpec
-from sie_cli.evals.load import LoadFailure, LoadRequest, Send
+from sie_cli.evals.load import LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
@@ -581,10 +581,13 @@ async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) ->
             assert caught.value.code == "NOT_UNDERSTOOD"
 
 
-def test_the_library_computes_in_float32_from_weights_of_16_bits(tmp_path: Path) -> None:
+async def test_the_library_computes_in_float32_from_weights_of_16_bits(tmp_path: Path) -> None:
     weights = packaged_catalogue().entries["sentence-transformers/all-MiniLM-L6-v2"].weights
     model = SentenceTransformer(str(package_folder(weights.package)), device="cpu").bfloat16()
     model.save(str(tmp_path))
     texts = ["a river in the mountains", "two people met"]
-    vectors = SentenceTransformers(str(tmp_path), scores_pairs=False).vectors(texts, DENSE, is_query=False)
+    source = SentenceTransformers(str(tmp_path), scores_pairs=False)
+    vectors = source.vectors(texts, DENSE, is_query=False)
     assert np.abs(np.array(vectors) - model.float().encode(texts)).max() < 1e-6
+    async with source.sender() as send:
+        assert await send(LoadRequest(texts)) == LoadReply()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sie_contracts.wire.ipc import Group, RunBatch
 from sie_contracts.wire.messages import Input, Mention, RunOptions
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
+from sie_gateway.inference.runner import _unusable as unusable
 from sie_sidecar.prepare.rows import BatchPart, TokenRow, WorkItemInput, to_batch
 
 TEXT = "Ada met 😀 Bob"
@@ -56,6 +58,15 @@ def test_what_is_no_place_of_the_text_is_refused_with_its_path(entities: Any, pa
         mentions(RequestItem(TEXT, metadata={"entities": entities}))
     assert (refused.value.reason, refused.value.param) == ("schema", path)
     assert "Ada" not in refused.value.message
+
+
+def test_an_item_whose_entities_are_no_places_of_its_text_fails_alone() -> None:
+    entry = SimpleNamespace(id="m", inputs=("text",), outputs={"json": 0}, family="glirel")
+    request: Any = SimpleNamespace(operation="extract", resolved=SimpleNamespace(entry=entry))
+    failed = unusable(RequestItem(TEXT, metadata={"entities": [entity(end=99)]}), request, None)  # type: ignore[arg-type]
+    assert failed is not None
+    assert failed.error.param == "metadata.entities[0].end"
+    assert unusable(RequestItem(TEXT, metadata={"entities": [entity()]}), request, None) is None  # type: ignore[arg-type]
 
 
 def test_they_count_in_a_message() -> None:

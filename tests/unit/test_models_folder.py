@@ -377,7 +377,10 @@ async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptur
         epoch = (await service.store.snapshot()).epoch
         workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epoch))
         await until(
-            lambda: "org/a is at revision 2, as in a.yaml; all gateways and workers of its bundles have it" in caplog.text, "the log"
+            lambda: (
+                "org/a is at revision 2, as in a.yaml; all gateways and workers of its bundles have it" in caplog.text
+            ),
+            "the log",
         )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from selection import long_but
 from torch import Tensor
+from transformers import GenerationConfig
 
 from sie_adapter.readers import reading
-from sie_adapter.readers.greedy import Rules
+from sie_adapter.readers.greedy import Rules, ends_of
 from sie_adapter.readers.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
 from sie_adapter.readers.slots import DecoderSlots, RowStart
 from sie_contracts.errors import InferenceFailed, InternalFailure, ShuttingDown, SIEError
@@ -366,3 +368,8 @@ def test_a_row_that_repeats_itself_ends() -> None:
     assert rules.finish([5] * 191) is None
     assert rules.finish([*block, 50, *block[1:], *block]) is None
     assert Rules((), 10_000, frozenset({END})).finish(block * 3) is None
+
+
+@pytest.mark.parametrize(("ids", "ends"), [(2, {2}), ([2, 7], {2, 7}), (None, set())])
+def test_a_text_may_end_with_one_token_of_several(ids: Any, ends: set[int]) -> None:
+    assert ends_of(GenerationConfig(eos_token_id=ids)) == ends

@@ -45,6 +45,11 @@ def test_a_vector_is_the_mean_of_the_known_tokens(tmp_path: Path) -> None:
     assert all(isinstance(answer, InvalidInput) and answer.reason == "no_tokens" for answer in outputs[3:])
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_vectors_are_normalised_as_the_configuration_says(normalize: bool, tmp_path: Path) -> None:
+    assert inspected(model2vec(tmp_path / "m", {"normalize": normalize})).run.normalize is normalize
+
+
 def test_tokens_share_vectors_and_have_weights(tmp_path: Path) -> None:
     mapping, weights = np.array([0, 1, 1, 0, 2]), np.array([1, 2, 3, 0.5, 1], np.float32)
     folder = model2vec(tmp_path / "m", embeddings=TABLE[:3].copy(), mapping=mapping, weights=weights)
