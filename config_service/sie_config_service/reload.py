@@ -86,8 +86,10 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    # last state of the files that was refused, or a mark that they were unreadable; its error is logged only once
-    _refused: Signature | None = None
+    _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
+    _outage: Trouble = field(
+        default_factory=lambda: Trouble(_logger, "the folder of models cannot be read, so the catalogue is not changed")
+    )
     _trouble: Trouble = field(
         default_factory=lambda: Trouble(_logger, "a change of the folder of models could not be applied yet")
     )
@@ -102,11 +104,9 @@ class Reload:
             try:
                 now = await asyncio.to_thread(self.overlay.read_signature)
             except (SettingError, OSError) as error:
-                now = {"": (0, 0, 0)}
-                if self._refused != now:
-                    _logger.error("the folder of models cannot be read, so the catalogue is not changed: %s", error)
-                self._refused = now
+                self._outage.met(error)
                 continue
+            self._outage.passed()
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
                 self._trouble.passed()  # a new change: discard the failure of the earlier one

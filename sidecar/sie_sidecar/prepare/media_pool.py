@@ -400,8 +400,8 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Wait for the end of a process whose socket is closed, and return its exit status. If it does not end in time,
-        kill it and return 0.
+        """Wait for the end of a lost process, and return its exit status. If it does not end in time, as after an
+        unusable answer, kill it and return 0.
         """
         status = 0
         with contextlib.suppress(TimeoutError):
