@@ -233,6 +233,8 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int) -> None:
+        if not difference:  # saves a read at the broker before the reply
+            return
         try:
             async with asyncio.timeout(BROKER_S):
                 await remote.budget.correct(difference)
