@@ -140,8 +140,8 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: one for each gateway; the first one is that of `_url`. `_err`: print progress to
-    standard error.
+    """Run of a migration. `_clients`: one for each gateway, the first for the gateway at `_url`. `_err`: print progress
+    to standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -737,9 +737,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision that undoes the last flip when it is restored: the newest one before the flip that did more
-    than set a shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if
-    no revision before this change is stored.
+    """Return the revision that undoes the last flip when it is restored: the newest revision before the flip, except
+    revisions that changed the shadow and not the target. Raises CommandRefused if the target was never changed, if its
+    last change was a rollback, or if no revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -167,7 +167,7 @@ def _without_hub(hub: str, revision: str | None) -> str:
 def _hub(action: str, instead: str) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # base class of all errors of the HTTP library that huggingface_hub uses (requests or httpx)
+    # base class of all errors of the HTTP library that huggingface_hub uses
     any_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield

@@ -34,7 +34,7 @@ def _states(gateway: AdminClient, name: str, wait_s: float) -> Iterator[tuple[fl
         try:
             yield since_s, gateway.request("GET", _path(name))
         except httpx.TransportError:
-            click.echo(f"{public_url(gateway.url)} does not answer, it is asked again", err=True)
+            click.echo(f"{public_url(gateway.url)} does not answer; the request is repeated", err=True)
         time.sleep(POLL_S)
 
 

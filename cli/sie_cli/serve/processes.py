@@ -369,7 +369,7 @@ class LocalCluster:
     def _access(self) -> Access:
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        # commands send the admin token below to `config_url`, so this is never a config service of the operator
+        # commands send the admin token below to `config_url`, so it never names a config service of the operator
         is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
