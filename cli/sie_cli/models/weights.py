@@ -59,8 +59,8 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
-    """List all snapshots of weights. The columns are commit, size, and whether the snapshot is on this node's disk and
-    in the bucket.
+    """List all snapshots of weights. The columns are repository, commit, size, and whether the snapshot is on this
+    node's disk and in the bucket.
     """
     settings = loaded(values).settings
     with _refusing(settings):
