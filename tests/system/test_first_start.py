@@ -159,6 +159,6 @@ def test_a_process_that_cannot_start_ends_the_command_instead_of_being_started_f
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert (
-        "nats-server ended with status 1, 5 times in a row before it was ready: its last lines above say why"
-        in done.stderr
+        "nats-server ended with status 1, 5 times in a row before all processes were ready: its last lines above "
+        "say why" in done.stderr
     )

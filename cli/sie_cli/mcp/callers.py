@@ -11,7 +11,7 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds after its last successful check for which a key is accepted while the gateway does not answer
+# seconds after its last successful check for which a key is accepted if the gateway cannot check it again
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -41,8 +41,8 @@ class KeyNames:
         self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # name and time of its check, by digest
 
     async def name_of(self, api_key: str) -> str:
-        """Return the name of a key. Raises AuthenticationError, and SIEError while the gateway does not answer, unless
-        it has accepted the key in the last AWAY_S.
+        """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. Raises another SIEError
+        if the check fails for another reason, and the gateway has not accepted the key in the last AWAY_S.
         """
         digest = digest_of(api_key)
         name, checked_s = self._names.get(digest, ("", float("-inf")))

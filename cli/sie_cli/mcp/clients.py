@@ -22,7 +22,7 @@ class _OpenClient:
 
 class GatewayClients:
     """Open clients by API key. Above MAX_CLIENTS, the clients that were unused for longest are closed. `timeout_s`:
-    seconds that a call waits for an answer or for capacity.
+    seconds that a call waits for an answer; it waits half of them for capacity.
     """
 
     def __init__(self, gateway_url: str, timeout_s: float) -> None:

@@ -1,4 +1,5 @@
-"""HTTP transport of `sie mcp`. The bearer token of a request is the API key of its caller. It goes to the gateway only.
+"""HTTP transport of `sie mcp`. The bearer token of a request is the API key of its caller, and is sent to the gateway
+only.
 
 request ──► Host and Origin ──► key known to the gateway? ──► session of the same key ──► AgentServer
 """
@@ -87,8 +88,8 @@ class HttpTransport:
         await self.sessions.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
 
     async def _caller(self, scope: Scope) -> AgentCaller:
-        """Return the caller of a request. Raises PermissionDenied for a page of another origin, Unauthenticated, and
-        NotReady while the gateway does not answer.
+        """Return the caller of a request. Raises PermissionDenied for a page of another origin, Unauthenticated for a
+        key that is refused or invalid, and NotReady if the gateway cannot check the key.
         """
         headers = headers_of(scope)
         # the listener does not check the origin of a GET, but here a GET reads a stream of events
@@ -143,7 +144,7 @@ async def serve(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await server.idle.wait()
-            # stop it before the sessions end, because their end cancels the remaining calls
+            # the listener stops before the sessions, because the end of a session cancels its remaining calls
             await listener.stop(STOP_S)
     except BaseException:
         await listener.stop()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_CHARS = 12_000
-PAGE_NUMBERS = 1024  # numbers of vectors on one page
+PAGE_NUMBERS = 1024  # most numbers on a page of vectors; a longer vector is a page of its own
 TTL_S = 900.0
 MAX_RESULTS = 64  # per owner
 OWNER_BYTES = 16 << 20
@@ -23,7 +23,7 @@ REFERENCE_BYTES = 16
 
 
 class ResultMissing(Exception):
-    """Raised if the caller has no result with this reference, or it was dropped."""
+    """Raised if no result of the caller and its session has this reference."""
 
 
 class ResultTooLarge(Exception):
@@ -99,7 +99,7 @@ class _StoredResult:
 
 class ResultStore:
     """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, the owner's least recently used results are
-    dropped; above TOTAL_BYTES, those of all owners. A result expires TTL_S after its last use.
+    dropped; above TOTAL_BYTES, the least recently used of all owners. A result expires TTL_S after its last use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Arguments and answers of the tools. Their JSON Schemas are what an agent reads, so each field is described there."""
+"""Arguments and answers of the tools. An agent reads their JSON Schemas, so each argument has a description."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SimilarityArguments(ToolArguments, frozen=True, kw_only=True):
     ] = None
     reference: Annotated[
         Name | None,
-        Meta(description="The reference of an earlier answer of encode, whose texts are compared without a new call."),
+        Meta(description="The reference of an earlier answer of encode, whose texts are compared, by its model."),
     ] = None
     model: Model = None
     top_n: TopN = 10

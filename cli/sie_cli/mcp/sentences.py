@@ -1,4 +1,4 @@
-"""Errors of the gateway as one sentence for an agent: what happened, and what to do about it."""
+"""Errors of the gateway as sentences for an agent: what happened, and what to do about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GATEWAY_AWAY = (
 
 
 def sentence_of(error: SIEError) -> str:
-    """Return the sentence for an error of the client."""
+    """Return the sentences for an error of the client."""
     message = _message(error)
     if isinstance(error, PermissionDeniedError):
         return (
@@ -74,6 +74,6 @@ def sentence_of(error: SIEError) -> str:
 
 
 def _message(error: SIEError) -> str:
-    """Return the message of the gateway without its error code and without a final stop."""
+    """Return the error's message without its code and without a final stop, at most MAX_CHARS long."""
     message = " ".join(str(error).split()).removeprefix(f"{error.code}: ")
     return message[:MAX_CHARS].rstrip(". ")

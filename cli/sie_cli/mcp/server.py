@@ -5,7 +5,7 @@
     sie://collections         the collections that the caller may search
     sie://results/{id}/{page} a page of a result
 
-An agent gets an error as one sentence. Arguments of calls are not logged.
+An agent gets an error as sentences. Arguments of calls are not logged.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class AgentServer:
 
     @asynccontextmanager
     async def _refusing(self, caller: AgentCaller) -> AsyncIterator[None]:
-        """Count a call while it is in progress, end it after the time limit, and convert its errors to ToolRefused."""
+        """Count a call while it is in progress, end it after the time limit, and convert its errors to ToolRefused.
+        Also raises ToolRefused if too many calls are in progress.
+        """
         if self._calls[caller.owner] >= MAX_CALLS_OF_CALLER or self._calls.total() >= MAX_CALLS:
             raise ToolRefused("Too many calls are in progress: wait for their answers, then call again.")
         self._calls[caller.owner] += 1
@@ -233,7 +235,10 @@ class AgentServer:
         if uri.startswith(RESULTS) and page.isdecimal() and len(page) < 7 and int(page):
             arguments = schemas.ReadResultArguments(reference=reference, page=int(page))
             return (await self._tools.read_result(caller, arguments)).text
-        raise ToolRefused(f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL and {RESULT_URI}.")
+        raise ToolRefused(
+            f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
+            "if search is a tool of this server, sie://collections."
+        )
 
     async def _all_models(self, caller: AgentCaller) -> str:
         lines: list[bytes] = []

@@ -1,4 +1,5 @@
-"""Tools of `sie mcp`. Each calls the gateway with the API key of the caller, or searches in a vector database.
+"""Tools of `sie mcp`. A tool that needs a model calls the gateway with the API key of the caller. `search` also
+searches in a vector database.
 
 An answer must fit into the context of a language model. A longer result is stored, and read_result returns it in pages.
 """
@@ -424,7 +425,8 @@ class AgentTools:
             return self._results.get(caller.owner, caller.session, reference)
         except ResultMissing:
             raise ToolRefused(
-                f"There is no result of this reference: results expire {TTL_S / 60:g} minutes after their last use. "
+                f"There is no result of this reference: results expire {TTL_S / 60:g} minutes after their last use, or "
+                "earlier if newer results need their space. "
                 "Make the call again that returned it."
             ) from None
 
@@ -450,7 +452,7 @@ class AgentTools:
         )
 
     def _fitting(self, caller: AgentCaller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
-        """Return the answers that fit into ANSWER_CHARS. If some do not fit, store all, and return their reference."""
+        """Return the first answers, which fit into ANSWER_CHARS. If some do not fit, also store and reference all."""
         lines = [msgspec.json.encode(answer).decode() for answer in answers]
         count = size = 0
         while count < len(lines) and size + len(lines[count]) <= ANSWER_CHARS:
@@ -542,7 +544,7 @@ def _error_of(result: Mapping[str, Any]) -> str:
 
 
 def _shown(payload: Mapping[str, Any], collection: SearchCollection) -> dict[str, Any]:
-    """Return the fields of a row that an agent may read. Long texts are shortened."""
+    """Return the fields of a row that an agent may read. A long value becomes a shortened text."""
     names = collection.fields or tuple(payload)
     return {name: _shortened(payload[name]) for name in names if name in payload}
 

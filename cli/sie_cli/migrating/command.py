@@ -19,7 +19,7 @@ from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED, refusing
 
-# value of --step -> last step that the command runs
+# value of --step -> last step of a migration with --corpus, in which `check` includes the comparison of the models
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
@@ -119,7 +119,10 @@ _STOPPED = {
     type=click.Choice([*UNTIL, BACK, CLEAN_UP]),
     default="flip",
     show_default=True,
-    help="Stop after this step. back: undo the flip. clean-up: remove the vectors that are not in use.",
+    help=(
+        "Stop after this step; with --corpus, check includes quality. back: undo the flip. clean-up: remove the "
+        "vectors that are not in use."
+    ),
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")

@@ -68,12 +68,12 @@ class Corpus:
 
     @property
     def is_url(self) -> bool:
-        """Return whether the server reads the source; a local file is sent to the server."""
+        """Return whether the source is a URL, which the server reads. A local file is sent to the server."""
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Return a digest that changes when the corpus changes. It covers the bytes of a local file, or the names,
-        sizes and tags of the objects of a URL. Raises CommandRefused.
+        """Return a digest that changes when the corpus changes. It covers the bytes of a local file, or a URL with the
+        names, sizes and tags of its objects. Raises CommandRefused.
         """
         if not self.is_url:
             with refusing():

@@ -89,7 +89,7 @@ class LiveModel:
         """Return the width of an output. Raises CommandRefused if the model does not have it."""
         if output not in self.widths:
             raise CommandRefused(
-                f"{self.name} has no {output} vectors, which the index has: it has {', '.join(self.widths)}"
+                f"{self.name} makes no {output} vectors, which the index has. The model makes {', '.join(self.widths)}"
             )
         return self.widths[output]
 
@@ -97,7 +97,7 @@ class LiveModel:
 @dataclass
 class Scan:
     """Result of a scan. `scanned`: rows that were read. `embedded`: rows that got a vector. `gaps`: reason -> number of
-    rows that could not get one. `gap_ids`: ids of the first of these.
+    rows that could not get a vector. `gap_ids`: ids of the first GAP_IDS of these rows.
     """
 
     scanned: int = 0
@@ -258,7 +258,8 @@ class LiveMigration:
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
         """Switch the index to a side, unless it is there already. Return the alias, which is read again before the
-        switch. Raises CommandRefused if the alias cannot be changed too; then the index is unchanged.
+        switch. Raises CommandRefused as `catch_up` does, and if the alias cannot be changed. The index is unchanged
+        then.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -339,8 +340,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until the vectors of a side are up to date. `is_last`: raise CommandRefused if rows have no vector,
-        unless the user accepts that.
+        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. `is_last`:
+        also raise it if rows have no vector, unless the user accepts that.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -402,7 +403,9 @@ class _LiveSteps:
         )
 
     async def compare(self) -> None:
-        """Compare the nearest neighbours by both vectors. Raises CommandRefused if they agree too little."""
+        """Compare the nearest neighbours by both vectors. Raises CommandRefused if there are too few rows with a text,
+        or if the neighbours agree too little and the user does not accept that.
+        """
         plan, report = self._plan, self._report
         report.begin("quality")
         if not plan.sample and not plan.queries:
@@ -496,7 +499,9 @@ class _LiveSteps:
         return texts, faults
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, each with the reason. Remove the vectors that they have from earlier texts."""
+        """Count rows that get no vector, each with the reason. Remove the vectors of their earlier texts, unless
+        searches use the vectors of this side.
+        """
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:

@@ -140,8 +140,8 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: one for each gateway; the first one is that of `_url`. `_err`: print progress to
-    standard error.
+    """Run of a migration. `_clients`: one for each gateway, the first for the gateway at `_url`. `_err`: print progress
+    to standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -409,7 +409,7 @@ def _described(info: dict[str, Any]) -> _ModelFields:
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the measurements of several gateways: counts are added, means are weighted by the number of copies."""
+    """Merge the measurements of several gateways: counts are added, means are weighted by the number of done copies."""
     copies = Counter[str]()
     for measured in figures:
         copies.update(measured.get("copies", {}))
@@ -437,7 +437,7 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last change. Return the facts about this, for programs.
+    """Restore the target that the alias had before its last flip. Return the facts about this, for programs.
 
     Raises CommandRefused.
     """
@@ -457,7 +457,8 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 @dataclass(frozen=True)
 class MigrationState:
     """State of a migration in the cluster. `target`, `shadow`: the alias's current models. `shadow_s`: seconds since
-    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row.
+    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row,
+    and an output folder has its files.
     """
 
     target: str
@@ -468,7 +469,7 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """Return the remaining steps in order; empty if the alias already names the model. `check` is always among them,
+    """Return the remaining steps in order; empty if the alias already names the model. Otherwise `check` is among them,
     because its earlier result may be outdated.
     """
     if state.target == model:
@@ -712,7 +713,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the time when the shadow was set, in seconds since 1970; if unknown, that of the oldest revision."""
+    """Return the time of the shadow's last change, in seconds since 1970; if unknown, the oldest revision's time."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
@@ -736,8 +737,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision that undoes the last flip when it is restored: the newest one before the flip that did more
-    than set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
+    """Return the revision that undoes the last flip when it is restored: the newest revision before the flip, except
+    revisions that changed the shadow and not the target. Raises CommandRefused if the target was never changed, if its
+    last change was a rollback, or if no revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -37,12 +37,12 @@ class QualityMeasurement:
 
     @property
     def overlap(self) -> float:
-        """Return the mean share of a text's nearest neighbours that both models have in common."""
+        """Return the mean share of the nearest neighbours of a query or text that both models find."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property
     def rank(self) -> float | None:
-        """Return the mean rank correlation; None if one of the models gives every document the same score."""
+        """Return the mean rank correlation; None if no query or text has one, because its similarities are equal."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 

@@ -100,7 +100,8 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
     reads = running.models_dir or "no folder"
     return (
         f"a file only: the `sie serve` that runs does not read this folder, it reads {reads}; "
-        f"give that as --models-dir, add the model to its catalogue with --data-dir {cluster.data_dir}, "
+        f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
+        f"{cluster.data_dir}, "
         f"or start it with SIE_MODELS_DIR={folder}"
     )
 
@@ -129,7 +130,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files of an entry that are on this machine, and print the others. Raises ModelLoadFailed."""
+    """Check the files of an entry that are on this machine, and print what was not checked. Raises ModelLoadFailed."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 
@@ -171,7 +172,7 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file. Raises OSError."""
+    """Write an entry to a folder of models, in one atomic step. Return the file. Raises OSError."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     # a hidden file, because processes that read the folder skip hidden files

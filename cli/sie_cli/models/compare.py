@@ -36,7 +36,8 @@ SHOWN = (1, 5, 10, 50)
 # numbers are small, because a reranker runs once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
-Matrix = NDArray[np.float32]  # shape [texts, width]; each row is a unit vector (L2 norm 1)
+# vectors, [texts, width], each row a unit vector (L2 norm 1) or zero; or similarities, [queries, texts]
+Matrix = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class ComparisonSample:
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
     `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
-    query or text, the correlation of the two orders of all documents or neighbours.
+    query or text, the correlation of the two orders of all documents or neighbours. A query or text is
+    left out if a model gives it only equal values.
     """
 
     names: tuple[str, str]
@@ -358,7 +360,9 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Return an SVG of two panels: a histogram of the cosines (else of the rank correlations), and recall by k."""
+    """Return an SVG of up to two panels: a histogram of the cosines (else of the rank correlations), and recall by k,
+    which models that score do not have.
+    """
     title = " and ".join(agreement.names)
     values, caption = (
         (agreement.cosines, "texts by cosine")

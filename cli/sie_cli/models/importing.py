@@ -1,7 +1,7 @@
-"""`sie models import`: add a folder of model files to the catalogue. They have the format of this project or of the
-open-source SIE project.
+"""`sie models import`: add a folder of model files to the catalogue. The files have the format of this project or of
+the open-source SIE project.
 
-    file ──► config service ──► stored, with the fields that were ignored
+    file ──► config service ──► stored: print the fields that were ignored
                             └ rejected: print the wrong fields, and continue with the next file
 """
 

@@ -42,7 +42,10 @@ def source_arguments(command: F) -> F:
         click.option(
             "--revision",
             metavar="COMMIT",
-            help="Commit of a hub repository. Without one: what its main branch is now, pinned.",
+            help=(
+                "Commit of a hub repository. Without one: that of the packaged catalogue, else the only one in "
+                "SIE_LOCAL_CACHE, else what its main branch is now, pinned."
+            ),
         ),
         click.argument("source", metavar="ID_OR_FOLDER"),
     ):
@@ -126,7 +129,9 @@ def _like(name: str) -> str:
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the commit of `revision`; without one, that of the packaged catalogue, the cache, or the main branch."""
+    """Return the commit of `revision`. Without one, return the commit of the packaged catalogue, else the only one in
+    the cache, else that of the main branch. Raises CommandRefused.
+    """
     if revision and _COMMIT.fullmatch(revision):
         return revision
     packaged = read_folder(packaged_folder() / "models").get(hub)
@@ -162,7 +167,7 @@ def _without_hub(hub: str, revision: str | None) -> str:
 def _hub(action: str, instead: str) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # base class of all errors of the HTTP library that huggingface_hub uses (requests or httpx)
+    # base class of all errors of the HTTP library that huggingface_hub uses
     any_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -219,9 +224,9 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return a line for each output.
+    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return lines for a person.
 
-    Raises ModelLoadFailed.
+    Raises ModelLoadFailed, and CommandRefused if a task fails.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

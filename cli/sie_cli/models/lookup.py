@@ -1,7 +1,8 @@
 """Lookup of the models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
-    ├ the catalogue has it, with a commit ──► its entry
+    ├ an alias ──► its heaviest model, looked up in the same way
+    ├ the catalogue has it, with pinned weights ──► its entry
     └ else ──► inspected as in `sie models add` ──► DIR/ID.yaml; the command prints that it was added
 """
 
@@ -39,8 +40,8 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by the name that the user typed. If the catalogue lacks the model, or its entry pins no commit,
-    write an entry to the models folder.
+    """Find a model by the name that the user typed. If the catalogue lacks the model, or its weights are unpinned,
+    write an entry to the models folder. An alias stands for its heaviest model.
 
     Raises CommandRefused.
     """
@@ -59,7 +60,8 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     if entry is None or entry.weights.unpinned:
         if is_bucket(models):
             raise CommandRefused(
-                f"the catalogue lacks {source}, and nothing is written to the bucket {models}: add its entry there"
+                f"the catalogue has no pinned entry of {source}, and nothing is written to the bucket {models}: add it "
+                "there"
             )
         text, entry = described(settings, source, "", None)
         with refusing():

@@ -23,7 +23,8 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
     Hub, or a folder.
 
     A missing model is added to the models folder of the running `sie serve`, which serves it within seconds; if none
-    runs, to SIE_MODELS_DIR or ./models. Its entry pins its current commit. The weights go into SIE_LOCAL_CACHE.
+    runs, to SIE_MODELS_DIR or ./models. Its entry pins its only commit in SIE_LOCAL_CACHE, else its current commit. The
+    weights go into SIE_LOCAL_CACHE.
 
     \b
     sie pull BAAI/bge-small-en-v1.5

@@ -21,20 +21,20 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds for which a reported failure is ignored after the start, because it may be of an earlier load
+# seconds after the start in which a failure is ignored until the load has begun: it may be of an earlier load
 STALE_S = 3.0
 
 
 def _states(gateway: AdminClient, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of the
-    model. Failed connections are ignored, because the gateway may be restarting. Raises CommandRefused.
+    model. A failed request is printed and repeated, because the gateway may be restarting. Raises CommandRefused.
     """
     began_s = time.monotonic()
     while (since_s := time.monotonic() - began_s) < wait_s:
         try:
             yield since_s, gateway.request("GET", _path(name))
         except httpx.TransportError:
-            click.echo(f"{public_url(gateway.url)} does not answer, it is asked again", err=True)
+            click.echo(f"{public_url(gateway.url)} does not answer; the request is repeated", err=True)
         time.sleep(POLL_S)
 
 

@@ -57,7 +57,8 @@ class ServiceReply:
 @dataclass(frozen=True)
 class WriteOptions:
     """Options of a write. `dry_run`: only check. `if_match`: write only if this is the model's revision. `force`:
-    replace an existing model. `output`: format of the printed reply (table, json, yaml).
+    write although a model exists, or although an alias needs the model as it is. `output`: format of the printed reply
+    (table, json, yaml); None for the command's default.
     """
 
     cluster: Cluster
@@ -189,7 +190,6 @@ class ConfigServiceClient:
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        # for refusals about trust, the service's message already names a remedy
         elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
             lines.append(_NEXT[code])
         return lines

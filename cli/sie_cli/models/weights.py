@@ -1,4 +1,4 @@
-"""`sie weights`: list the weights in the caches, and fill, check and empty the cluster's cache."""
+"""`sie weights`: list, check and remove weights in this node's cache and in the bucket, and fill the bucket."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
-    """List all snapshots of weights. The columns are commit, size, and whether the snapshot is on this node's disk and
-    in the bucket.
+    """List all snapshots of weights. The columns are repository, commit, size, and whether the snapshot is on this
+    node's disk and in the bucket.
     """
     settings = loaded(values).settings
     with _refusing(settings):
@@ -354,12 +354,13 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 def _stored_here(settings: Settings) -> list[CommitState]:
     """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. A
-    snapshot without a manifest (other programs write none) is listed if it has all files that the hub lists.
+    snapshot without a manifest (other programs write none) is listed if it has all files that the hub lists and
+    workers can read.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
-        with contextlib.suppress(ManifestError):  # skip folders that another program wrote
+        with contextlib.suppress(ManifestError):  # skip folders that are not named after a repository and a commit
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}

@@ -103,8 +103,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 class Machine:
     """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of squared lengths.
 
-    A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. It takes `delivery_s` to
-    receive a message.
+    A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. A worker takes
+    `delivery_s` to receive a message.
     """
 
     base_s: float

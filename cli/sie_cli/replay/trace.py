@@ -30,7 +30,7 @@ MAX_INPUTS = 10_000_000  # maximum number of inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """Error in a trace, or in the description of a trace to generate."""
+    """Error in a trace, in the description of a trace to generate, or in the settings and durations of a replay."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class Trace:
 
 
 def read(lines: Iterable[bytes]) -> Trace:
-    """Read a trace. Raises TraceError with the number of the line."""
+    """Read a trace. Raises TraceError, with the number of a wrong line, counted over all `lines`."""
     requests: list[TraceRequest] = []
     ran: list[Ran] = []
     settings: dict[str, float] = {}
@@ -180,7 +180,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     rows = np.array([(1.0, batch.tokens, batch.attention) for batch in ran])
     seconds = np.array([batch.seconds for batch in ran])
     if (seconds <= 0).any():
-        raise TraceError("a measured batch has a time of 0")
+        raise TraceError("a measured batch has a time of 0 or less")
     scaled = rows / seconds[:, None]
     best, best_error = (float(seconds.mean()), 0.0, 0.0), np.inf
     for size in (1, 2, 3):

@@ -91,8 +91,8 @@ def serve(
     HTTP API) and workers.
 
     Each MODEL is loaded before the server is ready. MODEL: a name in the catalogue, an id of the Hugging Face Hub, or a
-    folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its
-    current commit. If a MODEL cannot be loaded, the start fails.
+    folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its only
+    commit in SIE_LOCAL_CACHE, else to its current commit. If a MODEL cannot be loaded, the start fails.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080

@@ -36,10 +36,10 @@ class EmbeddedBroker:
 
     @staticmethod
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
-        """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
+        """Write the configuration of the broker. Raises SettingError if no nats-server or no free port is found.
 
         `store_bytes`: limit for the bytes that all streams together reserve. The broker's default is three quarters of
-        the disk's free space. After a restart with a full queue, this may be less than the streams reserve.
+        the disk's free space. After a restart with a full queue, that default may be less than the streams reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")

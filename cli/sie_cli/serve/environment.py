@@ -1,8 +1,10 @@
-"""Environment variables of each process of `sie serve`. A secret reaches only the processes that need it.
+"""Environment variables of each process of `sie serve`. A secret of SIE, of the Hugging Face Hub or of a cloud reaches
+only the processes that need it.
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
 AWS_, GOOGLE_, AZURE_    processes that use an object store (for payloads, jobs, models or weights)
+other variables          all processes except the broker, which gets only those in _BROKER
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ _WORKER_DRAIN_S = 1.5
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Options of one run of `sie serve`. `once`: arguments that each process gets at its first start only."""
+    """Options of one run of `sie serve`. `once`: arguments that each process except the broker gets at its
+    first start only.
+    """
 
     host: str
     port: int
@@ -173,7 +175,7 @@ class LocalCluster:
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces all of
-        them except the adapters.
+        them except the adapters, and is returned as the gateway.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -333,7 +335,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print which stream the broker is still reading. With damaged files, this may never end."""
+        """Print and publish which stream the broker is still reading. With damaged files, the reading may never end."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -344,7 +346,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker when a full disk has space again: until then, it refuses all writes."""
+        """Restart the broker when a full disk has space again. The broker refuses all writes until this restart."""
         embedded = self._embedded
         assert embedded is not None
         is_reported = False
@@ -367,7 +369,7 @@ class LocalCluster:
     def _access(self) -> Access:
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        # commands send the admin token below to `config_url`, so this is never a config service of the operator
+        # commands send the admin token below to `config_url`, so it never names a config service of the operator
         is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),

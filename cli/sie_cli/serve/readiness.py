@@ -80,7 +80,7 @@ class FailedLoad:
 
 async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
     """Return the failed load of a model, as reported by a gateway. None if no load failed, if a worker has loaded or is
-    loading the model, or if the gateway does not answer.
+    loading the model, or if the gateway does not describe the model.
     """
     try:
         answer = await client.get(

@@ -24,7 +24,7 @@ from sie_runtime.process import run as run_process
 
 
 class LocalSource:
-    """Source of catalogue updates for a sidecar: the store in this process, instead of a config service."""
+    """Source of catalogue updates for gateway and sidecars: the store in this process, instead of a config service."""
 
     def __init__(self, store: CatalogueStore) -> None:
         self._store = store

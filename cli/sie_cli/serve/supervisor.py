@@ -20,7 +20,7 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# after so many failures of a child in a row, before all processes are ready, it is not restarted again
+# after so many failures of a child in a row, before all processes are ready, the child is not restarted again
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes
@@ -57,7 +57,9 @@ async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProce
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends."""
+    """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends. None if this is
+    not Linux.
+    """
     if not sys.platform.startswith("linux"):
         return None
     # look the function up before the fork: the child of a process with threads must not load a library
@@ -103,7 +105,10 @@ class Supervisor:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
-        """Start a child, and restart it after each end until `stop`."""
+        """Start a child, and restart it after each end until `stop`, or until a restart cannot help (see `fatal`).
+
+        Raises OSError if the first start fails.
+        """
         self._children.append(child)
         await self._spawn(child)
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
@@ -148,7 +153,8 @@ class Supervisor:
                 pause_s, failures = FIRST_PAUSE_S, 0
             if not self.is_up and failures >= MAX_FIRST_FAILURES:
                 self._give_up(
-                    f"{child.name} {how}, {failures} times in a row before it was ready: its last lines above say why"
+                    f"{child.name} {how}, {failures} times in a row before all processes were ready: "
+                    "its last lines above say why"
                 )
                 return
             self._say(child.name, f"{how}; starting again in {pause_s:g} s", "WARNING")

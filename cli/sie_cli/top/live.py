@@ -37,7 +37,9 @@ PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 async def show(
     view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
 ) -> None:
-    """Draw a gateway's frames. Raises SIEError if the gateway refuses, or sends none in `patience_s` seconds."""
+    """Draw a gateway's frames. Raises SIEError if the gateway refuses, or cannot be reached in the first `patience_s`
+    seconds. Raises ValidationError for a frame of an unknown format.
+    """
     frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
         if once:
@@ -68,7 +70,9 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end. Raises ValidationError, and SIEError for a refusal or a failed first connection."""
+    """Yield frames without end. Raises ValidationError, and SIEError for a refusal or for a failure before the first
+    frame.
+    """
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:

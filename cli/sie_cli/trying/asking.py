@@ -24,7 +24,7 @@ STDIN, FILE = "-", "@"
 
 @dataclass(frozen=True)
 class QuestionInput:
-    """Input of a question to a model. `text`: what the user typed; empty for a file."""
+    """Input of a question to a model. `text`: empty for a file. `file`: its path; empty for a text."""
 
     item: Item
     text: str = ""
@@ -76,7 +76,7 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Build an input from a file. The client reads it, and treats it as image, sound or document by its suffix."""
+    """Build an input from a file: an image, a sound or a document, by its suffix. The client reads the file later."""
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
@@ -90,7 +90,7 @@ def _file(name: str) -> QuestionInput:
 
 STRONGEST = 10  # number of the largest weights of a sparse vector that are shown
 DECODE_S = 10.0
-# fields of a reply that describe the whole request; all other fields describe one input
+# fields of a reply that describe the whole request; all other fields except `headers` describe one input
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
 
 
@@ -132,7 +132,7 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
     """Return the task (encode, score or extract) that the options require. Without such options, return the model's
     first task, or encode if the first one is score, which needs a query.
 
-    Raises CommandRefused if the options contradict each other or do not fit the model.
+    Raises CommandRefused if the options contradict each other or do not fit the model, or if the model needs a query.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
@@ -197,7 +197,7 @@ def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dict[int, str]:
-    """Return the text of each token id, by the model's tokenizer; empty if the gateway does not return it."""
+    """Return the text of each token id, by the model's tokenizer; empty if the gateway does not return the texts."""
     requested_ids = sorted(ids)
     if not requested_ids:
         return {}

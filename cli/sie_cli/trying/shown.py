@@ -297,7 +297,9 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale values so that `least` is 0 and `most` is 1. If a value is outside, the range is widened to include it."""
+    """Scale values so that `least` is 0 and `most` is 1. If a value is outside, the range is widened to include it.
+    If `most` is None, the largest value is 1.
+    """
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low
