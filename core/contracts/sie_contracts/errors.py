@@ -1,6 +1,7 @@
-"""Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use it.
+"""Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use this tree.
 
-Messages name the path of the faulty field, the received value and the expected value. They contain no input text.
+A message about an invalid field names the path of the field, the expected value and mostly the received value. No
+message contains text of an input.
 """
 
 from __future__ import annotations
@@ -316,7 +317,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield one error for each code and status, and for each reason that changes the status in some API format."""
+    """Yield one error of each class, one AllItemsFailed for each class of failure, and one InvalidInput for each reason
+    that changes the status in some API format.
+    """
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -367,7 +370,7 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
     ),
     "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
-"""The members of an error's body, by the API family of the route. A fact appears twice only if two clients of one route
+"""The members of an error's body, by the API family of the route. A fact appears twice only if clients of the route
 read it from different members. If no route is known, for example for an unknown path, the family is `native`.
 """
 _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
