@@ -94,8 +94,8 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, which the worker sends regularly. `ready` is false while none of its adapters answers;
-    `unready` is then the reason. `leaving`: the worker finishes its work and takes no more.
+    """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
+    otherwise `unready` is the reason. `leaving`: the worker finishes its work and takes no more.
 
     Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
     is busy (0: not measured yet). `held_cost`: tokens of the work that the worker has. `credit_cost` and
