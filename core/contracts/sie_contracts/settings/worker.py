@@ -113,7 +113,7 @@ class WorkerSettings:
         "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS",
         "sidecar",
         whole(0),
-        "Interval at which the worker reads the whole catalogue, milliseconds. 0: only at start.",
+        "Interval at which the worker reads the whole catalogue, milliseconds. 0: only at start, and after it has missed changes.",
     )
     health_publish_interval_ms: int = row(
         5000, "SIE_HEALTH_PUBLISH_INTERVAL_MS", "sidecar", whole(100), "Interval of heartbeats, milliseconds."
