@@ -5,7 +5,7 @@ and its limits on tokens permit it. A span is the first and the end code point o
 
 A place is a position before a code point, at which the text may be cut; it is never inside a grapheme. A level is a
 kind of place: end of a paragraph, of a sentence, and so on. A lower level includes the places of all higher levels. The
-sidecar and the SDK both call this module, so they cut a text in the same way. It needs the packages sentencex,
+sidecar and the SDK both call this module, so they cut a text in the same way. The module needs the packages sentencex,
 markdown-it-py and regex.
 """
 

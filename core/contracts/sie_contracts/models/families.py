@@ -6,8 +6,8 @@ know about the family.
 
 To add a family, write a file with its class in `sie_adapter` and a row here (docs/families.md).
 
-A family from another package has no row. The entry point `sie.adapters` names its class. The family checks those of its
-parameters that no family here has, and may read any file of a model's folder.
+A family from another package has no row. The entry point `sie.adapters` names its class. The family checks the
+parameters that `option_values` does not check, and may read any file of a model's folder.
 """
 
 from collections.abc import Mapping

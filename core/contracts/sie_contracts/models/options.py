@@ -420,8 +420,8 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family (`names`) with checked values. Families of other packages check those of their
-    options themselves that are not in CHECKS.
+    """Return the options of this family (`names`). Options in CHECKS have checked values; the family itself checks the
+    values of its other options.
     """
     parameters = dict(defaults.parameters or {})
     for name in names:

@@ -197,12 +197,13 @@ class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """State of a gateway, which it sends to all gateways each second.
+    """State of a gateway, which it sends to all gateways each second, and five times per second while `queued` is not
+    empty.
 
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: recent number of answered
-    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
-    the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
-    the receivers erase. `erasures`: number of erasures that the gateway has sent, this one included.
+    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work of the
+    gateway in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
+    `erasures`: number of erasures that the gateway has sent, including `erasure`.
     """
 
     gateway: str

@@ -184,8 +184,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request. `revision`: that of the weights. `config_revision`: that of the model's entry (0: not
-    checked).
+    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry
+    (0: not checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of
