@@ -10,8 +10,9 @@ between the two writes, the next leader finds the output without a record. A par
 no output. Changes to the structs follow the rules of `wire.messages`: new fields have defaults; types and meanings
 stay.
 
-Every gateway has all records of `sie_jobs` in memory. So a record has at most MAX_RECORD_BYTES. The size of the
-client's request is checked when the job is submitted. `bounded` shortens the texts that are added while the job runs.
+Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
+MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
+that are added while the job runs.
 """
 
 from __future__ import annotations

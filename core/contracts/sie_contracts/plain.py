@@ -59,7 +59,7 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
     """Decode msgpack. Keys that are bytes become text, and arrays become maps. Raises Malformed for bytes that are not
-    msgpack, and otherwise in the same cases as `from_json`; also for values and keys of other types.
+    msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
     """
     if not is_counted:
         count(data, msgpack=True)

@@ -9,7 +9,7 @@ import yaml
 MAX_DEPTH = 64
 # maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
 MAX_EVENTS = 50_000
-# largest size in bytes of a text whose events are not counted, because it cannot nest deep enough to overflow the stack
+# largest length of a text whose events are not counted, because it cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
 # the C loader, which is ten times as fast, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

