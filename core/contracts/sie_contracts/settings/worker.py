@@ -57,7 +57,7 @@ class WorkerSettings:
         "SIE_WORKER_ID",
         "sidecar adapter",
         LABEL,
-        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name of the pod, else a UUID.",
+        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name, which in Kubernetes is the name of the pod; a UUID if it is localhost.",
     )
     machine_profile: str | None = row(
         None,
