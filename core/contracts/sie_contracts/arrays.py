@@ -1,8 +1,8 @@
-"""Arrays of numpy in bodies. In JSON, an array is nested lists. In msgpack, it is a map of five entries whose keys are
-bytes, or, from JavaScript clients, an ext type.
+"""Arrays of numpy in bodies. In JSON, an array is nested lists. In msgpack, an array is a map of five entries whose
+keys are bytes, or, from JavaScript clients, an ext type.
 
-Only the dtypes listed here are accepted in either direction. Object and structured arrays are refused, so that decoding
-cannot execute code.
+Only dtypes in EMITTED are sent, and only dtypes in ACCEPTED are read. Object and structured arrays are refused, so that
+decoding cannot execute code.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, An
 
 
 def unpack(value: Any) -> Any:
-    """Return `value` with a numpy array in place of each map that stands for an array, at any depth. Arrays are copies
-    that the caller may write to. Raises ValueError for a dtype that is not accepted, or if the number of bytes does not
-    fit the shape.
+    """Return `value` with a numpy array or scalar in place of each map that stands for one, at any depth. Arrays are
+    copies that the caller may write to. Raises ValueError for a map whose dtype, kind, shape or number of bytes is not
+    accepted.
     """
     if isinstance(value, dict):
         marker = value.get(b"nd", value.get("nd"))
@@ -156,7 +156,7 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode a client's msgpack body. Arrays and ext types become maps, which `unpack` converts. Raises ValueError,
-    msgspec.DecodeError or RecursionError.
+    """Decode a client's msgpack body. An array of a JavaScript client becomes a map, which `unpack` converts, and a
+    timestamp becomes a datetime. Raises ValueError (also for another ext type), msgspec.DecodeError or RecursionError.
     """
     return _DECODER.decode(data)

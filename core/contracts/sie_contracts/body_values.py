@@ -4,7 +4,7 @@ may become a Python object of 70 bytes.
     JSON ──{ [ , : outside of strings──► count ◄──headers of lists and maps── msgpack
                                            └ Excess
 
-In a body that is malformed or incomplete, the values before the fault are counted. The decoder reports the fault.
+A body that is malformed or incomplete raises no error here: the decoder reports the fault.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys of a JSON body. The number may be too high, because a fast count includes
-    marks inside strings. Only if this count exceeds a limit, a slower one leaves them out. Raises Excess.
+    """Return the number of values and keys inside a JSON body. The number may be too high, because a fast count
+    includes marks inside strings. Only if this count exceeds a limit, a slower count leaves these marks out. Raises
+    Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # marks inside strings are counted too, but most strings have few
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values by the marks `{`, `[`, `,` and `:`, each of which precedes a value. Each mark except the comma also
-    counts as a list, a map or a key.
+    """Count values and keys by the marks `{`, `[`, `,` and `:`, each of which precedes a value or a key. Each mark
+    except the comma also counts as a list, a map or a key.
     """
     values = containers = 0
     for marks in pieces:
@@ -71,7 +71,7 @@ def _marks(data: bytes) -> Iterator[bytes]:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Yield the data in pieces. No piece ends inside an escape sequence."""
+    """Yield the data in pieces. No piece ends between a backslash and the character that it escapes."""
     begin = 0
     while begin < len(data):
         piece = data[begin : begin + _PIECE_BYTES]
@@ -94,12 +94,14 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-# from this number of values on, it saves time to check first whether all values of a list or map have the same size
+# from this number of values on, it saves time to check first whether `_behind_alike` can skip a list or map
 _ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
-    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting above MAX_NESTING."""
+    """Return the number of values and keys inside a msgpack body, in which each list or map may count twice. Raises
+    Excess, also for nesting above MAX_NESTING.
+    """
     values = containers = at = 0
     # numbers of values still to read: in the innermost container, and in each container around it
     left, outer = 1, list[int]()

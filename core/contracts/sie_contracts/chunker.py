@@ -1,11 +1,11 @@
-"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if this is possible within
-its limits on tokens. A span is the first and the end code point of a chunk.
+"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule asks for this
+and its limits on tokens permit it. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
 A place is a position before a code point, at which the text may be cut; it is never inside a grapheme. A level is a
 kind of place: end of a paragraph, of a sentence, and so on. A lower level includes the places of all higher levels. The
-sidecar and the SDK both call this module, so they cut a text in the same way. It needs the packages sentencex,
+sidecar and the SDK both call this module, so they cut a text in the same way. The module needs the packages sentencex,
 markdown-it-py and regex.
 """
 
@@ -68,9 +68,9 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. Of these, take the highest
-    level that has any, and its last cut. If no level has one, a grapheme is too long; then return the first possible
-    cut after it.
+    """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. The end is the last possible
+    cut of the highest level that has one. If no level has one, a grapheme is too long, and the end is the first cut
+    after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -87,9 +87,9 @@ def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
     """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
-    `chunk`. Of these, take the highest level that has any, and its earliest cut. The overlap is shortened if the next
-    chunk could otherwise not reach the next cut of the highest level within its limit. `end_count`: number of tokens
-    before the end of `chunk`.
+    `chunk`. The start is the earliest possible cut of the highest level that has one, or else the end of `chunk`. The
+    overlap is shortened if the next chunk could otherwise not reach the next cut of the highest level within its limit.
+    `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
@@ -135,7 +135,8 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # no cut after a heading: it stays in one chunk with the block that follows
+            # a heading stays in one chunk with the block that follows, unless no better cut than a line end is possible
+            if heading is not None:
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":

@@ -1,4 +1,6 @@
-"""Environment variables of clients: the gateway's address and the client's key. Gateways read only SIE_AUTH_TOKEN."""
+"""Environment variables of clients: the gateway's address and the client's key. Of these variables, gateways read only
+SIE_AUTH_TOKEN.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use it.
+"""Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use this tree.
 
-Messages name the path of the faulty field, the received value and the expected value. They contain no input text.
+A message about an invalid field names the path of the field, the expected value and mostly the received value. No
+message contains text of an input.
 """
 
 from __future__ import annotations
@@ -93,14 +94,17 @@ class Unauthenticated(SIEError):
 
 
 class PermissionDenied(SIEError):
-    """The token lacks the required scope, or the operation requires an admin token and the server has none."""
+    """The token lacks the required scope, or the operation requires an admin token and the server has none. Or the
+    request has a foreign host name or comes from a foreign web page (`reason` is `host` or `origin`). Or the entry of a
+    model names code or a path that the operator has not allowed.
+    """
 
     code, status = "PERMISSION_DENIED", 403
 
 
 class PoolOperationForbidden(SIEError):
-    """The limit on the number or the size of reservations is reached, or the operation is not possible for this pool,
-    because it is not a reservation.
+    """A limit on the number, the size or the lifetime of reservations is exceeded, or the operation is not possible for
+    this pool, because it is not a reservation.
     """
 
     code, status = "POOL_OPERATION_FORBIDDEN", 403
@@ -119,7 +123,7 @@ class PoolNotFound(SIEError):
 
 
 class NotFound(SIEError):
-    """No such path, or the object in the path does not exist."""
+    """No such path, or an object that the request names does not exist."""
 
     code, status = "NOT_FOUND", 404
 
@@ -131,7 +135,9 @@ class MethodNotAllowed(SIEError):
 
 
 class BundleConflict(SIEError):
-    """The requested bundle does not serve the model. `compatible_bundles` lists the bundles that serve it."""
+    """The requested bundle does not serve the model, or no bundle does. `compatible_bundles` lists the bundles that
+    serve it.
+    """
 
     code, status = "BUNDLE_CONFLICT", 409
 
@@ -153,8 +159,8 @@ class ContentConflict(SIEError):
 
 
 class PayloadTooLarge(SIEError):
-    """The body, one input or the expected reply is larger than `limit` bytes, or one request needs more tokens than the
-    key may use in a minute.
+    """The body, a file, one input or the expected reply has more than `limit` bytes, or the images have more than
+    `limit` pixels. Or one request needs more tokens than the key may use in a minute, which is then `limit`.
     """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
@@ -167,7 +173,7 @@ class UnsupportedMediaType(SIEError):
 
 
 class ValidationFailed(SIEError):
-    """The configuration is invalid; `errors` lists each fault."""
+    """The configuration is invalid. `errors` has the path and the text of the first fault."""
 
     code, status = "VALIDATION_ERROR", 422
 
@@ -179,16 +185,16 @@ class IdempotencyMismatch(SIEError):
 
 
 class RateLimited(SIEError):
-    """A limit is reached: tokens per minute of the key, or the number of stored records such as jobs. A lack of worker
-    capacity never has this code.
+    """A limit is reached: tokens per minute of the key, requests of one kind that the key has at once (such as
+    uploads), or stored records such as jobs. A lack of worker capacity never has this code.
     """
 
     code, status, retryable, retry_after_s = "RATE_LIMITED", 429, True, 1
 
 
 class InferenceFailed(SIEError):
-    """The model could not compute the input. `reason`: `non_finite` if the result has NaN or infinity, `poison` if the
-    input made the adapter process die twice.
+    """The model could not compute the input. `reason`: `non_finite` if the result has NaN or infinity or is a zero
+    vector, `poison` if the input made the adapter process die twice.
     """
 
     code, status = "INFERENCE_ERROR", 500
@@ -201,8 +207,8 @@ class InternalFailure(SIEError):
 
 
 class AllItemsFailed(SIEError):
-    """Every input failed, and their codes differ. The status is 503 if one of them may be retried, otherwise 500 if one
-    of them is 5xx, otherwise 400.
+    """Every input failed, or with `on_item_error: fail` several inputs failed, and their codes differ. The status is
+    503 if one of these errors may be retried, otherwise 500 if one of them has a status of 5xx, otherwise 400.
     """
 
     code, status = "ALL_ITEMS_FAILED", 500
@@ -274,8 +280,8 @@ class QueueFull(SIEError):
 
 
 class QueueUnavailable(SIEError):
-    """The broker or the store of large inputs does not answer or does not accept the work, or this store is full
-    (reason `store_full`). A full queue is QueueFull.
+    """The broker, or a store of large inputs, files or outputs of jobs, does not answer or does not accept the work. Or
+    the store of large inputs is full (reason `store_full`). A full queue is QueueFull.
     """
 
     code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
@@ -285,8 +291,9 @@ CONFIG_CHANGED = "config_changed"
 
 
 class NotReady(SIEError):
-    """The process has not read its catalogue or its keys yet, or a service that it needs is not configured. Reason
-    `config_changed`: gateway and worker did not get the same revision of the model in time.
+    """The process has not read its catalogue, its keys or other records yet, or a service that it needs is not
+    configured or does not answer. Reason `config_changed`: gateway and worker did not get the same revision of the
+    model in time.
     """
 
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
@@ -302,7 +309,7 @@ class ShuttingDown(SIEError):
 
 
 class GatewayTimeout(SIEError):
-    """The time budget of the request ended before its work was done."""
+    """The time budget of the request ended before its work was done, or its body did not arrive in time."""
 
     code, status, retryable, retry_after_s = "GATEWAY_TIMEOUT", 504, True, 5
 
@@ -316,7 +323,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield one error for each code and status, and for each reason that changes the status in some API format."""
+    """Yield one error of each class, one AllItemsFailed for each class of failure, and one InvalidInput for each reason
+    that changes the status in some API format.
+    """
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -367,7 +376,7 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
     ),
     "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
-"""The members of an error's body, by the API family of the route. A fact appears twice only if two clients of one route
+"""The members of an error's body, by the API family of the route. A fact appears twice only if clients of the route
 read it from different members. If no route is known, for example for an unknown path, the family is `native`.
 """
 _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case

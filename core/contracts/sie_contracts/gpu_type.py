@@ -16,7 +16,7 @@ _MAX_CACHED = 128
 
 def gpu_type(name: str) -> str:
     """Return the type of a GPU: `NVIDIA L4` gives l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100.
-    A name that is a type already, or empty, is returned unchanged.
+    An empty name is returned unchanged, and so is a type, except the type of a MIG device.
     """
     return (_cached_type if len(name) <= _MAX_CACHED else _derived)(name)
 

@@ -5,9 +5,10 @@
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
 The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
-shard. It writes the output of a shard to the store first, and the record of the shard after that. If it dies between
-the two writes, the next leader finds the output without a record. A part that cannot be read has a record and no
-output. Changes to the structs follow the rules of `wire.messages`: new fields have defaults; types and meanings stay.
+shard. The leader writes the output of a shard to the store first, and the record of the shard after that. If it dies
+between the two writes, the next leader finds the output without a record. A part that cannot be read has a record and
+no output. Changes to the structs follow the rules of `wire.messages`: new fields have defaults; types and meanings
+stay.
 
 Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
 MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
@@ -63,8 +64,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are the
     next images of the folder whose names sort after `after`.
 
-    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags; if it has
-    changed later, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
+    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. If the tag has
+    changed since, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str
@@ -135,15 +136,15 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job. Only the
-    leader writes its progress and end. Empty if no gateway runs the job, or if it has ended.
+    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
+    gateway runs it, or if it has ended. Only the leader writes the progress and the end of the job.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
     have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
     are known.
 
-    `lost`: gateways that died as leader of the job, in order; the list starts again when `done` has risen above
-    `peak_done`. `peak_done`: the highest value of `done` at such a death.
+    `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
+    a leader. If `done` has risen above `peak_done` when a leader dies, the list starts again.
     """
 
     id: str
@@ -206,7 +207,7 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with all texts that the job adds while it runs cut to their limits. Raises ValueError if the
+    """Return the record with its texts cut to their limits, except those that the client sent. Raises ValueError if the
     record is still larger than MAX_RECORD_BYTES.
     """
     cut = record

@@ -1,8 +1,8 @@
 """Error messages for a body that is not JSON: the fault and its position. A message repeats no part of the body,
 because the body is a client's input.
 
-The JSON decoder reports the position of most faults. This module finds the position if a body ends early, or has one
-half of a surrogate pair.
+The JSON decoder reports the position of most faults. This module finds the position if a body ends early, has invalid
+UTF-8, or has one half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _not_utf8(body: bytes) -> int:
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
     """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None if
-    it reached the end of the body. Then only the last bytes are searched. If there is none, return None.
+    it reached the end of the body. In this case only the last bytes are searched, and the result is None if they have
+    no such half.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

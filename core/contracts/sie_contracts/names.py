@@ -20,7 +20,8 @@ _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
 _LONG = 20  # in a name of at least this number of letters, only some pieces are looked up
 _LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
-_LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
+# lowest similarity of a suggestion of `did_you_mean` (1: equal); one or two letters may be wrong, missing or exchanged
+_LIKE = 0.7
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

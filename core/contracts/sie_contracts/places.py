@@ -19,7 +19,7 @@ def without_paths(text: str) -> str:
 
 
 def public(error: ErrorInfo) -> ErrorInfo:
-    """Return the error without absolute paths, as a client may see it."""
+    """Return the error without absolute paths in its message and in its extras that are texts."""
     extras: dict[str, Any] = {
         key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()
     }

@@ -2,9 +2,9 @@
 
     bytes ──count──► number of values ──from_json, from_msgpack──► plain value
 
-Each step may raise Malformed. Arrays, timestamps and other extension types are not decoded: an array stays a map (see
-`arrays`), and the code that reads the field unpacks it. So readers of a body have to expect only the types above, and
-can compare and encode every value.
+Each step may raise Malformed. An array stays a map or becomes one (see `arrays`), and the code that reads the field
+unpacks it. Timestamps and other extension types are refused. So readers of a body have to expect only the types above,
+and can compare and encode every value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason`: the reason in the client's
-    error. The message repeats no part of the bytes.
+    """Error for bytes that are not a plain value, or that contain too many values. `reason`: `reason` of the error that
+    the client gets. The message repeats no part of the bytes.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -35,8 +35,8 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values; 0 for a body of at most SMALL_BYTES, which is not counted. Raises
-    Malformed for too many values.
+    """Return an upper bound of the number of values inside a body; 0 for a body of at most SMALL_BYTES, which is not
+    counted. Raises Malformed for too many values, and in msgpack for nesting deeper than MAX_NESTING.
     """
     if len(data) <= SMALL_BYTES:
         return 0
@@ -58,8 +58,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys that are bytes become text, and arrays become maps. Raises Malformed in the same cases as
-    `from_json`, and for values of other types.
+    """Decode msgpack. Keys that are bytes become text, and arrays become maps. Raises Malformed for bytes that are not
+    msgpack, invalid UTF-8, nesting deeper than MAX_NESTING, too many values, and values or keys of other types.
     """
     if not is_counted:
         count(data, msgpack=True)

@@ -23,7 +23,9 @@ _MAX_NAME = 64  # maximum number of characters of an unknown field's name in an 
 
 
 def invalid_input(kind: type, error: ValidationError) -> InvalidInput:
-    """Return the refusal of a request body that msgspec refused as a `kind`. Its `param` is the path of the field."""
+    """Return the error for a request body that msgspec refused as a `kind`. Its `param` is the path of the field, or
+    `body` for a fault of the whole body.
+    """
     path, text = _field_fault(kind, error)
     return InvalidInput.at(path or "body", text)
 
@@ -41,8 +43,8 @@ def _field_fault(kind: type, error: ValidationError) -> tuple[str, str]:
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
     """Return the path and the text of a fault in a document of the type `kind`, both clearer than those of msgspec.
 
-    For an unknown or missing field, the path ends with its name. The text for an unknown field suggests a known one,
-    and for an invalid value it lists the permitted values in place of the value.
+    For an unknown or missing field, the path ends with the name of this field. The text for an unknown field suggests a
+    known field. For a value outside a list of permitted values, the text is this list.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
@@ -57,8 +59,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Suggest a field in place of an unknown one: a similar one in `names` or elsewhere in the document, or all
-    `names`.
+    """Suggest a field in place of the unknown field `name`: a similar field in `names` or elsewhere in the document, or
+    else the first _MAX_NAMES of `names`.
     """
     if like := difflib.get_close_matches(name[:_MAX_NAME], names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
@@ -76,7 +78,9 @@ def _type_of(kind: type) -> inspect.Type:
 
 @functools.cache
 def _places(kind: type) -> tuple[str, ...]:
-    """Return the paths of all fields of a document; NAME is a placeholder for any key of a map."""
+    """Return the paths of the fields of a document, at most four levels deep and without fields inside lists. NAME is
+    a placeholder for any key of a map.
+    """
     return tuple(_walk(_type_of(kind), "", 4))
 
 

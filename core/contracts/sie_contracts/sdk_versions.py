@@ -3,8 +3,8 @@ this server. They send their version in the header `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 
-The clients of this project send their version in another header, `X-SIE-Client-Version`. They and all other clients get
-the dialect NATIVE.
+The clients of this project send their version in another header, `X-SIE-Client-Version`. A client without the header
+`X-SIE-SDK-Version` gets the dialect NATIVE.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Expectations that a range of client versions has of a server.
+    """Expectations that the clients in a range of versions have of a server.
 
     `holds`: whether a request waits in the gateway while its model is loaded. The public SDKs repeat requests
     themselves, so the gateway answers them at once. `on_item_error`: default of this parameter. `statuses`: HTTP status
-    by error code, where it differs from ours. `codes`: error code to send instead of a retryable code that these
-    clients do not know; they would not retry after an unknown code.
+    by error code, where it differs from ours. `codes`: error code to send instead of a retryable code. Most of the
+    replaced codes are unknown to these clients, which do not retry after an unknown code.
     """
 
     holds: bool = True
@@ -42,7 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` as these clients expect it. A code that is replaced becomes the reason if there is none."""
+        """Return `error` as these clients expect it. A replaced code becomes the reason of an error without reason."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -91,8 +91,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the contract version to send to a public SDK: its own version, but at most the version of this server. The
-    SDK warns if this version differs from its own by more than one minor version.
+    """Return the contract version to send to a public SDK: the version of the SDK, but at most SERVER_VERSION, which is
+    also sent if `version` cannot be parsed. The SDK warns if the sent version differs from its own by more than one
+    minor version.
     """
     number = _parsed(version)
     if number is None:

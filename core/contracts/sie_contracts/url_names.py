@@ -10,8 +10,8 @@ _UNFIT = re.compile(r"[%\\?#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def quoted(name: str, argument: str) -> str:
-    """Return a name, escaped for the path of a URL. Raises ValueError, which names `argument`, if the name could lead
-    to another route.
+    """Return a name, escaped for the path of a URL. Raises ValueError, which names `argument`, if the name is no text
+    or could lead to another route.
     """
     if not isinstance(name, str) or _UNFIT.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reader of YAML that people or other programs write: entries of models, and values on a command line."""
+"""Reader of YAML that people or other programs write, such as entries of models and values on a command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import yaml
 MAX_DEPTH = 64
 # maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
 MAX_EVENTS = 50_000
-SMALL_BYTES = 4096  # largest size in bytes of a text whose events are not counted, because it cannot nest too deep
+# largest length of a text whose events are not counted, because it cannot nest deep enough to overflow the C stack
+SMALL_BYTES = 4096
 # the C loader, which is ten times as fast, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -29,10 +30,12 @@ def load(data: bytes | str) -> Any:
 
 
 def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML document and its tree, which knows the line of each value; None for an empty document.
+    """Return the value of a YAML document and its tree, which knows the line of each value; both are None for an empty
+    document.
 
-    Raises NotYAML, also for a repeated key, an alias (a few lines with aliases can expand to gigabytes), and a value
-    that its type does not have, such as a date in month 13.
+    Raises NotYAML, also for nesting deeper than MAX_DEPTH, too many events, a repeated key, a key that is a list or a
+    map, an alias (a few lines with aliases can expand to gigabytes), and a value that its type does not have, such as a
+    date in month 13.
     """
     try:
         if len(data) > SMALL_BYTES:
@@ -57,7 +60,7 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Refuse YAML with too many levels or values, before its tree is built by a C recursion that has no limit."""
+    """Refuse YAML with too many levels or events, before a C recursion without a limit builds the tree."""
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

@@ -1,7 +1,7 @@
 """The public HTTP API: each body and each reply as a struct, from which the OpenAPI document is generated.
 
     shapes        types that several files share, and the schema of a field that accepts several types
-    inference     encode, score and extract
+    inference     encode, score, extract and redact
     dialects      OpenAI, Jina, Voyage, Cohere, Infinity, NVIDIA
     tei           Text Embeddings Inference
     ollama        Ollama
@@ -9,6 +9,7 @@
     jobs          jobs on whole files
     models        models and aliases
     residency     loads and unloads of models
+    cache         the cache of answers
     operations    pools, health, scaling
     dead_letters  dead letters, and the scopes of the caller's credential
     views         pages of the console

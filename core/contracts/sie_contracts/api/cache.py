@@ -20,9 +20,9 @@ class CachedModel(Struct, kw_only=True):
 
 
 class CacheState(Struct, kw_only=True):
-    """Cache of the gateway that replies. All numbers are 0 if it has none. `evictions`: answers that were removed for
-    lack of room. `gateways`: number of gateways, each of which has a cache of its own. `models`: at most 1000, those
-    with the most answers first.
+    """Cache of the gateway that replies. `max_bytes`: largest size of the cache; 0 if the gateway has none.
+    `evictions`: number of answers that were removed for lack of room. `gateways`: number of gateways, each of which may
+    have a cache of its own. `models`: at most 1000, those with the most answers first.
     """
 
     EXAMPLE: ClassVar[Any] = {

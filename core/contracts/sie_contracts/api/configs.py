@@ -60,7 +60,7 @@ class ModelDocument(Struct, kw_only=True):
 
 
 class BundleStatus(Struct, kw_only=True):
-    """Workers of a bundle: `acked_workers` serve the newest revision, `pending_workers` do not serve it yet."""
+    """Workers of a bundle: `acked_workers` have read the newest revision of the model, `pending_workers` have not."""
 
     bundle_id: str
     expected_bundle_config_hash: Text = UNSET

@@ -28,9 +28,10 @@ class DeadLetterInfo(Struct, kw_only=True):
     """A dead letter without its inputs: a message whose work was given up.
 
     `at`: time at which the work was given up, in seconds since 1970. `deliveries`: number of deliveries to workers.
-    `deaths`: number of adapter processes that died while they ran this work. `workers`: the last workers that received
-    the message. If the message cannot be decoded, `is_readable` is false, and its request and model are not known.
-    `sequence`: number of the letter in its pool; a later letter has a larger number.
+    `deaths`: number of adapter processes that died while they ran one of its inputs, also in another request.
+    `workers`: the last workers that received the message. If the message cannot be decoded, `is_readable` is false, and
+    its request and model are not known. `sequence`: number of the letter in its pool; a later letter has a larger
+    number.
     """
 
     EXAMPLE: ClassVar[Any] = {

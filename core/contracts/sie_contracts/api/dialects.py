@@ -35,7 +35,7 @@ RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
 
 class ImageAddress(Struct, kw_only=True):
-    """An image: a data URI, or base64."""
+    """An image or a sound: a data URI, or base64. An image may be a URL too, if SIE_IMAGE_URL_HOSTS allows its host."""
 
     url: str
 
@@ -61,7 +61,7 @@ Parts = Annotated[list[Part], Meta(min_length=1)]
 
 
 class JinaInput(Struct, kw_only=True):
-    """A text, an image (base64 or a data URI), or a list of parts."""
+    """A text, an image (base64, a data URI or a URL), or a list of parts."""
 
     text: Text = UNSET
     image: Text = UNSET
@@ -268,7 +268,7 @@ class Transcription(Struct, kw_only=True):
 
 
 class Passage(Struct, kw_only=True):
-    """One passage to rank: a text, or an image (base64 or a data URI)."""
+    """One passage to rank: a text, or an image (base64, a data URI or a URL)."""
 
     text: Text = UNSET
     image: Text = UNSET
@@ -311,8 +311,8 @@ class Rankings(Reply, kw_only=True):
 
 
 class Document(Struct, kw_only=True):
-    """A document as an object: a text, or an image (base64 or a data URI). With `rank_fields`, the document is the
-    values of the fields that are named there, one per line.
+    """A document as an object: a text, or an image (base64, a data URI or a URL). With `rank_fields`, the document is
+    the values of the fields that are named there, one per line.
     """
 
     text: Text = UNSET
@@ -391,7 +391,7 @@ class EmbedV1(Struct, kw_only=True):
 
     model: Text = UNSET
     texts: ManyTexts | UnsetType = UNSET
-    images: Annotated[list[str], Meta(min_length=1, description="Data URIs, or base64.")] | UnsetType = UNSET
+    images: Annotated[list[str], Meta(min_length=1, description="Data URIs, base64 or URLs.")] | UnsetType = UNSET
     inputs: Annotated[list[CohereInput], Meta(min_length=1)] | UnsetType = UNSET
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | UnsetType = UNSET
     embedding_types: list[VectorType] | UnsetType = UNSET

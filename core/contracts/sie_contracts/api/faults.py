@@ -31,8 +31,8 @@ class _ShortDetail(Struct, kw_only=True):
 
 class Error(Struct, kw_only=True):
     """An error in the form that clients of this route expect. `error` is an object with all facts; on routes of Text
-    Embeddings Inference it is the message. `detail` is an object too; it is a string if the request body has
-    `truncation`, which only Voyage's client sends. docs/errors.md has the table of forms.
+    Embeddings Inference and Ollama it is the message. `detail` is an object too, if the route has it; it is a string if
+    the request body has `truncation`, which Voyage's client sends. docs/errors.md has the table of forms.
     """
 
     EXAMPLE: ClassVar[Any] = envelope(

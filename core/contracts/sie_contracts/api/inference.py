@@ -31,7 +31,7 @@ Spans = Annotated[list[Span], Meta(min_length=1, max_length=4096)]
 
 class Item(Struct, kw_only=True):
     """An input. The reply repeats `id` and `metadata`. Media are base64 or data URIs; in msgpack they may also be
-    bytes.
+    bytes. An image may be a URL too, if SIE_IMAGE_URL_HOSTS allows its host.
     """
 
     id: str | UnsetType | None = UNSET

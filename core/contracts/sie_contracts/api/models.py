@@ -134,8 +134,8 @@ class ModelInfo(Struct, kw_only=True):
     `prompts`: names of its prompts; `prompt_texts`: their texts. `hosts`: state of the model on each worker that
     reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
     the first download, without LoRAs; null if it is not known. `needs_labels`: whether an extraction must name labels.
-    `extracts`: fields of the answer to an extraction that it fills. `options`: parameters of a request that only models
-    of its family read.
+    `extracts`: fields of the answer to an extraction that it fills. `options`: parameters of a request that its family
+    reads, but not every family.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -228,8 +228,8 @@ class ModelInfo(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """The models in two forms: `data` for clients of OpenAI, `models` for clients of SIE. `total`: number of all
-    models, if the request limits the number of listed models.
+    """The models, twice: `data` for clients of OpenAI, `models` for clients of SIE. `total`: number of all models that
+    the request selects, if it limits the number of listed models.
     """
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}

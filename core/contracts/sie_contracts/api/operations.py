@@ -11,7 +11,7 @@ from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # maximum number of workers of one machine profile in a reservation; no cluster has more
+MAX_GPUS = 4096  # maximum number of GPUs of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
@@ -24,7 +24,10 @@ class PoolRequest(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,63}$")]
-    gpus: Annotated[dict[str, Count], Meta(min_length=1, description="Workers by machine profile.")]
+    gpus: Annotated[
+        dict[str, Count],
+        Meta(min_length=1, description="GPUs by machine profile; a worker without a GPU counts as 1."),
+    ]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
     queue_pool: (
         Annotated[Literal["default", "_default"] | None, Meta(description="The pool whose workers it takes.")]

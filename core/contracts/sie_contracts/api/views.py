@@ -14,8 +14,8 @@ from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):
-    """Numbers of workers, models, messages that workers have (`in_flight`), and dead letters. The counts include
-    workers and models that are not listed.
+    """Numbers of workers, models, messages that workers have (`in_flight`), and dead letters, including removed ones.
+    The counts include workers and models that are not listed.
     """
 
     workers: int
@@ -37,9 +37,9 @@ class ClusterFinding(Struct, kw_only=True, frozen=True):
 class ClusterView(Struct, kw_only=True):
     """Overview of the cluster. At most 50 workers and 50 models are listed: unhealthy workers and models in use come
     first. `queues`: null if the broker was not read. `failures`: by model, the reason why it could not be loaded.
-    `findings`: at most 50 faults of workers, loads and queues, and requests refused in the last 5 minutes; faults that
-    stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway, which `--data-dir` of
-    the commands names.
+    `findings`: at most 50 faults of workers, loads, queues, clocks and remote servers, and requests refused in the last
+    5 minutes; faults that stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway,
+    which `--data-dir` of the commands names.
     """
 
     EXAMPLE: ClassVar[Any] = {

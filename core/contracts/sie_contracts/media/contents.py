@@ -1,5 +1,5 @@
-"""Keys of inputs. A key identifies an input that killed an adapter, so that the input is refused next time. A key is a
-digest of all data on which the result of an input depends, so it does not reveal the text.
+"""Keys of inputs. An input that has killed adapters is recognised by its key and refused. A key is a digest of all
+data on which the result of an input depends, so the key does not reveal the text.
 """
 
 from __future__ import annotations

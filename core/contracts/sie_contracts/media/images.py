@@ -46,8 +46,8 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         page     height width                    resize as large as fits; then add a border of the colour `fill`
         tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
 
-    The squares of `tiles`, row by row, lie one below the other. The last one is the whole image, shrunk to a square; it
-    is the only one if the image fits into a square.
+    The squares of `tiles`, row by row, lie one below the other. The last square is the whole image, shrunk to a square;
+    it is the only square if the resized image fits into one.
 
     `raised`, for blocks: an image with an edge below `multiple` is first enlarged, and its other edge is `rounded` or
     `floored`; `no`: it is not enlarged first. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each
@@ -218,7 +218,9 @@ def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
 
 
 def image_ids(recipe: Recipe, tokens: ImageTokens, pixels: Size, upright: Size) -> tuple[int, ...]:
-    """Return the token ids that stand for an image. `pixels`: the size at which the model reads it."""
+    """Return the token ids that stand for an image of the size `upright`. `pixels`: the size at which the model reads
+    the image.
+    """
     if tokens.tiles is not None and max(tiles := tiles_of(recipe, upright)) > 1:
         own = (tokens.token,) * tokens.count
         before = [ids for row in tokens.tiles.before[: tiles.height] for ids in row[: tiles.width]]

@@ -56,9 +56,9 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
     then add silence; repeat: repeat it up to the full length; pad: add silence only; none: keep it as it is.
 
-    Of a sound longer than the window, only the middle is read. With `whole`, all of it is read, window by window. With
-    `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
-    four times.
+    Of a sound longer than the window, only the middle is read. With `whole`, all of it is read. With `fused`, the model
+    gets four views of a sound longer than the window: the whole sound, shrunk, and one part of each third; a shorter
+    sound is given four times.
 
     `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`: the
     log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
@@ -260,7 +260,9 @@ def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
 
 
 def _fixed(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, overridden by a file. Raises UnknownExtractor if the file changes one of them."""
+    """Return the settings of a file, with `values` for those that it lacks. Raises UnknownExtractor if the file has
+    another value for one of `values`.
+    """
     settings = {**values, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in values.items() if settings[name] != value]:
         raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, supported is {values[changed[0]]}")

@@ -22,11 +22,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Check an alias against a catalogue: no model has its id, its targets exist, and the results of its targets can be
-    mixed (in one index, for example).
+    """Check an alias against a catalogue: no model and no other alias has its id, its targets and its shadow exist, the
+    shadow has a task of the first target, and the results of the targets can be mixed (in one index, for example).
 
     Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed only if their
-    entries prove that they compute the same numbers (`Resolved.numbers`). `force` skips only this last check.
+    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only the check whether
+    results can be mixed.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -107,7 +108,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether `after` may give other vectors than `before`, which cannot search an index of the old vectors."""
+    """Return whether `after` may give vectors that cannot search an index of the vectors of `before`."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

@@ -71,8 +71,8 @@ def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def parse_alias(raw: Mapping[str, Any]) -> Alias:
-    """Check a document from YAML or JSON and return the alias. Raises ValidationFailed; its `errors` have the path of
-    each faulty field. The id is not checked here.
+    """Check a document from YAML or JSON and return the alias. Raises ValidationFailed for the first faulty field; its
+    `errors` have the path of this field. The id is not checked here.
 
     The short form of a target without a weight, or of a shadow of all requests, is the model name alone.
     """

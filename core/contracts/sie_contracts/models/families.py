@@ -4,10 +4,10 @@ know about the family.
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
                                    class, files, tokens around a text (adapter)
 
-To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
+To add a family, write a file with its class in `sie_adapter` and a row here (docs/families.md).
 
-A family from another package has no row. The entry point `sie.adapters` names its class. The family checks its own
-parameters, and may read any file of a model's folder.
+A family from another package has no row. The entry point `sie.adapters` names its class. The family checks the
+parameters that `option_values` does not check, and may read any file of a model's folder.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,9 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Row of the table of model families. `implementation`: `module:class` in the adapter, imported when a model of the
-    family is first loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this
-    file and weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
+    family is first loaded. `parameters`: request options that this family reads, but not every family. `config_file`: a
+    file in the folder of each model of the family. `transformers_class`: the class of transformers that loads the
+    folder.
     """
 
     implementation: str
@@ -33,7 +34,7 @@ class Family:
     ignores_text_beside_images: bool = False
     reads_answer: bool = False  # the model is a decoder that scores: the score comes from the logits of its next token
     takes_lora: bool = False
-    needs_labels: bool = False  # an extraction must name labels
+    needs_labels: bool = False  # an extraction must name labels, or parameters that have labels, such as output_schema
     relates_alone: bool = False  # an extraction with `relation_labels` needs no other labels
     # an extraction must have an instruction, for example the question that the text answers
     needs_instruction: bool = False

@@ -59,11 +59,12 @@ class Layout:
     workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
     in the order (room, planned use, model already loaded, number of models, hash). A model that is not loaded moves
     away from a worker that has more models than slots, if another worker has room. At most one model moves away from a
-    worker that is above HOT. The former host stays in the table, before the new hosts, until all new hosts have loaded
-    the model.
+    worker that is above HOT. A former host that has loaded the model stays in the table, before the new hosts, until
+    all new hosts have loaded the model.
 
-    So the loss of a worker moves only the models of this worker. If no worker is above HOT, a step with equal inputs
-    moves no model. To reduce the number of hosts, the caller passes a shorter list to `set_before`.
+    So the loss of a worker moves only the models of this worker, except if other workers become too full or hot. If no
+    worker is above HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a
+    shorter list to `set_before`.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:

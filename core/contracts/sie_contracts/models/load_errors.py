@@ -6,7 +6,7 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
-# maximum number of attempts at a load or preload that fails for an unknown reason
+# maximum number of attempts at a load that fails for an unknown reason, and at a preload that fails for any reason
 MAX_ATTEMPTS = 3
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]

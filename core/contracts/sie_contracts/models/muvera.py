@@ -107,7 +107,7 @@ def _boolean(path: str, value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """Describe a value for an error message. Only numbers are shown: other values may contain a client's text."""
+    """Describe a value for an error message. Only numbers and booleans are shown: others may be a client's text."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)

@@ -1,5 +1,5 @@
-"""Checks of the values of request parameters. Each function checks one value and returns it in the form that the model
-needs. It raises InvalidInput with `path`, the path of the parameter in the request.
+"""Checks of the values of request parameters. Each check takes one value, returns the value in the form that the model
+needs, and raises InvalidInput with `path`, the path of the parameter in the request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_EXAMPLES = 100
 MAX_RELATION_LABELS = 100
 MAX_TASK = 100  # maximum number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
-# maximum number of bytes of an option that only the family itself checks, for example a family of another package
+# maximum number of bytes of an option that is a list, a map or a schema, or that only the family itself checks
 MAX_OWN_BYTES = 64 << 10
 
 
@@ -160,8 +160,8 @@ def label_thresholds(path: str, value: Any) -> dict[str, float]:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """Return the value of an option that only the model's family checks. Raises InvalidInput if the value cannot be
-    encoded for the worker, or is too large.
+    """Return the value of an option. Raises InvalidInput if the value cannot be encoded for the worker, or is too
+    large. This is the only check of an option that the model's family checks itself.
     """
     try:
         size = len(msgspec.msgpack.encode(value))

@@ -52,8 +52,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Maximum numbers of characters: of a prompt, because it is added to each input, and of the name of a LoRA. Other
-# parameters are limited only by the size of a message.
+# maximum number of characters of a prompt with an instruction, because the prompt is added to each input
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
@@ -212,7 +211,7 @@ def run_options(
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
     value if the request has none. `side`: the side of a search that the route implies for the texts. `strict`: refuse
-    unknown parameters.
+    parameters that have no effect, instead of a warning.
 
     Also returns `resolved`, with the profile that the parameter `profile` names. Raises InvalidInput with the path of
     the parameter.
@@ -421,7 +420,9 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family (`names`) with checked values. Families of other packages check their own."""
+    """Return the options of this family (`names`). Options in CHECKS have checked values; the family itself checks the
+    values of its other options.
+    """
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
@@ -458,7 +459,7 @@ def _schema_parts(
 
 def parse_written(raw: object) -> ModelEntry | Alias:
     """Check a document before it is written, like `parse_document`, and the default options of a model by the checks of
-    a request's options. Raises ValidationFailed; its `errors` have the paths of faulty fields.
+    a request's options. Raises ValidationFailed; its `errors` have the path of the first fault.
 
     Stored documents are read with `parse_document` alone: one faulty default must not make the whole catalogue invalid.
     """

@@ -1,6 +1,6 @@
 """Schemas of answers: `output_schema` and `label_groups` of an extraction become parts that a model answers one by one.
 
-    JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no
+    JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no, a level of a scale
                                                  └─► records: values from the text, objects and lists of objects
 
 A model that scores labels answers a decision. A record needs a model that finds spans of the text. A fault raises

@@ -305,7 +305,9 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the profile that it extends. Its own options replace all inherited ones."""
+        """Return a profile, completed from the profile that it extends. If it has options of a kind (loadtime or
+        runtime), they replace all inherited options of this kind. Raises ValidationFailed.
+        """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
@@ -381,8 +383,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return how a profile differs from the default. A profile of another family is ignored: list it, and return
-        None.
+        """Return how a profile differs from the default. A profile of another family, or of a class without a family
+        here, is ignored: list it, and return None.
         """
         try:
             variant = self._kind(name)

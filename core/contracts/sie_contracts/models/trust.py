@@ -52,7 +52,7 @@ class TrustRefusal:
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
     weights = entry.weights
-    # all sources: a load takes the first one that exists on the worker, so each of them may supply the code
+    # all sources: a load takes the first source that exists on the worker, so each of them may supply the code
     source = msgspec.json.encode([weights.path, weights.package, weights.hub, weights.revision]).decode()
     claimed = []
     loads = {"$.load": entry.load} | {
@@ -134,7 +134,9 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path (with links resolved) is in one of the folders; with `is_here`, also each file below it."""
+    """Return whether a path (with links resolved) is in one of the folders. With `is_here`, each file and folder below
+    the path must be there too, and the path must have at most MAX_FILES files.
+    """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:

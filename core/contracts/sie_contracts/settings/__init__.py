@@ -4,9 +4,9 @@ reads settings from the environment.
 flag > environment > machine-profile default > documented default
 
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
-process. An invalid value raises SettingError, which names the variable and ends the process with status 2. The
-environment is never changed. Each setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is
-`--max-batch-cost`).
+process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
+the process with status 2; only an invalid OTEL_ variable is ignored with a warning. Each setting is one field, one
+variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Settings(
 
     @property
     def pool_size(self) -> int:
-        """Return the number of connections to the adapter that carry batches."""
+        """Return the largest number of connections to the adapter of a device that carry batches."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property

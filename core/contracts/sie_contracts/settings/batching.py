@@ -31,7 +31,7 @@ class BatchingSettings:
         "SIE_MAX_BATCH_COST",
         "sidecar",
         whole(1),
-        "Maximum cost of a batch, in tokens. The cost of a text is its number of tokens after truncation, that of an image of an encoder with one image size is 1. An item above the maximum runs alone.",
+        "Maximum cost of a batch, in tokens. The cost of a text is its number of tokens after truncation. The model determines the cost of an image, such as its number of patches. An item above the maximum runs alone.",
     )
     max_concurrent_requests: int = row(
         512,

@@ -65,7 +65,7 @@ class ClusterSettings:
         "SIE_GATEWAY_CONFIGURED_GPUS",
         "gateway",
         LIST,
-        "Machine profiles that requests may be routed to, even if none of their workers runs. Of several that fit a request which names none, the first one is taken.",
+        "Machine profiles that requests may be routed to, even if none of their workers runs. For a request that names none, one with the model loaded is preferred, then one with a worker of the bundle; of several, the first in the list.",
     )
     config_service_url: str | None = row(
         None,
@@ -107,7 +107,7 @@ class ClusterSettings:
         "SIE_CONFIG_READ_TOKEN",
         "gateway sidecar config",
         SECRET,
-        "Bearer token that may read the epoch and the export of the catalogue, and /ws/status of a worker. It can change nothing.",
+        "Bearer token that may read the catalogue at the config service, its epoch and export at a gateway, the pools to which workers are assigned, and /ws/status of a worker. It can change nothing.",
     )
     auth_mode: str = row(
         "none",
@@ -267,14 +267,14 @@ class ClusterSettings:
         "SIE_STREAM_STORAGE",
         "gateway config",
         choice("memory", "file"),
-        "Storage of the work streams and of the catalogue. memory is lost when the broker ends. file survives a restart of the broker.",
+        "Storage of the work streams, of the catalogue and of most other records at the broker. memory is lost when the broker ends. file survives a restart of the broker.",
     )
     stream_replicas: int = row(
         1,
         "SIE_STREAM_REPLICAS",
         "gateway config",
         whole(1, 5),
-        "Number of copies of each work stream and of the catalogue, at most the number of brokers.",
+        "Number of copies of each stream and bucket at the broker, at most the number of brokers.",
     )
     queue_max_bytes: int = row(
         1 << 30,

@@ -59,7 +59,7 @@ class SettingRow:
         try:
             return self.parse(text)
         except ValueError as error:
-            # a URL may contain a password, which the parser's message may repeat, so the message is hidden too
+            # a URL may contain a password, and the parser's message may repeat the URL, so the message is hidden too
             hidden = self.secret or "@" in text
             got = "***" if hidden else repr(text[:100])
             detail = f" ({error})" if str(error) and not hidden else ""
@@ -82,7 +82,9 @@ def row(
 
 
 def shown(row: SettingRow, value: Any) -> str:
-    """Return a value as an operator may see it: `***` for a secret, URLs without user names and passwords."""
+    """Return a value as an operator may see it: `***` for a secret; the URLs of a variable that ends in `_URL` or
+    `_ENDPOINT` without user names and passwords.
+    """
     if value is None:
         return "(unset)"
     if row.secret:

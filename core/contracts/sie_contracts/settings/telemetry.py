@@ -11,7 +11,8 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 @dataclass(frozen=True)
 class Tracing:
     """Settings of tracing. `exporters`: destinations of spans, otlp and console. `protocol` and `endpoint`: for otlp
-    only. `rate`: for the sampler traceidratio only. `propagates`: whether spans continue the trace of the client.
+    only. `rate`: for the samplers traceidratio and parentbased_traceidratio only. `propagates`: whether spans continue
+    the trace of the client.
     """
 
     enabled: bool

@@ -1,4 +1,4 @@
-"""Types of setting values. Each has a function that parses a text, and words for the message "expected ..."."""
+"""Types of setting values. Each type has a function that parses a text, and words for the message "expected ..."."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class WorkerSettings:
         "SIE_WORKER_ID",
         "sidecar adapter",
         LABEL,
-        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name of the pod, else a UUID.",
+        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name, which in Kubernetes is the name of the pod; a UUID if it is localhost.",
     )
     machine_profile: str | None = row(
         None,
@@ -113,7 +113,7 @@ class WorkerSettings:
         "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS",
         "sidecar",
         whole(0),
-        "Interval at which the worker reads the whole catalogue, milliseconds. 0: only at start.",
+        "Interval at which the worker reads the whole catalogue, milliseconds. 0: only at start, and after it has missed changes.",
     )
     health_publish_interval_ms: int = row(
         5000, "SIE_HEALTH_PUBLISH_INTERVAL_MS", "sidecar", whole(100), "Interval of heartbeats, milliseconds."

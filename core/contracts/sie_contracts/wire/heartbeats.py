@@ -94,8 +94,8 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, which the worker sends regularly. `ready` is false while none of its adapters answers;
-    `unready` is then the reason. `leaving`: the worker finishes its work and takes no more.
+    """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
+    otherwise `unready` is the reason. `leaving`: the worker finishes its work and takes no more.
 
     Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
     is busy (0: not measured yet). `held_cost`: tokens of the work that the worker has. `credit_cost` and
@@ -197,12 +197,13 @@ class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """State of a gateway, which it sends to all gateways each second.
+    """State of a gateway, which it sends to all gateways each second, and five times per second while `queued` is not
+    empty.
 
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: recent number of answered
-    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
-    the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
-    the receivers erase. `erasures`: number of erasures that the gateway has sent, this one included.
+    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work of the
+    gateway in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
+    `erasures`: number of erasures that the gateway has sent, including `erasure`.
     """
 
     gateway: str

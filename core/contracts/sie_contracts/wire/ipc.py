@@ -7,8 +7,8 @@ The control connection has the short requests, also one at a time, so that a hea
 frame or a load.
 
 The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request lists them. The adapter
-decides when. It unloads the first listed model first, and lists the unloaded models in `dropped` of its reply. The
-adapter does not remember `may_drop`: a model that the present request does not list stays loaded.
+decides when it unloads them. It unloads the first listed model first, and lists the unloaded models in `dropped` of its
+reply. The adapter does not remember `may_drop`: a model that the present request does not list stays loaded.
 
 Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -33,7 +33,8 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # maximum size of a frame that an adapter reads, in bytes: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # seconds in which a frame must be complete after its first byte
+# seconds in which a frame must be complete after its first byte; in `receive_frame`, seconds for each piece of it
+FRAME_TIMEOUT_S = 30.0
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
@@ -46,7 +47,9 @@ def device_socket(path: str, number: int) -> str:
 
 
 class FrameError(Exception):
-    """Error for a peer that closed the connection or stalled within a frame, or sent a message of another protocol."""
+    """Error for a peer that closed the connection or stalled within a frame, or sent a message of another protocol, and
+    for a frame that is too large.
+    """
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -64,8 +67,8 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Load this model if it is not loaded, and use `entry` for it from now on. Loaded weights stay if they fit a
-    changed entry; otherwise the model is loaded again. The reply is Ready, or Refused with MODEL_LOAD_FAILED. A load
-    runs in parallel to inference.
+    changed entry; otherwise the model is loaded again. The reply is Ready, or Refused. A load runs in parallel to
+    inference.
 
     `entry`: the model's entry in the catalogue, because the adapter has no catalogue. `may_drop`: models that may be
     unloaded to free memory.
@@ -78,8 +81,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is
-    Done, or Refused with LORA_LOAD_FAILED. A load runs in parallel to inference.
+    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is Done, or
+    Refused, with MODEL_LOADING if the model is not loaded. A load runs in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -272,10 +275,10 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """A loaded model, with the values that it has on this device. `idle_s`: seconds since its last use. `memory_bytes`:
     bytes of its weights. `peak_bytes`: largest measured memory of its activations.
 
-    `requested_precision`: precision in the model's entry, otherwise the default. `precision_reason`: why `precision` is
-    another one; empty if they are equal. `crossover_tokens`: length of a text at which attention takes as long as
-    everything else (see `costs`); 0 if the time is proportional to the tokens, or if it is unknown. `engine`: engine
-    that computes its hidden states; `engine_reason`: why this engine was chosen.
+    `requested_precision`: precision that the model's entry or profile sets, otherwise the default. `precision_reason`:
+    why `precision` differs from it; empty if both are equal. `crossover_tokens`: length of a text at which attention
+    takes as long as everything else (see `costs`); 0 if the time is proportional to the tokens, or if it is unknown.
+    `engine`: engine that computes its hidden states; `engine_reason`: why this engine was chosen.
     """
 
     model: str
@@ -337,7 +340,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter then dies, an input of the batch may be why."""
+    """Notice that the device starts this batch now. If the adapter dies after this, an input of the batch may be the
+    cause.
+    """
 
     batch: str
 

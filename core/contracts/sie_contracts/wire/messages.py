@@ -118,7 +118,9 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of the input's texts and files. The encoded message has a few bytes more."""
+        """Return the approximate size of the input in a message, in bytes: texts and files exactly, token ids and
+        mentions by upper bounds, without names of fields.
+        """
         size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
@@ -145,10 +147,10 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     `prefix` and `suffix`: prompt around a text. `query_prefix` and `query_suffix`: prompt around the query of a score.
     `pieces`: template of a pair, for models that have one; each piece alternates literal text and a field (`query` or
     `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
-    tokens that are read of a document to score; 0: as many as fit. `parameters`: options that only this family reads,
-    with their JSON types. `variant`: digest of the options that differ from those of the profile, or empty; it is part
-    of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at this second, at most
-    `MAX_SECONDS` long; None: read the whole sound, and refuse one that is longer than that.
+    tokens that are read of a document to score; 0: as many as fit. `parameters`: options that not every family or
+    operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile, or
+    empty; it is part of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at
+    this second, at most `MAX_SECONDS` long; None: read the whole sound, and refuse one that is longer than that.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -182,8 +184,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request. `revision`: that of the weights. `config_revision`: that of the model's entry (0: not
-    checked).
+    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry
+    (0: not checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of

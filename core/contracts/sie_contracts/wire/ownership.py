@@ -1,4 +1,4 @@
-"""Check that no other user can write to a folder from which code or data are read."""
+"""Check whether another user can write to a folder from which code or data are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return the reason why another user may have written to `folder`; empty if only this user and root can write
-    there. Raises OSError for a folder that cannot be examined.
+    """Return the reason why another user may have written to `folder`; empty if it belongs to this user or root, and
+    not every user can write there. The group of the folder may write there. Raises OSError for a folder that cannot be
+    examined.
     """
     status = folder.stat()
     if is_open(folder):

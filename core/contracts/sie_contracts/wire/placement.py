@@ -48,8 +48,8 @@ def replicas(
 
     The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. If it has fewer, the number is raised
     to this value at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts
-    have loaded the model, and the last raise was more than `load_s` ago. It is lowered by one after each 60 s in which
-    fewer hosts would be enough.
+    have loaded the model, and the last raise was more than `load_s` ago. The number is lowered by one after each 60 s
+    in which fewer hosts would be enough and no work waits longer than `adopt_after_s`.
     """
     planned = USED * rate
     needed = 1

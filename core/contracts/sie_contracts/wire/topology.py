@@ -134,8 +134,9 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops all messages
-    above a new, lower limit. So the limit is lowered only while no model has more than half of the new limit.
+    `max_per_subject`: largest number of waiting messages of one subject, which is that of one model, lane and priority
+    (0: no limit). The broker drops all messages above a new, lower limit. So the limit is lowered only while no subject
+    has more than half of the new limit.
     """
 
     name: str
@@ -197,8 +198,8 @@ def work_stream(
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream. It is small
-    because a broker reserves the whole size at once, and there may be 64 reservations.
+    """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream, but at
+    least 1 MiB. It is small because a broker reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
@@ -236,14 +237,14 @@ def cancel_subject(pool: str) -> str:
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Return the largest number of waiting messages of one model and priority: as many as fill a quarter of the stream,
-    so that a model with a full backlog leaves space for other models.
+    """Return the largest number of waiting messages of one model, lane and priority: as many as fill a quarter of the
+    stream, so that a model with a full backlog leaves space for other models.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """Return how many models of a stream may have their own consumers. Further models share consumers."""
+    """Return how many consumers of a stream may belong to one model each. Further models share consumers."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
