@@ -232,6 +232,12 @@ def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:
     catalogue = having(alias(*parts, force=True))
     assert [resolution.canonical for resolution in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
     assert [resolution.canonical for resolution in resolve_all(catalogue, "org/one")] == ["org/one"]
+    both = having(alias({"model": "org/one", "weight": 5}, "org/two", force=True))
+    assert [resolution.canonical for resolution in resolve_all(both, "search:plain")] == [
+        "org/one:plain",
+        "org/two:plain",
+    ]
+    assert [resolution.canonical for resolution in resolve_all(both, f"search@{COMMIT}")] == ["org/one"]
 
 
 def test_a_profile_of_the_body_keeps_the_alias() -> None:

@@ -37,14 +37,14 @@ RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-mig-1g.10gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb-mig-1g.5gb"),
         ("Apple arm", "arm"),
         ("", ""),
     ],
 )
 def test_a_product_name_is_a_type_and_a_type_stays_one(name: str, expected: str) -> None:
     assert gpu_type(name) == expected
-    if " mig " not in name.lower():
-        assert gpu_type(expected) == expected
+    assert gpu_type(expected) == expected
 
 
 def test_types_of_long_names_stay_in_no_memory() -> None:

@@ -475,8 +475,8 @@ class AliasService:
                 }
                 for number, (before, after) in pairs
             ]
-            return ServiceReply(200, msgspec.convert({"revisions": revisions[::-1]}, body_type))
-        return ServiceReply(200, msgspec.convert({"alias": [{"model": self.targets[-1]}]}, body_type))
+            return ServiceReply(msgspec.convert({"revisions": revisions[::-1]}, body_type))
+        return ServiceReply(msgspec.convert({"alias": [{"model": self.targets[-1]}]}, body_type))
 
     def write(self, method: str, path: str, body: bytes, *, how: WriteOptions, body_type: Any = Any) -> ServiceReply:
         change = json.loads(body)
@@ -488,7 +488,7 @@ class AliasService:
             raise CommandRefused("the alias has another revision")
         if not how.dry_run:
             self.set_target(target)
-        return ServiceReply(200, msgspec.convert({"revision": len(self.targets)}, body_type))
+        return ServiceReply(msgspec.convert({"revision": len(self.targets)}, body_type))
 
 
 class SwitchedCollection:

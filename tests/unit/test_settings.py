@@ -435,6 +435,7 @@ WITH_CREDENTIALS = {
     "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222",
     "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",
     "SIE_GATEWAY_URL": f"http://u:{CANARY}@gateway",
+    "SIE_GATEWAY_WORKERS": f"http://u:{CANARY}@worker,http://other",
     "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{CANARY}@collector:4317",
 }
 SECRET_ENVIRON = {**{name: DOCUMENTED[name].good for name in SECRETS}, **WITH_CREDENTIALS, "SIE_AUTH_MODE": "static"}

@@ -110,9 +110,6 @@ class Scan:
         if len(self.gap_ids) < GAP_IDS:
             self.gap_ids.append(printable(row_id[:GAP_ID_CHARS]))
 
-    def add_embedded(self, count: int) -> None:
-        self.embedded += count
-
     @property
     def gaps_text(self) -> str:
         """Rows without a vector, by reason, and their ids: a text for a person."""
@@ -524,7 +521,7 @@ class _LiveSteps:
         await self._leave_out(side, refused, scan)
         if done:
             await self._live.write(side, done, vectors)
-            scan.add_embedded(len(done))
+            scan.embedded += len(done)
 
     def _vector(self, result: Any) -> Vector | None:
         """Return the vector of a result, None if the model refuses the text."""

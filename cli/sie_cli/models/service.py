@@ -49,7 +49,6 @@ class Rejected(CommandRefused):
 class ServiceReply:
     """Successful reply. `body`: decoded. `revision`: the model's revision, from the header ETag."""
 
-    status: int
     body: Any
     revision: int | None = None
 
@@ -155,7 +154,7 @@ class ConfigServiceClient:
             tag = answer.headers.get("etag", "").strip('"')
             try:
                 body = msgspec.json.decode(answer.content, type=body_type)
-                return ServiceReply(answer.status_code, body, int(tag) if tag.isascii() and tag.isdigit() else None)
+                return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None)
             except (msgspec.DecodeError, RecursionError, ValueError) as error:
                 raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST

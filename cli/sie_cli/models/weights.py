@@ -231,19 +231,22 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
         where = str(settings.cache_folder) if local else _cluster(settings).url
         if not yes:
             click.confirm(f"Remove {'this' if len(stored) == 1 else 'these'} from {where}?", abort=True)
+        removed, in_use = [], []
         for snapshot in stored:
             if not local:
                 _cluster(settings).remove(snapshot.repository, snapshot.revision)
             elif not _cache(settings).remove(snapshot.repository, snapshot.revision):
-                raise CommandRefused(
-                    f"{snapshot.repository}@{snapshot.revision} is not removed, because "
-                    "a process of this node uses it: "
-                    "unload the model first"
-                )
+                in_use.append(f"{snapshot.repository}@{snapshot.revision}")
+                continue
+            removed.append(snapshot)
         click.echo(
-            f"removed from {where}: {display.counted(len(stored), 'snapshot')}, "
-            f"{display.size(sum(copy.bytes for copy in stored))}"
+            f"removed from {where}: {display.counted(len(removed), 'snapshot')}, "
+            f"{display.size(sum(copy.bytes for copy in removed))}"
         )
+        if in_use:
+            raise CommandRefused(
+                f"not removed, because a process of this node uses them: {', '.join(in_use)}; unload their models first"
+            )
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class LocalCluster:
         )
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
-        elif cpu and "SIE_GPU_COUNT" not in self._environ:
+        elif cpu and "SIE_GPU_COUNT" not in self._environ.keys() | self._flags.keys():
             # with 0 GPUs, the defaults for a CPU apply, also with a machine profile that the operator named
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
@@ -330,6 +330,8 @@ class LocalCluster:
                         self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
+        if self._restores:  # the broker has read all streams
+            access.publish(self._plan.data_dir, self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()

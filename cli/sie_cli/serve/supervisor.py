@@ -80,15 +80,11 @@ class Child:
     environ: Mapping[str, str]
     grace_s: float = 5.0
     once: Sequence[str] = ()
-    restarts: int = 0
     process: ChildProcess | None = None
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
     refusal: str = ""  # the last line that the child printed about an error
-
-    def count_restart(self) -> None:
-        self.restarts += 1
 
 
 class Supervisor:
@@ -161,7 +157,6 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
-                child.count_restart()
                 try:
                     await self._spawn(child)
                     break

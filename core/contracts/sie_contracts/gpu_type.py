@@ -16,17 +16,17 @@ _MAX_CACHED = 128
 
 def gpu_type(name: str) -> str:
     """Return the type of a GPU: `NVIDIA L4` gives l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100.
-    An empty name is returned unchanged, and so is a type, except the type of a MIG device.
+    An empty name is returned unchanged, and so is a type.
     """
     return (_cached_type if len(name) <= _MAX_CACHED else _derived)(name)
 
 
 def _derived(name: str) -> str:
-    whole, is_part, part = name.lower().partition(" mig ")
+    whole, *part = re.split(r"[ -]mig[ -]", name.lower(), maxsplit=1)  # the name of a MIG device, or its type
     words = [word for word in re.split(r"[^a-z0-9]+", whole) if word and not _IGNORED.fullmatch(word)]
     if words and words[0] not in _OF_TWO_SIZES:
         words = [words[0], *(word for word in words[1:] if not _MEMORY.fullmatch(word))]
-    return "-".join(words) + (f"-mig-{part}" if is_part else "")
+    return "-".join(words) + "".join(f"-mig-{size}" for size in part)
 
 
 _cached_type = functools.lru_cache(256)(_derived)

@@ -207,7 +207,11 @@ def max_blocks(recipe: Recipe) -> int:
     if recipe.kind == "tiles":
         rows = max_tiles(recipe)
         return 1 if rows == 1 else rows**2 + 1
-    return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
+    if recipe.kind != "blocks":
+        return 0
+    # an image of one row of blocks may have more blocks than `max_pixels` allows, as no edge is shorter than a block
+    in_a_row = math.isqrt(MAX_ASPECT * recipe.max_pixels) // recipe.multiple
+    return max(recipe.max_pixels // recipe.multiple**2, in_a_row)
 
 
 def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:

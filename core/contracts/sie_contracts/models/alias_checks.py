@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from sie_contracts.errors import SIEError, ValidationFailed
+import contextlib
+import dataclasses
+
+import msgspec
+
+from sie_contracts.errors import ModelNotFound, SIEError, ValidationFailed
 from sie_contracts.models.aliases import Alias, invalid, model_of
 from sie_contracts.models.catalogue import Catalogue, Resolved
 
@@ -12,13 +17,19 @@ _FIX = "name one target and give the other as `shadow`, or make a new index and 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
     """Return all models to which a name may resolve: one model, or for an alias all its targets, the target with the
-    largest weight first. Raises ModelNotFound, BundleConflict.
+    largest weight first. Targets without the revision or profile in the name are left out. Raises ModelNotFound,
+    BundleConflict.
     """
     resolved = catalogue.resolve(spec)
-    targets = (
-        sorted(catalogue.aliases[resolved.alias].alias, key=lambda target: -target.weight) if resolved.alias else ()
-    )
-    return (resolved, *(catalogue.resolve(target.model, follow=False) for target in targets[1:]))
+    if not resolved.alias:
+        return (resolved,)
+    alias = catalogue.aliases[resolved.alias]
+    others = []
+    for target in sorted(alias.alias, key=lambda target: -target.weight)[1:]:
+        with contextlib.suppress(ModelNotFound):
+            alone = {alias.id: msgspec.structs.replace(alias, alias=(target,))}
+            others.append(dataclasses.replace(catalogue, aliases=alone).resolve(spec))
+    return (resolved, *others)
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:

@@ -262,7 +262,7 @@ class _SchemaReader:
     def _node(self, path: str, schema: Any) -> _SchemaNode:
         is_nullable = False
         description = ""
-        for _ in range(MAX_REFERENCES):
+        for _ in range(MAX_REFERENCES + 1):
             if not isinstance(schema, dict):
                 raise bad(path, schema, "a JSON Schema")
             description = description or schema.get("description", "")

@@ -82,19 +82,17 @@ def row(
 
 
 def shown(row: SettingRow, value: Any) -> str:
-    """Return a value as an operator may see it: `***` for a secret; the URLs of a variable that ends in `_URL` or
-    `_ENDPOINT` without user names and passwords.
-    """
+    """Return a value as an operator may see it: `***` for a secret, URLs without user names and passwords."""
     if value is None:
         return "(unset)"
     if row.secret:
         return "***"
     if isinstance(value, tuple):
-        return ",".join("=".join(part) if isinstance(part, tuple) else str(part) for part in value)
+        value = ",".join("=".join(part) if isinstance(part, tuple) else str(part) for part in value)
     if isinstance(value, bool):
         return str(value).lower()
-    if row.name.endswith(("_URL", "_ENDPOINT")):
-        return public_url(str(value))
+    if isinstance(value, str):
+        return public_url(value) if "://" in value or row.name.endswith(("_URL", "_ENDPOINT")) else value
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
