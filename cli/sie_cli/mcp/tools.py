@@ -245,6 +245,8 @@ class AgentTools:
         if (arguments.texts is None) == (arguments.reference is None):
             raise ToolRefused("Give either `texts` or the `reference` of an earlier answer of encode.")
         stored = None if arguments.reference is None else self._stored_vectors(caller, arguments.reference)
+        if stored and arguments.model not in (None, stored.model):
+            raise ToolRefused(f"The vectors of `reference` are those of {stored.model}: leave `model` out.")
         async with self._clients.of_key(caller.api_key) as client:
             default = self._config.models.encode
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
