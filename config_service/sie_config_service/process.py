@@ -1,5 +1,6 @@
-"""Process of the config service: connect, seed the catalogue (write the models of the folders to the bucket), serve it,
-and watch the folder of models. If the broker loses the catalogue, it is seeded again.
+"""Process of the config service: connect; seed the catalogue, that is, write the packaged models and those of
+SIE_MODELS_DIR to the catalogue's bucket at the broker; serve it; and watch SIE_MODELS_DIR. If the broker loses the
+catalogue, it is seeded again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Heads, which turn the hidden states of a pass into one output for each sequence.
 
-hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and whether it is finite
+hidden [tokens, width] ──► Head.reduce ──► Reduced: one result per sequence, and whether it is finite
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # HTTP without TLS is allowed only if the operator's endpoint begins with http://. These options replace those
+        # `allow_http` lets an operator's endpoint begin with http://; other endpoints use TLS. These options replace those
         # in environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,

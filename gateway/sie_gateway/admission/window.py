@@ -63,10 +63,10 @@ def bound(
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
     be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
-    let a batch take a seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
+    let a batch take f seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
     runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
-    twice the fixed time a: (p + 1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1)
-    times (p S + a / b), where a / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
+    twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the queue, p s, is at most p / (p + 1)
+    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
     smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
     reduced: a batch that has reached it takes a time that depends on its number of messages, not on their tokens.
 
@@ -213,8 +213,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost, so no other key runs more waiting work before that chunk than this key has, with the
-        request.
+        alternate by cost: before that chunk, each other key runs at most as much of its waiting work as this key has
+        waiting, the new request included.
         """
         if not self._flows:
             return self.cost

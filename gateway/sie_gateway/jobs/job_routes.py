@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _UPLOADED = "upload://"
 _REFUSED = {
     "items": "a job reads files: upload the rows as JSON Lines and name the file in source, as upload://FILE_ID",
-    "output_field": "leave it out: columns of the output have the names of the outputs",
+    "output_field": "leave it out: the columns of the result have the names of the vectors, such as dense",
     "when": "leave it out: the fields windows and deadline of a native job say when it runs",
 }
 _STATES = {
@@ -89,7 +89,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid_input(_SubmittedJob, error) from error
     src = job.src or job.source
     if job.execution != "run":
-        raise InvalidInput.at("execution", "expected run: a job always begins at once, and cannot only be planned")
+        raise InvalidInput.at("execution", "expected run: a job cannot only be planned")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise InvalidInput.at(
@@ -114,7 +114,7 @@ def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, A
     """Return the field `input` of a JobRequest. The query of a score is moved from `options` into it."""
     fields = job.field_map
     if fields.input_type != "text":
-        raise InvalidInput.at("field_map.input_type", "expected text: a job reads the column of a text")
+        raise InvalidInput.at("field_map.input_type", "expected text: a job reads a column of texts")
     if not fields.input_field:
         raise InvalidInput.at("field_map.input_field", "expected the column of the texts")
     if any(char in fields.input_field for char in "{}"):
@@ -140,7 +140,9 @@ def _output(sink: str) -> dict[str, Any]:
         return {}
     if sink.startswith(_UPLOADED) or "://" not in sink:
         raise InvalidInput.at(
-            "sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder"
+            "sink",
+            "expected the URL of a folder, such as s3://bucket/folder; or leave it out, and read the output from "
+            "/v1/jobs/{job}/manifest",
         )
     return {"url": sink}
 

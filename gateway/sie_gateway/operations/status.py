@@ -65,8 +65,8 @@ HEARD_S = 0.5
 
 
 class WorkerProbe:
-    """Check which workers are connected to the broker. `gone`: workers that were not at the last check. One task calls
-    `run`.
+    """Check which workers are connected to the broker. `gone`: workers that were not connected at the last check. One
+    task calls `run`.
     """
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:

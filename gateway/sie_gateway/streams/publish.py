@@ -372,8 +372,8 @@ UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
 HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
-# least size in bytes of messages that a broker must accept: the result of one input of the widest model fits, and the
-# heartbeat of a worker with a few hundred models
+# smallest limit of a broker for the bytes of a message that SIE accepts: the result of one input of the widest model
+# fits, and the heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
@@ -399,7 +399,9 @@ class StreamPosition(NamedTuple):
 
 
 class WorkQueue:
-    """Work streams of the pools. Only the gateway creates streams and consumers; other processes check them."""
+    """Work streams of the pools. The gateway creates these streams (on a broker with users, by a request to the config
+    service) and their consumers. Workers only check them.
+    """
 
     def __init__(
         self,

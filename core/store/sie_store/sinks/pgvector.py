@@ -107,7 +107,8 @@ class PostgresDatabase:
             raise StoreError("PostgreSQL did not answer in time") from None
         except asyncpg.PostgresError as error:
             raise _failure(error) from None
-        except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):  # of a file that the URL names
+        except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):
+            # FileNotFoundError: a file that the URL names is missing
             raise SinkUnsuitable(
                 "the URL of the database has options that cannot be used: correct what follows the ?; "
                 "sslmode=verify-ca and verify-full need a certificate file: the one of sslrootcert, or "
