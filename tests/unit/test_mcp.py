@@ -126,8 +126,8 @@ async def test_encode_keeps_vectors_out_of_the_answer(running: Door, keys: dict[
         page = structured(await client.call_tool("read_result", {"reference": reference}))
         assert [msgspec.json.decode(line) for line in page["text"].splitlines()] == with_values
         similar = structured(await client.call_tool("similarity", {"query": "a kitten", "reference": reference}))
-        other = await client.call_tool("similarity", {"query": "a", "reference": reference, "model": "org/other"})
-        assert "leave `model` out" in sentence(other)
+        refused = await client.call_tool("similarity", {"query": "a", "reference": reference, "model": "org/other"})
+        assert "leave `model` out" in sentence(refused)
         assert similar["results"][0] == {"index": 1, "similarity": 1.0}
         many = {"texts": ["a"] * 64, "values": True}
         assert not (await client.call_tool("encode", many)).is_error

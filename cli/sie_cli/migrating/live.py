@@ -110,6 +110,9 @@ class Scan:
         if len(self.gap_ids) < GAP_IDS:
             self.gap_ids.append(printable(row_id[:GAP_ID_CHARS]))
 
+    def add_embedded(self, count: int) -> None:
+        self.embedded += count
+
     @property
     def gaps_text(self) -> str:
         """Rows without a vector, by reason, and their ids: a text for a person."""
@@ -255,8 +258,8 @@ class LiveMigration:
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
         """Switch the index to a side, unless it is there already. Return the alias, which is read again before the
-        switch. Raises CommandRefused as `catch_up` does, and if the alias cannot be changed. The index is unchanged
-        then.
+        switch. Raises CommandRefused for the reasons of `catch_up`, and if the alias cannot be changed; then the index
+        is unchanged.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -521,7 +524,7 @@ class _LiveSteps:
         await self._leave_out(side, refused, scan)
         if done:
             await self._live.write(side, done, vectors)
-            scan.embedded += len(done)
+            scan.add_embedded(len(done))
 
     def _vector(self, result: Any) -> Vector | None:
         """Return the vector of a result, None if the model refuses the text."""

@@ -24,12 +24,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
     if not resolved.alias:
         return (resolved,)
     alias = catalogue.aliases[resolved.alias]
-    others = []
+    further = []
     for target in sorted(alias.alias, key=lambda target: -target.weight)[1:]:
         with contextlib.suppress(ModelNotFound):
             alone = {alias.id: msgspec.structs.replace(alias, alias=(target,))}
-            others.append(dataclasses.replace(catalogue, aliases=alone).resolve(spec))
-    return (resolved, *others)
+            further.append(dataclasses.replace(catalogue, aliases=alone).resolve(spec))
+    return (resolved, *further)
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
