@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from sie_cli.main import main
+from sie_cli.refusal import CommandRefused
 from sie_cli.serve import processes
 from sie_cli.serve.output import LineOutput
 from sie_cli.serve.ports import free_port
@@ -118,6 +119,15 @@ async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() 
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
     assert log_lines == [("adapter", "error: SIE_DEVICE: there is none")]
+
+
+async def test_a_first_start_that_fails_is_refused_with_the_name_of_the_child(tmp_path: Path) -> None:
+    (program := tmp_path / "nats-server").write_text("")
+    supervisor = Supervisor(lambda child, line, level: None)
+    child = Child("nats-server", [str(program)], os.environ)
+    with pytest.raises(CommandRefused, match="nats-server cannot be started: .*Permission denied"):
+        await supervisor.start(child)
+    await supervisor.stop([child])
 
 
 def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -103,10 +104,13 @@ class Supervisor:
     async def start(self, child: Child) -> None:
         """Start a child, and restart it after each end until `stop`, or until a restart cannot help (see `fatal`).
 
-        Raises OSError if the first start fails.
+        Raises CommandRefused if the first start fails.
         """
         self._children.append(child)
-        await self._spawn(child)
+        try:
+            await self._spawn(child)
+        except OSError as error:
+            raise CommandRefused(f"{child.name} cannot be started: {error}") from error
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
 
     async def _spawn(self, child: Child) -> None:
