@@ -202,8 +202,9 @@ class AdapterEngine:
         permission: Permission | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
-        were unloaded for it. Evict models if memory is above the threshold afterwards. Never raises.
+        """Run a batch on the calling thread. Return BatchDone or Refused, with the models that were unloaded for the
+        batch. Evict models if memory is above the threshold afterwards. Never raises. The caller sets inference mode,
+        except for a batch that generates text: the thread of `Readings` has its own.
 
         `preparation`: the result of the family's `prepare`. `permission`: the models that this batch may evict,
         determined when the batch arrived. `is_gone`: returns True if no client waits any more; a model that generates

@@ -4,8 +4,8 @@ token rows ──► partition of each token, per repetition ──► sum (quer
 count sketch ──► [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. Items and repetitions are computed in blocks of limited size, so that memory does not grow
-with the batch.
+are numbered by Gray code. Items and repetitions are computed in blocks of limited size, so that the memory of
+intermediate results does not grow with the batch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def load_model(
     With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
     float32.
 
-    Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
+    Raises ModelLoadFailed INCOMPATIBLE for a decoder that would not run, and for weights that do not fit, of which it
+    names up to five.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
@@ -171,8 +172,8 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 
 def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
-    """Convert weights to the dtype of `compute`, except those that the architecture keeps in float32, and move the
-    model to its device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
+    """Convert weights to the dtype of `compute`, except weights that the architecture keeps in float32, and move the
+    model to the device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
     batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
     statistics are buffers.
     """

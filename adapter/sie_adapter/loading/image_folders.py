@@ -150,7 +150,7 @@ def _projected_pages(pages: str, width: int, question: str, folder: Path) -> dic
 
 def _qwen3(config: Any, folder: Path) -> dict[str, Any]:
     """Return an entry for ColQwen3 if the files have its projection, else for Qwen3-VL-Embedding. The files of a
-    Qwen3-VL-Reranker have the same form, so it also gets an entry for Qwen3-VL-Embedding.
+    Qwen3-VL-Reranker have the same form, so a reranker also gets an entry for Qwen3-VL-Embedding.
     """
     return _qwen_pages(config, folder) or {
         "description": "Texts, images and both together, Qwen3-VL.",
@@ -213,8 +213,8 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return Donut's task tokens, with which an output begins. They have no closing token, unlike the tokens of fields:
-    <s_name> has </s_name>.
+    """Return Donut's task tokens, with which an output begins. A task token has no closing token. The token of a field
+    has one: <s_name> has </s_name>.
     """
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)

@@ -84,7 +84,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    # a folder from the hub has only the downloaded files and their manifest, so its size is that of the download
+    # a folder from the hub has only the downloaded files and their manifest, so its size is the size of the download
     if "hub" in weights:
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
@@ -110,7 +110,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return the reason why a GPU must not compute this model in float16, its default; empty if it may."""
+    """Return the reason why a GPU should not compute this model in its default, float16; empty if there is none."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -141,7 +141,9 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry's fields except its weights. Golden vectors belong to one revision, so a new one drops them."""
+    """Return an entry's fields except its id and weights, and without golden vectors if the revision is another: they
+    belong to one revision.
+    """
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
@@ -400,8 +402,8 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse other models with a
-    chat template.
+    """Set `pair` in the entry of a reranker whose texts are inserted into a chat template. Refuse other models whose
+    modules insert texts into one.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # sentence-transformers inserts the texts of these models into the chat template of the tokenizer

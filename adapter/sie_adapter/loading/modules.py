@@ -123,7 +123,8 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
     queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: the last module is a Normalize.
+    tokenizer of queries. `normalizes`: the last step is a Normalize, or
+    config.json of model2vec requests it.
     """
 
     root: Path

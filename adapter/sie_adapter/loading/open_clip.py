@@ -2,7 +2,8 @@
 open_clip: tensors get other names, and some are split or joined.
 
     open_clip_config.json ──► SiglipConfig, and the preparation of images
-    open_clip_model.safetensors ──► renamed ──► SiglipModel; each tensor must fill a parameter, and none may stay empty
+    open_clip_model.safetensors ──► renamed ──► SiglipModel; each tensor must fill a parameter, and no parameter may
+                                                stay empty
 
 Sources: open_clip 3.3, CustomTextCLIP and TimmModel; timm 1.0, VisionTransformer.
 """
@@ -101,7 +102,10 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
     )
     resample = _FILTERS.get(preprocessing.get("interpolation", "bicubic"))
     if preprocessing.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
-        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash")
+        raise incompatible(
+            f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash, a bicubic or "
+            "bilinear interpolation, and one number as image_size"
+        )
     (red, green, blue), deviations = preprocessing["mean"], preprocessing["std"]
     normalisation = Normalisation((red, green, blue), (deviations[0], deviations[1], deviations[2]))
     return Recipe("squash", size, size, resample=resample), normalisation

@@ -1,4 +1,4 @@
-"""Choice of a model's precision: that of its entry, or another one that this device supports, with the reason.
+"""Choice of a model's precision: the one of its entry, or another that this device supports, with the reason.
 
     precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
     not that precision
@@ -17,7 +17,7 @@ import torch
 
 from sie_contracts.models.entries import Precision
 
-# precision in an entry -> dtype of a forward pass; models with weights in 8 bits compute in 16 bits
+# precision in an entry -> dtype of a forward pass, unless the CPU lacks bfloat16; int8 is the precision of weights only
 _DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,

@@ -2,8 +2,8 @@
 Settings and tensors get other names, and one matrix is transposed. The code in the folder is not run.
 
     config.json ──► Florence2Config
-    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a tensor that the class does not have is
-                          refused, and a parameter of the class without a tensor
+    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a tensor without a parameter in the class is
+                          refused, and so is a parameter without a tensor
     tokenizer.json ──► with the tokens that the authors' processor adds to it
 
 Sources: transformers, convert_florence2_original_to_hf; microsoft/Florence-2-base, processing_florence2.
@@ -90,8 +90,9 @@ def is_published(folder: Path) -> bool:
 
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
-    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
-    transformers does not support, and for missing tensors, additional tensors and wrong shapes.
+    """Return the model on the device, for inference. Raises ModelLoadFailed: INCOMPATIBLE for settings that the class
+    of transformers does not support, and for missing tensors, additional tensors and wrong shapes; NOT_FOUND without
+    *.safetensors or generation_config.json.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
@@ -118,7 +119,9 @@ def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
 
 
 def published_config(folder: Path, entry_id: str) -> Florence2Config:
-    """Return the settings of config.json for transformers. Raises ModelLoadFailed INCOMPATIBLE for unsupported ones."""
+    """Return the settings of config.json for transformers. Raises ModelLoadFailed INCOMPATIBLE for unsupported or
+    missing settings.
+    """
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}

@@ -1,4 +1,4 @@
-"""Load of a model's tokenizer from its folder, and checks that it fits the model's weights and heads.
+"""Load of a model's tokenizer from its folder, and checks that the tokenizer fits the model's weights and heads.
 
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
     embeddings ──► fault: reason why it cannot be right
@@ -72,8 +72,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token: its last
-        token is read, and a pair is one text for it.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token, except
+        for the pooling cls: usually its last token is read, and a pair is one text for it.
         """
         row = families.row(family)
         return cls(
@@ -128,8 +128,9 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one,
-    CERTIFICATE if its files lack its unknown token or a token that it adds to texts.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for an unreadable one, or
+    one to which load.append_eos can add no end token; CERTIFICATE if its files lack a token that it adds to texts, or
+    the unknown token of a WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -203,7 +204,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer adds around a single text, and those around and between two texts."""
+    """Return the ids that the tokenizer adds around a single text, and around and between two texts."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number

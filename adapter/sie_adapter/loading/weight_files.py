@@ -32,7 +32,7 @@ _INDEX = "model.safetensors.index.json"
 def check_weights(folder: Path) -> None:
     """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or are
     quantised without a quantization_config in config.json. Reads all weights once, as memory-mapped files, so this
-    process needs no memory for them.
+    process needs no memory for them. Only a pickle in torch's old format, without a zip, is read into memory.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     loaded_files(folder)  # raises an error for a missing part

@@ -1,8 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
 A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
-supports, and its packed states must equal its padded states. Otherwise it runs padded on its stock attention, which
-is logged.
+supports, and its packed states must have nearly the cosine 1 with its padded states. Otherwise the model runs padded on
+its stock attention, which is logged.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Backbone:
         """Prepare the model. On torch, its attention is replaced, and on a CPU also its linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
-        and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the entry
-        demands an engine that cannot run the model.
+        and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
+        demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding.
         """
         attention.register()
-        # set on the configuration of `model` itself: if it is part of a larger model, the larger one has another
+        # set on the configuration of `model`: a larger model that contains it has a configuration of its own
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -137,7 +137,9 @@ class Backbone:
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
+        """Return hidden states of the last layer, [tokens, width], in packed order, in the precision of the weights, or
+        float32 from SGLang.
+        """
         if self._graphs is None or self._kernel is None or lora_acts():
             return self._forward_eager(packed)
         return self._graphs.states(packed, self._forward_eager, self._run)
@@ -212,8 +214,9 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Replace torch by a graph of the model, and free torch's weights, if the graph's states equal those of the
-        unchanged transformers model. Raises ModelLoadFailed if the states differ and the entry demands the engine.
+        """Replace torch by a graph of the model, and free torch's weights, if the graph's states agree with the states
+        of the unchanged transformers model. If there is no graph or its states differ, stay on torch, or raise
+        ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -231,9 +234,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Start an SGLang server, and use it in place of torch if its hidden states equal those of the unchanged
-        transformers model. The weights of torch are freed first, since a GPU may not have memory for both copies.
-        Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
+        unchanged transformers model. The weights of torch are freed first, since a GPU may not have memory for both
+        copies. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -312,7 +315,7 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Run a trial with this kernel. Raises AttentionUnsupported unless the packed states equal `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported unless the states agree with `reference`."""
         trial, self._edge = Trial(), 0
         # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
@@ -368,7 +371,7 @@ class Backbone:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers; a shared storage counts once."""
+        """Bytes of weights and buffers; a shared storage counts once. If another engine replaced torch, its bytes."""
         if self._runner is not None:
             return self._runner.memory_bytes
         tensors = [*self._model.parameters(), *self._model.buffers()]

@@ -53,8 +53,8 @@ def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
-    replace those of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one that
-    cannot be reproduced.
+    replace the bounds of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one
+    that cannot be reproduced.
     """
     config = read_processor(folder, entry, "image_processor")
     bounds = {"min_pixels": load.min_pixels, "max_pixels": load.max_pixels}

@@ -57,8 +57,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch. `shown`: the files; those of one item are adjacent. `rows` [files]: the item of each
-    file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
+    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
+    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -78,7 +78,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all are. `images`, `sounds`: None if no item has any.
+    attended to, counted from its first token, [items]; None if all tokens are. `images`, `sounds`: None if no item has
+    any.
     """
 
     lengths: Int64

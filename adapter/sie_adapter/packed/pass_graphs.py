@@ -33,9 +33,9 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Numbers of tokens of the buckets. Padding to at most twice the size costs little: a pass of BERT large with 128 tokens
-# takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
-# of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. From 8 tokens on, padding at most doubles the size, which costs little: a pass of
+# BERT large with 128 tokens takes as long as one with 16, since both wait for weights. There are no graphs above 1,024
+# tokens, where the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
 # number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so it fits
@@ -60,8 +60,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is too large, or
-    has other inputs than texts.
+    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is empty or too
+    large, has other inputs than texts, or has tokens that are not attended to.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -293,7 +293,9 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a graph for a bucket. If that fails or a replay is wrong, later passes of the model run eagerly."""
+        """Capture a graph for a bucket. If memory runs out, capture none for _PAUSE_S seconds. If the capture fails for
+        another reason or a replay is wrong, later passes of the model run eagerly.
+        """
         try:
             captured = self._capture(bucket, run)
             if captured is None:

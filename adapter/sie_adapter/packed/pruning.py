@@ -1,7 +1,7 @@
 """Pruning of a passage to the parts that are relevant for a query.
 
 logit of each token ──► probability ──► pruned | kept | highlighted, by two thresholds ──► spans of equal tokens
-kept spans ──► summary, whose score is the logit of the pair of query and passage
+kept spans ──► summary, with the score of the pair of query and passage
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
     the texts in the batch.
 
     A token is kept if its probability is at least `prune_threshold`, and highlighted if it is also at least
-    `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is that
-    of the pair. Offsets are code points; the summary has none.
+    `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is the
+    score of the pair. Offsets are code points; the summary has none.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))
