@@ -174,10 +174,8 @@ def _overflows(values: NDArray[Any]) -> bool:
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
-def _too_large() -> InvalidInput:
-    return InvalidInput(
-        "a number of a vector is too large for float16: request float32, or set normalize", reason="unsupported_dtype"
-    )
+def _too_large(remedy: str = "request float32, or set normalize") -> InvalidInput:
+    return InvalidInput(f"a number of a vector is too large for float16: {remedy}", reason="unsupported_dtype")
 
 
 def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
@@ -204,7 +202,7 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
     weights = (joined.half() if options.dtype == "float16" else joined.float()).cpu().numpy()
     for item, (answer, start, stop) in enumerate(zip(list(results), [0, *ends.tolist()], ends.tolist(), strict=False)):
         if _overflows(weights[start:stop]):
-            results[item] = _too_large()
+            results[item] = _too_large("request float32")
         elif isinstance(answer, ItemResult):
             answer.arrays["sparse.indices"] = ids[start:stop]
             answer.arrays["sparse.values"] = weights[start:stop]

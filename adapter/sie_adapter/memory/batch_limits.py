@@ -100,6 +100,7 @@ class DeviceLimits:
         self._lock = threading.Lock()
         self._edges: dict[str, BatchLimit] = {}
         self._read = False
+        self._measured: set[str] = set()  # keys whose limits this process has changed
         self._dirty = False
         self._saved_s = 0.0
 
@@ -133,6 +134,7 @@ class DeviceLimits:
                 edge.since_s, edge.wait_s = self._clock(), edge.first_wait_s
             if tokens >= edge.fail_tokens:
                 edge.fail_tokens = int(tokens * RAISE) + 1
+            self._measured.add(key)
             self._dirty = True
             if self._clock() - self._saved_s >= _SAVE_EVERY_S:
                 self._save()
@@ -155,6 +157,7 @@ class DeviceLimits:
             if tokens <= edge.fit_tokens:
                 edge.fit_tokens = tokens // 2
             edge.fail_tokens, edge.since_s = tokens, self._clock()
+            self._measured.add(key)
             self._dirty = True
             self._save()
 
@@ -207,7 +210,7 @@ class DeviceLimits:
 
     def _save(self) -> None:
         # another process of this machine may have measured other models: its limits stay in the file
-        edges = self._stored() | self._edges
+        edges = self._stored() | {key: edge for key, edge in self._edges.items() if key in self._measured}
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
         draft = self._path.with_suffix(f".{os.getpid()}")

@@ -53,8 +53,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
-    layers. No other references to the layers may exist. A layer stays if its blocked results differ by more than
-    _RELATIVE_ERROR, if its weight is tied to an embedding, or if its parent reads the weight.
+    layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
+    parent reads the weight. All layers of a shape stay if the blocked results of the first differ by more than
+    _RELATIVE_ERROR, because the kernels depend on the shape.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -66,10 +67,13 @@ def block_linears(model: nn.Module) -> int:
         and id(child.weight) not in tied
         and not _reads_weight(parent, name)
     ]
-    exact = {shape: _is_exact(child) for _, _, child in layers for shape in [child.weight.shape]}
+    exact: dict[torch.Size, bool] = {}
     replaced = 0
     for parent, name, child in layers:
-        if exact[child.weight.shape]:
+        shape = child.weight.shape
+        if shape not in exact:
+            exact[shape] = _is_exact(child)
+        if exact[shape]:
             setattr(parent, name, BlockedLinear(child))
             replaced += 1
     return replaced

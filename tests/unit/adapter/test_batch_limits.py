@@ -177,6 +177,10 @@ def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> No
     neighbour.failed("b", 100)
     device.restart()
     assert [device.batch_limits.limit(key) for key in "ab"] == [50, 50]
+    neighbour.failed("b", 40)
+    device.batch_limits.failed("a", 40)  # the limits of other models that this process has read are old
+    device.restart()
+    assert [device.batch_limits.limit(key) for key in "ab"] == [20, 20]
 
 
 def test_what_fits_is_written_at_most_once_a_second_and_at_the_end(device: Device) -> None:
