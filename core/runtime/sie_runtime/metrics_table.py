@@ -69,9 +69,9 @@ _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 _ENDPOINTS = 26  # number of values of the label `endpoint` at a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
-    "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
-    "HTTP/1.1), `connections` (too many), `slow` (a body slower than SIE_MIN_BODY_RATE), `unread` (a reply that its "
-    "client did not read)"
+    "Requests that the HTTP server itself refused or broke off: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), "
+    "`malformed` (not HTTP/1.1), `connections` (too many), `slow` (a body slower than SIE_MIN_BODY_RATE), `unread` (a "
+    "reply that its client did not read)"
 )
 
 
