@@ -358,7 +358,7 @@ class SIEClient:
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
         """Reserve workers, and return the pool. `gpus`: number of workers for each machine profile. A second call with
-        the same arguments renews the lease.
+        the same name changes the reservation and renews its lease.
         """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 

@@ -9,7 +9,7 @@ SIEError
 │   │   └── PermissionDeniedError       PERMISSION_DENIED
 │   │       └── PoolOperationForbiddenError  POOL_OPERATION_FORBIDDEN
 │   ├── NotFoundError                 NOT_FOUND
-│   │   ├── ModelNotFoundError          MODEL_NOT_FOUND, with `suggestions` in `details`
+│   │   ├── ModelNotFoundError          MODEL_NOT_FOUND, with similar or existing names in `details`
 │   │   └── PoolNotFoundError           POOL_NOT_FOUND
 │   ├── MethodNotAllowedError         METHOD_NOT_ALLOWED
 │   ├── ConflictError
@@ -120,7 +120,9 @@ class NotFoundError(RequestError, code="NOT_FOUND"):
 
 
 class ModelNotFoundError(NotFoundError, code="MODEL_NOT_FOUND"):
-    """The model, profile or revision does not exist. `details` has `suggestions`."""
+    """The model, profile or revision does not exist. `details` has `suggestions` for an unknown model, `profiles` for
+    an unknown profile, `revisions` for an unknown revision.
+    """
 
 
 class PoolNotFoundError(NotFoundError, code="POOL_NOT_FOUND"):

@@ -85,8 +85,9 @@ class CallOptions(TypedDict, total=False):
     for. `strict`: unknown options are errors.
 
     Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
-    (default 120) for a server that cannot be reached, and up to `capacity_budget_s` (default 900) for a server without
-    capacity. After each answer to a part of the call, both times start again.
+    (default 120, but 5 if a port of this machine refuses connections and has never answered) for a server that cannot
+    be reached, and up to `capacity_budget_s` (default 900) for a server without capacity. After each answer to a part
+    of the call, both times start again.
 
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
@@ -426,7 +427,8 @@ class JobOptions(TypedDict, total=False):
 
     `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for
     example `22:00-06:00`, in `time_zone` (default: UTC). `deadline`: a datetime, or seconds since 1970. With `expires`,
-    the job stops at the deadline. `cache`: use answers of earlier jobs if model, parameters and input are the same.
+    the job stops at the deadline. `cache`: keep the answers, and use answers of earlier jobs with `cache` if model,
+    parameters and input are the same.
 
     `on_upload` is called during the upload of a local file, with the bytes sent. `idempotency_key`: a second call with
     the same key returns the first job.

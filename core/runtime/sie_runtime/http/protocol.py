@@ -222,7 +222,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # uvicorn leaves the keep-alive timer running after the connection is lost
+        # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
             if timer is not None:
