@@ -141,7 +141,7 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
     """Yield a list in parts; an empty list gives one part. `each_tokens`: tokens that the server adds to each item, for
-    example those of the query.
+    example the tokens of the query.
     """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):

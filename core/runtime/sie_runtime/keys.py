@@ -242,8 +242,8 @@ class Keys:
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost only after two checks in a row, because the watch of one bucket may be later than
-                # that of the other
+                # a key counts as lost only after two checks in a row, because the watches of the two buckets may
+                # deliver a change at different times
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:

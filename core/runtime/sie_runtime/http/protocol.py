@@ -557,8 +557,8 @@ class HostNames:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Return whether a page of `origin` may send requests that change or compute something. Its host must be the
-        host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """Return whether a page of `origin` may send requests that change or compute something. The origin's host must
+        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
         """
         if origin in self._origins:
             return True

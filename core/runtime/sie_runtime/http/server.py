@@ -1,5 +1,5 @@
-"""HTTP server with uvicorn, and the probes of every process. The process itself binds the port, handles signals and
-decides when the server ends.
+"""HTTP server with uvicorn, and the probes of every process. `HttpServer` binds the port itself, so that an error names
+the setting. The process, not uvicorn, handles signals and decides when the server ends.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     shutdown: leave(): each connection closes after its response ──► hang_up(): idle connections close ──► stop()
