@@ -1,4 +1,4 @@
-"""Client for asyncio, with `jobs` and `files`. It has the methods of `SIEClient`, as coroutines."""
+"""Client for asyncio, with `jobs` and `files`. It has the methods of `SIEClient`, in asynchronous form."""
 
 from __future__ import annotations
 

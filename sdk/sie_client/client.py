@@ -1,5 +1,5 @@
-"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; if it sends several requests at
-the same time, they run in additional threads.
+"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller. Requests that a method sends at
+the same time run in additional threads.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Job(SeenJob):
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Wait until the job is completed, and return it. `on_progress` is called every few seconds. Raises
-        JobFailedError if the job fails, expires or is cancelled, JobTimeoutError after `timeout_s` (the job goes on).
+        """Wait until the job is completed, and return it. `on_progress` is called at least every few seconds. Raises
+        JobFailedError if the job fails, expires or is cancelled, and JobTimeoutError after `timeout_s` (the job goes
+        on).
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
@@ -98,9 +99,9 @@ class Job(SeenJob):
     def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """Write the job's output files to a folder, `manifest.json` last, and return their paths. A file appears only
-        when it is complete and has the right SHA-256 digest. A file that is already there with this digest is not
-        downloaded again.
+        """Write the job's output files to a folder, then `manifest.json`. Return the paths of the output files. A file
+        appears only when it is complete and has the right SHA-256 digest. A file that is already there with this digest
+        is not downloaded again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
@@ -110,7 +111,7 @@ class Job(SeenJob):
 
 
 class Jobs:
-    """Jobs, which process whole files on the server. The methods raise SIEError."""
+    """Jobs, which process whole files on the server. The methods raise SIEError, `submit` also TypeError."""
 
     def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
@@ -126,7 +127,7 @@ class Jobs:
         return self._job(self._driver.run(jobs.get(job, self._session)))
 
     def list(self, state: str | None = None, page: int = jobs.PAGE) -> Iterator[Job]:
-        """Yield all jobs, or only those in `state`, newest first. One request to the server reads `page` jobs."""
+        """Yield all jobs, or only those in `state`, newest first. One request to the server reads up to `page` jobs."""
         after: str | None = None
         while True:
             jobs_page = self._driver.run(jobs.page(state, page, after, self._session))
@@ -183,9 +184,9 @@ class SIEClient:
     """Blocking client of one server. `options` are the defaults for all of its calls, see `types.ClientOptions`. `jobs`
     processes whole files, `files` uploads and downloads them.
 
-    If the server has no capacity (a full queue, a model that is loading), a call waits up to 15 minutes, unless
-    `wait_for_capacity` is False. Several threads may use the same client. Close it, or use it as a context manager. All
-    methods raise `SIEError`.
+    If the server has no capacity (a full queue, a model that is loading), a call waits up to `capacity_budget_s`
+    (default: 15 minutes), unless `wait_for_capacity` is False. Several threads may use the same client. Close it, or
+    use it as a context manager. All methods raise `SIEError`.
     """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -212,8 +213,9 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Return the vectors of one item as one result, or those of a list as a list of results in the same order. The
-        result of an item that failed has `error`.
+        """Return the vectors of one item as one result, or the vectors of a list as a list of results in the same
+        order. The result of an item that failed has `error`. If all items of a request failed, as for a single item,
+        the call raises SIEError.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -234,7 +236,7 @@ class SIEClient:
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
         """Return the score of each item for a query. The entry of an item that failed has `error`. Raises SIEError if
-        the query fails.
+        the query fails, or all items of a request.
         """
         listed = transport.as_list(items)
         return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
@@ -278,11 +280,13 @@ class SIEClient:
         schema: type[Any] | None = None,
         **params: Unpack[ExtractParams],
     ) -> Any:
-        """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
-        failed has `error` in its result.
+        """Extract from one item (returns a result) or from a list (returns a list of results, in order). The result of
+        an item that failed has `error`. If all items of a request failed, as for a single item, the call raises
+        SIEError.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
-        class, and `data` of each result is an instance of the class. An item fails if a required value was not found.
+        class, and `data` of each result is an instance of the class. An item fails if a required value
+        was not found; for a single item the call then raises, unless `on_item_error` is "slot".
         """
         if transport.is_single(items) and schema is not None:
             params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
@@ -313,8 +317,8 @@ class SIEClient:
 
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
         kinds replaces all of them; for this model `kinds` may be None, or name kinds that the server finds by patterns.
-        `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its result, and
-        no text.
+        `restore(result["text"], result["map"])` gives the text back. The result of an item that failed has `error`, and
+        no `text`. If all items of a request failed, as for a single item, the call raises SIEError.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
@@ -348,13 +352,13 @@ class SIEClient:
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
         """Send one small input, so that a worker starts and loads the model. Return the model's description when the
-        input was answered. Waits at most `capacity_budget_s`.
+        input was answered. Waits at most `capacity_budget_s` for capacity.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
         """Reserve workers, and return the pool. `gpus`: number of workers for each machine profile. A second call with
-        the same arguments renews the lease.
+        the same name changes the reservation and renews its lease.
         """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 

@@ -149,7 +149,7 @@ def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Pla
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool with one attempt. A failure is only logged: the pool also ends when it is not renewed."""
+    """Delete a pool with one attempt. A failure is only logged, because the pool also ends when its lease ends."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)

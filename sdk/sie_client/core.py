@@ -33,7 +33,7 @@ CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
 SERVER_DEADLINE_S = 120.0
-CONTROL_S = 30.0  # seconds that the answer of a call other than encode, score and extract may take
+CONTROL_S = 30.0  # seconds that the answer to a request of `json_call` and `delete_call` may take
 # seconds that the client waits longer than the server's deadline, so that the server's error arrives first
 GRACE_S = 30.0
 CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S = 1.0, 5.0
@@ -67,10 +67,10 @@ class BodySink(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request; `path` is relative to the base URL. It fails if there is no answer after `within_s` seconds. After
-    `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If `sink` is set, it
-    receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is called after an
-    attempt without a response; if it returns False, the request is not sent again.
+    """HTTP request; `path` is relative to the base URL. It fails if no byte of the answer arrives for `within_s`
+    seconds. After `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If
+    `sink` is set, it receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is
+    called after an attempt without a response; if it returns False, the request is not sent again.
     """
 
     method: str
@@ -86,7 +86,8 @@ class Send:
 @dataclass(frozen=True)
 class Pause:
     """Step to wait for `seconds`. `cause`: why, for the user's log; empty if nothing is wrong. `error`: text of the
-    error after which the call waits. `remaining_s`: seconds that the call may wait after this pause.
+    error after which the call waits, if `cause` does not name it. `remaining_s`: seconds that the call may wait after
+    this pause.
     """
 
     seconds: float
@@ -97,7 +98,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call a function in a thread where it blocks no other calls. Its result is that of the function."""
+    """Step to call a function in a thread where it blocks no other calls. The result is what the function returns."""
 
     function: Callable[[], Any]
 
@@ -111,8 +112,8 @@ class HttpAnswer:
 
 @dataclass(frozen=True)
 class Together:
-    """Step to run plans, at most `concurrency` at a time. Its result is the list of their results, in order. If one
-    plan raises, the others are stopped. The iterator `plans` may block, for example to read files.
+    """Step to run plans, at most `concurrency` at a time. Its result is the list of the plans' results, in order. If
+    one plan raises, all others are stopped. The iterator `plans` may block, for example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -131,8 +132,8 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run the request. Unless `is_permanent`,
-    the request is sent again, because inference changes nothing on the server. `address`: the server's address.
+    """Failure of a request without a response. The server may nevertheless have run the request. If
+    `is_permanent`, another attempt is useless. `address`: the server's address.
     `is_nobody`: a port of this machine refused the connection, and no server has answered there before.
     """
 
@@ -190,7 +191,7 @@ class LoggedWarnings:
 
 class Hedges:
     """Permits for second copies of slow requests. There is one permit at the start, and one more for each five
-    requests: an overloaded server gets at most a fifth more load by second copies.
+    requests; MAX_HEDGES are kept at most. So an overloaded server gets about a fifth more load at most.
     """
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """Options and shared state of a client. `for_call` copies it. Raises InvalidInputError for an invalid option."""
+    """Options and shared state of a client or of a call. Raises InvalidInputError for an invalid option."""
 
     api_key: str | None = field(default=None, repr=False)
     gpu: str | None = None
@@ -258,7 +259,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return a session with the client's options of one call, and the rest: parameters for the server."""
+        """Return the session of a call, in which `options` replace the client's, and the parameters for the server."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -303,8 +304,9 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request until it succeeds, a retry is useless, or the waiting time is used up. Raises SIEError: the error
-    of the last attempt, with the error of the attempt before as its cause.
+    """Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Raises the
+    SIEError of the last attempt. Its cause is the exception of the HTTP client, or else the error of the attempt
+    before.
     """
     patience = patience or Patience(policy)
     mark = patience.mark
@@ -441,7 +443,9 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises ServerError if the reply does not fit."""
+    """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises the errors of `call`, InvalidInputError if
+    `body` cannot be encoded, and ServerError if the reply does not fit.
+    """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
     if body is not None:

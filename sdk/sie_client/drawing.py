@@ -44,8 +44,8 @@ def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
     """Return an upright RGB copy of an image, with a frame around each object and entity that has a box.
 
     `image`: the image that was sent. `result`: the result of `extract` for it. `least`: only results with at least this
-    score are drawn. Each label has one colour. Of two frames that overlap, the one with the higher score is on top.
-    Raises InvalidInputError if Pillow cannot read the image, RequestError if Pillow is not installed.
+    score are drawn. Each label has one of eight colours. Of two frames that overlap, the one with the higher score is
+    on top. Raises InvalidInputError if Pillow cannot read the image, RequestError if Pillow is not installed.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -88,7 +88,9 @@ def _readable_on(colour: str) -> str:
 
 
 def _bytes_of(image: Any) -> bytes:
-    """Return the bytes of an image. Raises InvalidInputError if it is unreadable, ValueError for a wrong data URI."""
+    """Return the bytes of an image. Raises InvalidInputError for an unreadable file or a URL, ValueError for a wrong
+    data URI.
+    """
     file = media(image, "image")
     data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):

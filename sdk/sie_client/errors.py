@@ -1,15 +1,15 @@
-"""Exceptions that a call may raise. Besides them, the client raises TypeError for an unknown
-argument, and ValueError for a base URL without a scheme.
+"""Exceptions that a call may raise. Besides them, the client raises TypeError for an unknown argument and for a table
+in place of a list, and ValueError for a base URL that does not begin with http:// or https://.
 
 SIEError
-├── SIEConnectionError              no server answered
+├── SIEConnectionError              no server answered, or the connection broke
 ├── RequestError                    the request must be changed, or sent later (RateLimitedError); 4xx, or not sent
 │   ├── InvalidInputError             INVALID_INPUT; `reason` says what kind
 │   ├── AuthenticationError           UNAUTHENTICATED
 │   │   └── PermissionDeniedError       PERMISSION_DENIED
 │   │       └── PoolOperationForbiddenError  POOL_OPERATION_FORBIDDEN
 │   ├── NotFoundError                 NOT_FOUND
-│   │   ├── ModelNotFoundError          MODEL_NOT_FOUND, with `suggestions` in `details`
+│   │   ├── ModelNotFoundError          MODEL_NOT_FOUND, with similar or existing names in `details`
 │   │   └── PoolNotFoundError           POOL_NOT_FOUND
 │   ├── MethodNotAllowedError         METHOD_NOT_ALLOWED
 │   ├── ConflictError
@@ -24,11 +24,12 @@ SIEError
 ├── JobFailedError                  a job that the client waited for failed, expired or was cancelled
 ├── JobTimeoutError                 a job has not ended within the `timeout_s` of `wait`; it goes on
 ├── AllItemsFailedError             ALL_ITEMS_FAILED: every item failed, for different causes; see `details["errors"]`
-└── ServerError                     the server failed, or had no capacity while the client waited (5xx)
+└── ServerError                     the server failed, or had no capacity while the client waited; 5xx, or an
+    │                               unreadable reply (200)
     ├── InferenceError                INFERENCE_ERROR
     ├── InternalServerError           INTERNAL_ERROR
     ├── ModelLoadFailedError          MODEL_LOAD_FAILED
-    ├── LoraLoadFailedError           LORA_LOAD_FAILED
+    ├── LoraLoadFailedError           LORA_LOAD_FAILED; 404 or 400 if the request names a wrong LoRA
     ├── ProvisioningError             PROVISIONING
     ├── ModelLoadingError             MODEL_LOADING
     ├── LoraLoadingError              LORA_LOADING
@@ -95,7 +96,7 @@ class SIEConnectionError(SIEError):
 
 
 class RequestError(SIEError):
-    """The request must be changed before it can succeed, or, as for `RateLimitedError`, sent later."""
+    """The request must be changed before it can succeed, or, after `RateLimitedError`, sent later."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):
@@ -119,7 +120,9 @@ class NotFoundError(RequestError, code="NOT_FOUND"):
 
 
 class ModelNotFoundError(NotFoundError, code="MODEL_NOT_FOUND"):
-    """The model, profile or revision does not exist. `details` has `suggestions`."""
+    """The model, profile or revision does not exist. `details` has `suggestions` for an unknown model, `profiles` for
+    an unknown profile, `revisions` for an unknown revision.
+    """
 
 
 class PoolNotFoundError(NotFoundError, code="POOL_NOT_FOUND"):
@@ -167,8 +170,8 @@ class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """A limit of the API key (tokens per minute, or stored jobs and files) was reached for as long as the client
-    waited.
+    """A limit (tokens of the API key per minute, its uploads at once, or stored jobs and files) was reached for as long
+    as the client waited.
     """
 
 
@@ -185,7 +188,7 @@ class JobTimeoutError(SIEError):
 
 
 class ServerError(SIEError):
-    """The server failed, or had no capacity for as long as the client waited."""
+    """The server failed, sent an unreadable reply, or had no capacity for as long as the client waited."""
 
 
 class InferenceError(ServerError, code="INFERENCE_ERROR"):
@@ -209,11 +212,11 @@ class ProvisioningError(ServerError, code="PROVISIONING"):
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
-    """The model was not loaded within the time that the client waits."""
+    """The model was not loaded while the client waited."""
 
 
 class LoraLoadingError(ServerError, code="LORA_LOADING"):
-    """The LoRA was not loaded within the time that the client waits."""
+    """The LoRA was not loaded while the client waited."""
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
@@ -221,7 +224,7 @@ class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
 
 
 class QueueFullError(ServerError, code="QUEUE_FULL"):
-    """The queue stayed full during the time that the client waits."""
+    """The queue stayed full, or the gateway stayed at a limit, for as long as the client waited."""
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
@@ -229,7 +232,9 @@ class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
 
 
 class NotReadyError(ServerError, code="NOT_READY"):
-    """The server had not read its catalogue or its keys yet, or lacks a service that the request needs."""
+    """The server had not read its catalogue or its keys yet, lacks a service that the request needs, or did not get a
+    changed model in time.
+    """
 
 
 class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):

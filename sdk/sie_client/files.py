@@ -28,7 +28,7 @@ def invalid(message: str) -> NoReturn:
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return `value` if it is an id that fits into a URL path. `noun`: file or job, for the InvalidInputError."""
+    """Return `value` if it is an id that fits into a URL path; else raise InvalidInputError. `noun`: file or job."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -50,8 +50,9 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """Upload a file and return its description. Raises InvalidInputError if the file changes during the upload. A
-    connection that breaks after the last byte is an error, because the server may have stored the file.
+    """Upload a file and return its description. Raises InvalidInputError if the file cannot be read, or its
+    size changes during the upload. If the connection breaks after the last byte of the file, the upload is not
+    repeated, because the server may have stored the file.
     """
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
@@ -161,7 +162,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if the disk fails."""
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if it cannot be written."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -178,7 +179,9 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Rename the complete file to `path`. Raises ServerError if its size or digest is not as announced."""
+        """Rename the complete file to `path`. If its size or digest is not as announced, delete it and raise
+        ServerError.
+        """
         self._close()
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
         with on_disk(self.path):

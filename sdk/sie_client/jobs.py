@@ -58,7 +58,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """Return True if the job has ended: it does not change any more."""
+        """Return True if the job has ended. Its state does not change any more."""
         return self.state in ENDED
 
 
@@ -105,8 +105,8 @@ class SeenJob:
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
     """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. The uploaded file is deleted if
-    the server refuses the job, or returns an older job with the same idempotency key. Raises TypeError for an unknown
-    option.
+    the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises TypeError
+    for an unknown option.
     """
     names = JobOptions.__annotations__
     for name in options:
@@ -168,7 +168,7 @@ def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
-    """Delete an uploaded file with one attempt. A failure is only logged: the server deletes it when it expires."""
+    """Delete an uploaded file with one attempt. A failure is only logged, because the server deletes expired files."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from files.deleted(file, session)
@@ -196,7 +196,7 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
     """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended, unless an
-    attempt before got no answer and may have cancelled it.
+    earlier attempt of `cancel` got no answer and the job is cancelled.
     """
     try:
         return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
@@ -276,7 +276,7 @@ def completed(info: JobInfo) -> None:
 
 
 class Fetching:
-    """Progress of a download of output files: bytes that are on the disk, and bytes in total. Thread-safe."""
+    """Progress of a download of output files: bytes on the disk, and bytes in total. Thread-safe."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -296,9 +296,9 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the output files of a job to a folder, then its manifest, and return the paths. Files that are there with
-    the right digest are not downloaded again. Raises InvalidInputError if the output is at a URL, or the folder has the
-    output of another job.
+    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Files that
+    are there with the right digest are not downloaded again. Raises InvalidInputError if the output is at a URL, or the
+    folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):
@@ -338,7 +338,7 @@ def _is_there(path: Path, part: JobPart) -> bool:
 
 
 def _claimed(folder: Path, job: str) -> None:
-    """Create the folder. Raises InvalidInputError if it contains the manifest of another job."""
+    """Create the folder. Raises InvalidInputError if the folder has a MANIFEST that is not the manifest of this job."""
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         there = folder / MANIFEST

@@ -1,9 +1,9 @@
 """Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
-str}`. The URL of an image is sent unchanged: the gateway downloads it, or refuses it.
+str}`. Data URIs, and the URL of an image, are sent unchanged: the gateway downloads the URL, or refuses it.
 
-The format is taken from the content, or else from the file name. If neither shows it, `format` is left out, and the
-server detects it. A document has `format` only if the suffix of its name is that of a text, because the server detects
-all other formats, and a text may begin with any letters.
+The format is taken from the content, or else from the file name. If neither shows the format, `format` is left out,
+and the server detects the format. A document has `format` only if its name has the suffix of a text format, because
+the server detects all other formats, and a text may begin with any letters.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TEXTS = frozenset({"html", "md", "txt", "csv"})
 
 
 def media(value: Any, path: str, *, urls: bool = False, is_document: bool = False) -> Any:
-    """Convert a file to the form of a request. Data URIs are returned as they are, and with `urls` also URLs. Raises
-    InvalidInputError.
+    """Convert a file to the form of a request. Data URIs are returned unchanged, and with `urls` also URLs; without
+    `urls`, a URL raises InvalidInputError, as does a file that cannot be read.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls, is_document=is_document)
@@ -82,12 +82,15 @@ def sound(value: Any, path: str) -> Any:
 
 
 def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
-    """Return a WAV file with samples of shape [samples] or [samples, channels]. Raises InvalidInputError."""
+    """Return a WAV file with samples of shape [samples] or [samples, channels], at most 64 channels. Raises
+    InvalidInputError.
+    """
     kind = _WAV_SAMPLES.get(samples.dtype.name)
     if kind is None or samples.ndim not in (1, 2) or not samples.size or (samples.ndim == 2 and samples.shape[1] > 64):
         got = f"{samples.dtype} {list(samples.shape)}"
         raise _refused(
-            f"{path}.data", f"expected samples as float32 or int16, [samples] or [samples, channels], got {got}"
+            f"{path}.data",
+            f"expected samples as uint8, int16, int32, float32 or float64, [samples] or [samples, channels], got {got}",
         )
     if not isinstance(rate, int | np.integer) or isinstance(rate, bool) or not 0 < rate < 1 << 24:
         raise _refused(f"{path}.sample_rate", "expected the number of samples a second, a whole number")
@@ -133,11 +136,11 @@ def _without_loss(picture: Any) -> bytes:
 
 
 def _png(pixels: NDArray[Any], path: str) -> bytes:
-    """Return a PNG file of uint8 pixels [height, width], or [height, width, 3 or 4]. Raises InvalidInputError."""
+    """Return a PNG file of uint8 pixels [height, width], or [height, width, 1, 3 or 4]. Raises InvalidInputError."""
     values = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or values not in _PNG_COLOURS or not pixels.size:
         got = f"{pixels.dtype} {list(pixels.shape)}"
-        raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3], got {got}")
+        raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3 or 4], got {got}")
     height, width = pixels.shape[:2]
     # in PNG, each row of pixels begins with a filter number; 0 means no filter
     rows = np.zeros((height, 1 + width * values), np.uint8)
@@ -157,7 +160,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Return the format of images, sounds and videos that the first bytes show. Empty if they show none."""
+    """Return the format of an image, sound or video that the first bytes show; empty if they show none."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[4:8] == b"ftyp":

@@ -17,15 +17,16 @@ LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-# error code of a request that took longer than its deadline; other codes mean that the server has no capacity now
+# error code of a request that took longer than its deadline, which has a log line of its own
 TIMED_OUT = "GATEWAY_TIMEOUT"
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call with `total` items; None if their number is unknown. Thread-safe. In a `with` statement, the
-    bar is completed at the end. Waits are logged as warnings of `sie_client`, at most one per minute. The bar is one
-    line on standard error, for calls of several items of which some are unanswered after BAR_AFTER_S.
+    """Progress of one call with `total` items; None if the number is unknown, 0 for a call without items. Thread-safe.
+    In a `with` statement, the line of the bar is ended. Waits are logged as warnings of `sie_client`, at most one per
+    minute. The bar is one line on standard error, for calls of several items of which some are unanswered after
+    BAR_AFTER_S. The callback `on_progress` is called for calls with items only.
     """
 
     def __init__(

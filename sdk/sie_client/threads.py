@@ -1,4 +1,4 @@
-"""Driver that runs plans (see `core`) in threads: it executes their HTTP requests, pauses and concurrent steps."""
+"""Driver that runs plans (see `core`) in threads: executes HTTP requests, pauses and concurrent steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _spawn(function: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised when the result is read
+        except BaseException as error:  # noqa: BLE001  raised again when the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="sie-sdk", daemon=True).start()
@@ -57,7 +57,7 @@ class ThreadDriver:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close the connections and refuse new requests. If requests of other threads are running, the last of them
+        """Close the connections and refuse new requests. If requests of other threads are running, the last request
         closes the connections when it ends, because httpx would leak a connection that is being opened.
         """
         with self._lock:

@@ -17,7 +17,7 @@ from sie_contracts import client_environment
 from sie_contracts.loopback import client_options, is_local, is_refused
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # bytes of a response's body that are given to a sink at once
+PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that are given to a sink at once
 CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
@@ -32,7 +32,8 @@ class Ended(Exception):
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
     """Return the options of an httpx client for the server at `url`. They do not limit the number of connections,
-    because the concurrency of the calls does. Idle connections stay open, up to twice the concurrency and at least 20.
+    because the concurrency of the calls does. Up to 20 idle connections stay open for a minute, or twice the
+    concurrency if that is more.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -68,10 +69,10 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """Convert an exception of a request. The failure is permanent if a retry is useless: the URL or a header cannot be
-    sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody` is true if a port of this
-    machine refuses the connection and has never answered; if it has answered (`has_answered`), its server may be
-    restarting.
+    """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
+    or a header cannot be sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody` is
+    true if a port of this machine refuses the connection and has never answered; if it has answered (`has_answered`),
+    its server may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)

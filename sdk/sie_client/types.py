@@ -21,7 +21,7 @@ class Picture(Protocol):
 
 
 # one file: its path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and
-# `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3]
+# `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3 or 4]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
 # one file as in Media, or samples as a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
@@ -65,9 +65,9 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a call: `done` of `total` items, or of bytes if files are sent. `total` is 0 if it is unknown, as for
-    an iterator. While the call waits, `cause` is an error code of the server or `connection`, and `remaining_s` is the
-    number of seconds until the call fails.
+    """Progress of a call: `done` of `total` items, or of bytes if files are sent. `total` is 0 if the number is
+    unknown, as for an iterator. While the call waits, `cause` is an error code of the server or `connection`, and
+    `remaining_s` is the number of seconds until the call fails.
     """
 
     done: int
@@ -85,14 +85,15 @@ class CallOptions(TypedDict, total=False):
     for. `strict`: unknown options are errors.
 
     Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
-    (default 120) for a server that cannot be reached, and up to `capacity_budget_s` (default 900) for a server without
-    capacity. After each answer to a part of the call, both times start again.
+    (default 120, but 5 if a port of this machine refuses connections and has never answered) for a server that cannot
+    be reached, and up to `capacity_budget_s` (default 900) for a server without capacity. After each answer to a part
+    of the call, both times start again.
 
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
-    successful answer is used; at most one request in five is sent twice. `progress`: True shows a bar, False does not,
-    None shows one on a terminal only. `on_progress` is called after each part and at each wait, in the threads that
-    send.
+    successful answer is used; about one request in five is sent twice at most. `progress`: True shows a bar, False does
+    not, None shows one on a terminal only. `on_progress` is called after each part and at each wait, by the blocking
+    client in the threads that send.
     """
 
     gpu: str | None
@@ -120,7 +121,8 @@ class ClientOptions(CallOptions, total=False):
 
 class Params(CallOptions, total=False):
     """Parameters of encode, score and extract. If one is missing, the model's default applies. `options`: further
-    parameters. `on_item_error`: with "fail", the call raises if an item fails; with "slot", its result has `error`.
+    parameters. `on_item_error`: with "fail", the call raises if an item fails; with "slot", its result has `error`,
+    but the call raises if all items of a request fail.
     """
 
     instruction: str | None
@@ -182,7 +184,7 @@ class RedactOptions(Params, total=False):
 
 class Usage(TypedDict):
     """Usage of a call: number of tokens by the model's tokenizer, indexes of the truncated items, and number of images
-    if there were any. `cached_items`, `cached_tokens`: number of items with cached answers, and of their tokens.
+    if there were any. `cached_items`, `cached_tokens`: number of items with cached answers, and number of their tokens.
     """
 
     prompt_tokens: int
@@ -210,7 +212,7 @@ MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in order. `usage` is that of the whole call; each result has its item's usage."""
+    """Results of a list of items, in order. `usage`: usage of the whole call; each result has its item's usage."""
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
         super().__init__(results)
@@ -245,7 +247,9 @@ def summary(value: Any) -> str:
 
 
 class Shared(TypedDict, total=False):
-    """Fields that every result has. `timing`: milliseconds by stage of the request. `headers`: names in lower case."""
+    """Fields that results of every kind may have. `timing`: milliseconds by stage of the request. `headers`: names in
+    lower case.
+    """
 
     model: str
     timing: dict[str, float]
@@ -278,10 +282,10 @@ class ChunkResult(TypedDict, total=False):
 class EncodeResult(Shared, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call has
-    another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and offset of
-    integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If the item
-    has `chunks`, the vectors are in the result's `chunks`.
+    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or
+    the model has another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and
+    offset of integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If
+    the item has `chunks`, the vectors are in the result's `chunks`.
     """
 
     id: str
@@ -351,7 +355,7 @@ class RestoredPart(TypedDict):
 
 
 class RestoreMap(TypedDict):
-    """Map with which `restore` undoes a redaction: all replaced values. `length`: that of the redacted text."""
+    """Map with which `restore` undoes a redaction: all replaced values. `length`: length of the redacted text."""
 
     offsets: Literal["code_points", "utf16"]
     length: int
@@ -423,7 +427,8 @@ class JobOptions(TypedDict, total=False):
 
     `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for
     example `22:00-06:00`, in `time_zone` (default: UTC). `deadline`: a datetime, or seconds since 1970. With `expires`,
-    the job stops at the deadline. `cache`: use answers of earlier jobs if model, parameters and input are the same.
+    the job stops at the deadline. `cache`: keep the answers, and use answers of earlier jobs with `cache` if model,
+    parameters and input are the same.
 
     `on_upload` is called during the upload of a local file, with the bytes sent. `idempotency_key`: a second call with
     the same key returns the first job.

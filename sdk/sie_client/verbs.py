@@ -103,7 +103,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # frees memory: the encoded body contains the items' files already
+        part.items.clear()  # frees memory: the encoded body already contains the items' files
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -141,7 +141,7 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
     """Yield a list in parts; an empty list gives one part. `each_tokens`: tokens that the server adds to each item, for
-    example those of the query.
+    example the tokens of the query.
     """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
@@ -252,8 +252,8 @@ def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
     """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts, None for an
-    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError if
-    a vector has a scale or an offset, which the array cannot have.
+    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError for
+    `chunks` and for vectors with a scale or an offset, which the array cannot have.
     """
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
@@ -270,8 +270,8 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that threads fill part by part. If the number of rows is unknown, the array grows in place
-    without a copy.
+    """Array of vectors that is filled part by part, also by several threads. If the number of rows is unknown, the
+    array grows by `ndarray.resize`.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -329,7 +329,9 @@ def rerank(
     params: Mapping[str, Any],
     session: Session,
 ) -> Plan[list[Ranked]]:
-    """Return the `top_n` documents with the best scores, and their positions. Raises SIEError if a document fails."""
+    """Return the `top_n` documents (None: all) with the best scores, and their positions. Raises SIEError if a document
+    fails.
+    """
     if top_n is not None and top_n < 1:
         raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
     if not documents:
@@ -383,7 +385,7 @@ def _json_schema(schema: type[Any]) -> dict[str, Any]:
     return dict(_unrestricted(stated))
 
 
-# keywords that only restrict a value: the model cannot obey them, and the class checks its instances itself
+# keywords that only restrict a value: the model cannot obey them, and msgspec or pydantic checks the instances
 _RESTRICTIONS = frozenset(
     {"format", "pattern", "minLength", "maxLength", "multipleOf", "minItems", "maxItems", "uniqueItems"}
 )
@@ -415,8 +417,8 @@ def _pydantic(schema: type[Any]) -> Any:
 
 
 def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fails: bool) -> None:
-    """Replace `data` by an instance of `schema`. If it does not fit, set `error` of the result; with `fails`, raise the
-    error instead.
+    """Replace `data` by an instance of `schema`. If the values do not fit, set `error` of the result; with `fails`,
+    raise InvalidInputError instead.
     """
     values = result.get("data")
     try:

@@ -57,7 +57,7 @@ class _Url:
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of a connection attempt to a response or TransportFailed; raise an unexpected one again."""
+    """Convert an exception of a connection to a response or TransportFailed; raise an unexpected exception again."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s
@@ -100,7 +100,7 @@ class StatusSocket(_Url):
             return _refusal(error, started_s)
 
     def next(self) -> bytes | None:
-        """Return the next frame. If the connection is broken, close it and return None."""
+        """Return the next frame. If the connection is broken or silent, close it and return None."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again

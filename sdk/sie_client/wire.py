@@ -23,7 +23,7 @@ _OUTPUTS = ("dense", "sparse", "multivector")
 # bytes of UTF-8 per token of English text. The estimate only decides where lists are split; the server counts exactly
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
-# upper limit of the estimated tokens of one text: models truncate longer texts, most of them earlier
+# upper limit of the estimated tokens of one text: most models truncate texts at this length or earlier
 _MAX_TOKENS = 8192
 _FILE_TOKENS = 1024
 
@@ -85,7 +85,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width]. float16 is kept, other types become float32. Raises InvalidInputError."""
+    """Return an array [tokens, width]. float16 is kept, other dtypes become float32. Raises InvalidInputError."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -112,7 +112,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value of another type."""
+    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value that cannot be sent."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:

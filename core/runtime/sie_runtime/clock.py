@@ -1,10 +1,10 @@
 """Estimate of the broker's clock, by which all machines judge ages and deadlines.
 
-    8 requests for the time ──► the reply with the shortest round trip ──► offset of our monotonic clock;
-    half of this round trip is its margin of error
+    8 requests for the time ──► the reply with the shortest round trip ──► offset of this process's monotonic clock;
+    half of this round trip is the margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). After the first reply of the broker, `now_s` does not
-use the wall clock of this machine any more.
+Method: Cristian, "Probabilistic clock synchronization" (1989). After the first measurement, `now_s` does not use the
+wall clock of this machine any more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """A request for the broker's time. `asked_s`, `answered_s`: our monotonic clock. `broker_s`: time in the reply."""
+    """Request for the broker's time. `asked_s`, `answered_s`: by the monotonic clock. `broker_s`: time in the reply."""
 
     asked_s: float
     answered_s: float
@@ -35,7 +35,7 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return (broker's time minus our clock, margin of error) in seconds, from the shortest round trip."""
+    """Return (broker's time minus monotonic time, margin of error) in seconds, from the shortest round trip."""
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
@@ -43,9 +43,9 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 class BrokerClock:
     """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
 
-    `stream`: the leader of this stream is asked for the time, because it sets the timestamps of messages. Before the
-    first reply, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no message is dropped as
-    too old.
+    `stream`: the leader of this stream is asked for the time, because this server sets the timestamps of messages.
+    Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no
+    message is dropped as too old.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,15 +58,17 @@ class BrokerClock:
         queue.on_reconnect(self._reconnected)
 
     def now_s(self) -> float:
-        """Return the broker's time in seconds since 1970. The error is at most `margin_s`."""
+        """Return the broker's time in seconds since 1970. At the last measurement, the error was at most `margin_s`."""
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before the first reply."""
+        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before a measurement."""
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Measure with up to SAMPLES requests. Raises BrokerError, and keeps the last result, if none is answered."""
+        """Measure with SAMPLES requests, or fewer if one fails. If the first fails, keep the last result and raise its
+        BrokerError.
+        """
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):
             asked_s = self._clock()

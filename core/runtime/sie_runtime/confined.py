@@ -31,7 +31,8 @@ def serve(
     frames: ChildFrames[Any, Any], max_job_bytes: int, max_answer_bytes: int, make: Callable[[], Callable[[Any], Any]]
 ) -> None:
     """Answer jobs until the parent has ended. `sys.argv`: the parent's process id, and the memory limit in bytes.
-    `make`: called after the limits are set. The function that it returns answers a job, or raises a `media.fault`.
+    `make`: called after the limits are set. It returns the function that answers a job, or raises an error that
+    `media.fault` built.
     """
 
     def answered(job: Any) -> tuple[bytes, bytes]:
@@ -51,7 +52,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # the socket raises these exceptions when the parent has ended
+    # raised when the parent has ended; FrameError also for an incomplete or too large frame, which ends this process
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # no variable names a job or its answer, so that neither stays in memory until the next job
@@ -64,7 +65,9 @@ def _send(connection: socket.socket, parts: tuple[bytes, bytes]) -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Limit this process's address space. If the machine runs out of memory, the kernel kills this process first."""
+    """Forbid core dumps. On Linux, also limit this process's address space, and make the kernel kill this process first
+    if the machine runs out of memory.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
     if sys.platform.startswith("linux"):  # other systems refuse or ignore RLIMIT_AS
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -73,12 +76,13 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends. `parent`: process id of the parent. Call
-    this before the first file is read: a process that hangs while it reads a file would not notice a closed socket.
+    """On Linux, make the kernel kill this process when the thread that started it ends. End it now if the `parent` with
+    this process id has ended. Call this before the first file is read: a process that hangs while it reads a file would
+    not notice a closed socket.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent had already ended before prctl was called
+    if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 
 

@@ -1,5 +1,5 @@
 """Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit. Both
-versions of the kernel's interface are supported, also if a machine uses one for memory and the other for CPU.
+versions of the kernel's interface are supported, also on a machine that uses version 1 for memory or CPU only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Memory:
 
 
 def memories() -> list[Memory]:
-    """Return the memory of this process's group and of its parent groups. Groups without a limit are omitted."""
+    """Return the memory of this process's group and of its parent groups. Groups without a known limit are omitted."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (

@@ -7,9 +7,10 @@ from contextvars import ContextVar
 
 from sie_contracts.wire.trace_context import NONE, Context
 
-# largest number of characters of tracestate; the specification requires support for at least 512
+# largest number of characters of tracestate; the specification asks for support of at least 512
 MAX_STATE_CHARS = 512
-# span attribute with the measured stage of a request (queue, preprocess, batch_wait, inference, postprocess)
+# span attribute with the measured stage of a request: queue, load, preprocess, batch_wait, device_wait, inference,
+# postprocess
 STAGE = "sie.stage"
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
@@ -21,7 +22,9 @@ TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """Return the context in a client's headers; empty if they are invalid. A later version is read like version 00."""
+    """Return the context in a client's headers; empty if `traceparent` is invalid. A later version is read like version
+    00. An invalid or too long `tracestate` is left out.
+    """
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:
         return NONE
@@ -44,5 +47,5 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """Use the trace of a request in this task, and in the tasks that it starts."""
+    """Use the trace of a request in this task, and in the tasks that this task starts."""
     TRACE_ID.set(trace_id_of(context.traceparent))

@@ -10,7 +10,7 @@ SPARE_FILES = 256  # number of open files that are reserved for everything excep
 
 
 def raise_limit() -> float:
-    """Raise the soft limit on open files to at most MAX_FILES. Returns the limit; infinity if there is none."""
+    """Raise the soft limit on open files to at most MAX_FILES. Returns the soft limit; infinity if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -21,5 +21,7 @@ def raise_limit() -> float:
 
 @functools.cache
 def max_connections() -> int:
-    """Return the largest number of client connections: the limit on open files, minus SPARE_FILES."""
+    """Return the largest number of client connections: the limit on open files (MAX_FILES at most) minus SPARE_FILES,
+    but at least 1.
+    """
     return max(1, int(min(raise_limit(), MAX_FILES)) - SPARE_FILES)

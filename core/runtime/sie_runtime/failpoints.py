@@ -37,7 +37,7 @@ def parse(spec: str) -> dict[str, tuple[str, int]]:
 
 
 def arm(spec: str) -> None:
-    """Activate the failpoints in `spec`, and deactivate all others."""
+    """Arm the failpoints in `spec`, and disarm all others. Raises ValueError if `spec` cannot be parsed."""
     _ARMED.clear()
     _ARMED.update(parse(spec))
     if _ARMED:
@@ -45,7 +45,9 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Do the action of the failpoint `name`, if it is active. If none is active, a call only tests an empty dict."""
+    """Do the action of the failpoint `name`, if this failpoint is armed. If none is armed, a call only tests an empty
+    dict.
+    """
     if _ARMED and name in _ARMED:
         _hit(name)
 

@@ -37,7 +37,7 @@ from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # seconds within which the config service must answer a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# largest random pause in seconds before a request to the config service: a change reaches all readers at the same time
+# largest random pause in seconds before the epoch is read outside of the poll: a change reaches all readers at once
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
 # results of a delta: applied; or ignored because its sender is not trusted, an earlier delta is missing, or its write
@@ -69,7 +69,9 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """Raised if the config service cannot be reached, or if its reply must not replace the present catalogue."""
+    """Raised if the config service cannot be reached, refuses the request, or sends a reply that cannot be decoded or
+    must not replace the present catalogue.
+    """
 
 
 class ConfigSource(Protocol):
@@ -154,7 +156,10 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 
 
 class CatalogueFeed:
-    """Keeps the catalogue of this process up to date. Calls the listeners of `on_change` after each new snapshot."""
+    """Keeps the catalogue of this process up to date. Calls the listeners of `on_change` after each new snapshot.
+
+    `initial`: snapshot that is used until one is read. `bundle`: only deltas of this bundle are read; None: all deltas.
+    """
 
     def __init__(
         self,
@@ -168,7 +173,7 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.first = asyncio.Event()  # set when the first snapshot has been read
+        self.first = asyncio.Event()  # set when there is a snapshot: `initial`, or the first that was read
         if initial is not None:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
@@ -191,14 +196,14 @@ class CatalogueFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the last request to the config service failed."""
+        """Return whether the last request to the config service failed; False before the first snapshot."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue until `is_enough(catalogue)`, for at most `timeout_s`. Returns False at the time-out."""
+        """Ask for newer catalogues until `is_enough(catalogue)`, for at most `timeout_s`. Returns False if none is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):
@@ -335,8 +340,8 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """Return all entries in the `*.yaml` files below `folder`, by id. Raises ValidationFailed, which names the file,
-    for an unreadable file or an invalid entry, and OSError if the folder cannot be listed.
+    """Return all entries in the `*.yaml` files below `folder`, by id; none if the folder is missing. Raises
+    ValidationFailed, which names the file, for an unreadable file or an invalid entry.
     """
     from sie_contracts import yaml_text
 
@@ -353,7 +358,9 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 
 def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
-    """Return all bundles in the `*.yaml` files of a folder, by id. Raises ValidationFailed for an invalid bundle."""
+    """Return all bundles in the `*.yaml` files of a folder, by id. Raises ValidationFailed for an invalid bundle,
+    NotYAML, UnicodeDecodeError or OSError for an unreadable file.
+    """
     from sie_contracts import yaml_text
 
     bundles = (parse_bundle(yaml_text.load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))

@@ -53,7 +53,7 @@ NO_LIMITS = KeyLimits()
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`. `caches`:
-    answers to requests with this key may be cached. `remote`: their inputs may be sent to remote servers.
+    answers to requests with this key may be cached. `remote`: inputs of these requests may be sent to remote servers.
     """
 
     id: str
@@ -120,7 +120,9 @@ def decode(entry: Entry) -> Key:
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
-    """Return (key, revision) for each entry. Entries that cannot be decoded are logged and omitted, as in gateways."""
+    """Return (key, revision) for each entry. Entries that cannot be decoded are logged and omitted: gateways do not
+    accept them either.
+    """
     keys = []
     for entry in entries:
         try:
@@ -131,7 +133,9 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the stricter of two records of a key (None: missing): the revoked one if one is revoked, else `first`."""
+    """Return the stricter of two records of a key: the revoked one if one is revoked, else `first`. If one is missing
+    (None), return the other one.
+    """
     if first is None or second is None:
         return first or second
     return second if second.revoked_s and not first.revoked_s else first
@@ -156,8 +160,8 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write to both buckets. Raises WrongRevision if the record in `bucket` does not have this `revision`; revision
-        0 means that `bucket` must not have the key yet.
+        """Write to both buckets. Raises BrokerError, and WrongRevision if the record in `bucket` does not have this
+        `revision`; revision 0 means that `bucket` must not have the key yet.
         """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
@@ -171,7 +175,7 @@ class KeyBuckets:
         return list(keys.values())
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises WrongRevision."""
+        """Remove a key from both buckets. Raises BrokerError, and WrongRevision as `write` does."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
@@ -179,7 +183,7 @@ class KeyBuckets:
 class Keys:
     """Keys that this process has read from the broker.
 
-    `loaded` is true when the bucket has been read, even if its copy has not. Before that, an unknown token may still be
+    `loaded` is true when the bucket has been read, even if its copy has not. Before that, an unknown token may be
     valid. If both buckets are lost, all keys are lost.
     """
 
@@ -234,12 +238,12 @@ class Keys:
                 for record, trouble in zip(self._records, troubles, strict=True):
                     with trouble.logged(BrokerError):
                         if await record.follow():
-                            _logger.info("%s: %d keys", record.bucket.name, len(self._by_id))
+                            _logger.info("%s was read, %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost only after two checks in a row, because the watch of one bucket may be later than
-                # that of the other
+                # a key counts as lost only after two checks in a row, because the watches of the two buckets may
+                # deliver a change at different times
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:

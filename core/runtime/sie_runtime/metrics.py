@@ -1,7 +1,7 @@
 """Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
 values). Values that other objects store are read only at a scrape.
 
-    each answered request ── met(name) ──► MetricMaker.traffic
+    each request of a name ── met(name) ──► MetricMaker.traffic
     MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the
     series of names that are no longer among the busiest end
 
@@ -35,7 +35,7 @@ class Fold:
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # only labels in FOLDED can have any number of values; a metric without them never counts under `other`
+        # only labels in FOLDED can have any number of values; for a metric without them, `most` has room for all values
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
@@ -66,7 +66,7 @@ class Fold:
 
 
 class Traffic:
-    """Number of recent requests by name. A request counts half after HALF_LIFE_S."""
+    """Number of recent requests by name. After HALF_LIFE_S, a request counts half."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -77,7 +77,9 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Reduce the numbers of requests by their age. Returns False if this was done less than TURN_S seconds ago."""
+        """Reduce the numbers of requests by the time since this was last done. Returns False if that is less than
+        TURN_S.
+        """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -102,7 +104,7 @@ class Labelled(Generic[Child]):
         self._children: dict[tuple[str, ...], Child] = {}
         # name (value of the first label) -> number of its series; empty without `series_per_name`
         self._named: dict[str, int] = {}
-        # names that were counted as `other` since the last ranking, because no series was free
+        # names of which label values were counted as `other` since the last ranking, because no series was free
         self._waiting: set[str] = set()
         self._room = self._most  # number of series that are not reserved for a name yet
 
@@ -167,8 +169,8 @@ class Registry(CollectorRegistry):
 
 
 class MetricMaker:
-    """Creates the metrics of one process in `registry`, each once. Raises KeyError for a name that is not in the table.
-    `traffic` decides which names get their own series.
+    """Creates the metrics of one process in `registry`, each once. Raises KeyError for a name that is not in the table,
+    and TypeError if the table has another kind of metric. `traffic` decides which names get their own series.
     """
 
     def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
@@ -269,6 +271,6 @@ def exemplar() -> dict[str, str] | None:
 
 
 def epoch_number(epoch: str) -> float:
-    """Return the number of the last write in a catalogue epoch (`created:number`); 0 if the epoch is empty."""
+    """Return the number of the last write in a catalogue epoch (`created:number`); 0 if the epoch has no number."""
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

@@ -4,8 +4,8 @@ docs/metrics.md are checked against it.
 `most`: largest number of label sets (combinations of label values) of a metric. It is limited because clients may name
 ten thousand models. Above it, values are counted with `other` in the labels that FOLDED lists; `rest` label sets are
 reserved for this. In a metric with `series_per_name`, the busiest values of the first label (names) keep their own
-series, at most `series_per_name` for each name. In any other metric, the label sets that occur first are kept. A
-process has at most MAX_SERIES series in total.
+series. `series_per_name` series are reserved for each name; more are used if they are free. In any other metric, the
+label sets that occur first are kept. A process has at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 _ENDPOINTS = 26  # number of values of the label `endpoint` at a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
-    "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
-    "HTTP/1.1), `connections` (too many), `slow` (a body slower than SIE_MIN_BODY_RATE), `unread` (a reply that its "
-    "client did not read)"
+    "Requests that the HTTP server itself refused or broke off: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), "
+    "`malformed` (not HTTP/1.1), `connections` (too many), `slow` (a body slower than SIE_MIN_BODY_RATE), `unread` (a "
+    "reply that its client did not read)"
 )
 
 

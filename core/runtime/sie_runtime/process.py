@@ -1,5 +1,5 @@
-"""Start and end of a process: logs, signals, a graceful stop, the exit status. The lame-duck time begins with the first
-signal: the process still serves until load balancers have noticed that it will end.
+"""Start and end of a process: logs, signals, a graceful stop, the exit status. In the lame-duck time after the first
+signal, a process with an HTTP API still serves until load balancers have noticed that it will end.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
                                       a second signal during the lame-duck time ends that time; later it ends the
@@ -34,15 +34,15 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
-# in START_S, a failure is logged only if it lasts this many seconds: shorter ones occur at every start
+# in START_S, a failure is logged only if it lasts this many seconds: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
-# id of the worker to which the current task belongs; tasks that it starts inherit the value
+# id of the worker to which the current task belongs; tasks that this task starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
-# exceptions whose messages are not logged, because they may quote a client's values
+# exceptions whose messages are left out of logged tracebacks, because they may quote a client's values
 QUOTING = (
     LookupError,
     ValueError,
@@ -60,8 +60,9 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception, its causes and the members of exception groups were raised, and their
-    messages. Messages of the types in QUOTING are left out, because they may quote a client's values.
+    """Return the source lines where an exception, its causes and the members of exception groups were raised, and the
+    messages of these exceptions, except of the types in QUOTING. At most 10 exceptions of a chain, and 10 members of a
+    group, are returned.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -77,7 +78,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a log line. The trace id is by default that of the current task."""
+    """Return the fields of a log line. The default trace id is the trace id of the current task."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -97,7 +98,7 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """Formats log lines as JSON objects, one per line, with only the documented keys, whose values come from
+    """Formats log lines as JSON objects, one per line, with only the documented keys. The fields in _FIELDS come from
     `extra={...}` of the logging call. `worker`: worker id for lines that have none.
     """
 
@@ -124,7 +125,7 @@ class _Json(_Plain):
 
 
 def configure_logging(*, json: bool, worker: str | None = None) -> None:
-    """Log to standard error, as text or as JSON. `worker`: id of the worker to which this process belongs."""
+    """Log to standard error, as text or as JSON. `worker`: id of this process's worker, which only JSON lines show."""
     handler = logging.StreamHandler(sys.stderr)
     plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
@@ -243,10 +244,10 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """Logs a lasting failure only once. After a success, the next failure is logged again.
+    """Logs a lasting failure once as a warning. After a success, the next failure is logged again.
 
     `grace_s`: seconds in which the cause may be another process that is still starting. In this time, the failure is
-    logged only after QUIET_S, and at level info. After `grace_s` it is logged as a warning.
+    logged once at level info, after QUIET_S. The warning follows when the failure has lasted `grace_s`.
     """
 
     def __init__(
@@ -261,8 +262,8 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record that the failure has occurred. Log it if it has lasted long enough (see the class) and was not logged
-        yet.
+        """Record that the failure has occurred. Log it if it has lasted long enough for a level (see the class) and was
+        not logged at this level yet.
         """
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()

@@ -2,9 +2,9 @@
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
 
-Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK itself reads more environment variables:
-OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, and the
-limits of spans.
+Only `Tracer.close` waits for a collector, for at most FLUSH_S + GIVE_UP_S. The SDK itself reads more environment
+variables: OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES,
+and the limits of spans.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """A span of a trace. If it is not sampled, it has only a trace context.
+    """Span of a trace. If the span is not sampled, it has only a trace context.
 
-    Times are monotonic, plus an offset to the wall clock that is measured once, at the start. So a change of the wall
-    clock does not move them.
+    Times are monotonic, plus an offset to the wall clock that is measured once, when the span is created. So a change
+    of the wall clock does not move them.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -62,14 +62,14 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """Return the trace context for child spans, computed on demand: it takes a quarter of a span's time."""
+        """Return the trace context for child spans, computed on demand: this takes a quarter of a span's time."""
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
         return Context(written.get("traceparent", ""), written.get("tracestate", ""))
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None if the span is not sampled: then no collector stores its trace."""
+        """Return the trace id as 32 hex digits; None if it is not sampled, because no collector stores the trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -100,7 +100,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add to this span (of a batch) a link to `span`, whose work was part of it."""
+        """Add to this span a link to `span`: the run of an earlier request, which this request continues."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -151,7 +151,9 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export the remaining spans, for at most FLUSH_S. Spans that end after this call are dropped."""
+        """Export the remaining spans, for at most FLUSH_S; then wait at most GIVE_UP_S for the exporters to stop. Spans
+        that end after this call are dropped.
+        """
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
@@ -192,7 +194,7 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, not at each attempt."""
+    """Exporter to a collector over gRPC or HTTP. It logs a lasting failure once, not at each attempt."""
 
     def __init__(self, endpoint: str, protocol: str) -> None:
         self._trouble = Trouble(

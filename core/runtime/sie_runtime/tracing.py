@@ -1,4 +1,4 @@
-"""Tracing of every process. If it is off, OpenTelemetry is not imported, and a span costs one comparison with None.
+"""Tracing of every process. If tracing is off, OpenTelemetry is not imported, and a span costs a comparison with None.
 
     client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
     the device
@@ -34,7 +34,8 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
     """Return the tracer of a component; None if tracing is off. Call it after a fork, because it starts a thread.
 
     `instance`: name that distinguishes components of the same name; by default the host name. Raises SettingError if
-    OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off and a warning is logged.
+    OpenTelemetry is not installed. If the SDK refuses one of its environment variables, a warning is logged and tracing
+    stays off.
     """
     if not settings.enabled:
         return None
@@ -66,11 +67,11 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Begin the span of a request, as a child of the client's span if the headers have a trace context. `headers`: by
-    lower-case name. `received_s`: time of arrival, by perf_counter.
+    """Begin the span of a request, as a child of the client's span if the headers have a valid trace context and the
+    tracer propagates it. `headers`: by lower-case name. `received_s`: time of arrival, by perf_counter.
 
     Returns the context for the work of this request, and the span, which `end_request` must end. Without a tracer, the
-    context is the client's and the span is None.
+    context is the client's (empty if the client sent none) and the span is None.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -81,8 +82,8 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    # An empty context must be set too: a pipelined request runs in the task of the request before it, and would inherit
-    # its context.
+    # An empty context must be set too: the task of a pipelined request is created in the task of the request before,
+    # and would inherit the context of that task.
     set_current(context)
     return context, span
 

@@ -1,4 +1,4 @@
-"""Builds HTTP replies: the headers that all replies have, and error bodies."""
+"""Builds HTTP replies: the headers that all replies have, error bodies, and the policy of the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, created when the request arrives
 TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if it is traced
-# key in an ASGI scope: do not compress the reply, because gzip hardly compresses vectors
+# key in an ASGI scope: do not compress the reply, for example because gzip hardly compresses vectors
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"
@@ -59,7 +59,8 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
     """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
     versions, and security headers for browsers. A header in `headers` replaces the common one. Names are in lower case.
 
-    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS characters, all printable.
+    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS characters of printable ASCII; otherwise it
+    is the id of the server.
     """
     request_id = client_id = scope[REQUEST_ID].encode()
     server_version = sdk_versions.SERVER_VERSION
@@ -88,7 +89,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
+    """Return the body and the headers of a reply with an error in the native format."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",

@@ -1,7 +1,7 @@
 """Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): requests may have gzip bodies, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, if the client accepts gzip and the reply is above GZIP_OVER bytes ──► connection
+    reply   ──► compressed, if `CompressedReply` finds that this pays ──► connection
 
 Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
 more than an uncompressed body of that size.
@@ -17,7 +17,7 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-# Replies of at most this number of bytes are not compressed, because gzip can save little of them.
+# Replies that come in one piece of at most this number of bytes are not compressed, because gzip saves little.
 GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
@@ -36,7 +36,8 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
     """Return a `receive` that returns the body decompressed, if its coding is gzip.
 
-    Raises UnsupportedMediaType for another coding. The returned function raises InvalidInput for invalid gzip.
+    Raises UnsupportedMediaType for another coding; bodies of GET, HEAD and OPTIONS are returned as they are. The
+    returned function raises InvalidInput for invalid gzip and for more than MAX_MEMBERS members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -77,7 +78,9 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return at most `most` decompressed bytes, of at most `members` new gzip members. `_pending` has the rest."""
+        """Return at most `most` decompressed bytes, of at most `members` new gzip members. Input that is left stays in
+        `_pending`.
+        """
         plain = b""
         try:
             while self._pending and len(plain) < most:
@@ -119,8 +122,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """One reply. It is compressed by gzip if the client accepts gzip and the reply is large enough (`_pays`). The head
-    waits for the first piece of the body, because only that piece shows how long the body is.
+    """One reply. A reply of text, JSON, XML or a like type is compressed by gzip if this pays (`_pays`). Its head waits
+    for the first piece of the body, because only that piece shows how long the body is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -154,8 +157,9 @@ class CompressedReply:
         await self._send(message)
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
-        """Return whether to compress the reply. A reply with a strong ETag is not compressed, because the ETag
-        identifies exact bytes; nor is a reply that already has a coding or is a part of a resource (206).
+        """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
+        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes; nor is a
+        reply that already has a coding or is a part of a resource (206).
         """
         names = {name for name, _ in start["headers"]}
         return (

@@ -1,4 +1,4 @@
-"""Routes of the catalogue. The config service serves all of them, a gateway only the routes that read."""
+"""Routes of the catalogue. The config service serves all of them, a gateway those that read its own catalogue."""
 
 from __future__ import annotations
 

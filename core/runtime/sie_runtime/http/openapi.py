@@ -74,8 +74,8 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """Return the OpenAPI document of the served routes. `about`: title, version and other top-level members, named like
-    FastAPI's arguments. `placeholders`: description of each placeholder in paths.
+    """Return the OpenAPI document of the served routes. `about`: other top-level members of the document, such as
+    `openapi` and `info`. `placeholders`: description of each placeholder in paths.
     """
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))

@@ -1,19 +1,20 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with limits on incomplete, slow and large requests.
 
     head ──► body ──► trailers, which are dropped
-    response before the end of the body ──► no further request; input is discarded until the client closes
+    response before the end of the body ──► no further request; input is discarded for at most LINGER_S
     client closes its sending side after a whole request ──► response, if the client still reads
 
-A head, with chunk headers and trailers, has at most MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
-send a body and read a response at least at the minimum rate of the server; time in which the server does not read the
-body is not counted. A request that does not reach an application gets the usual error body.
+A head with its trailers has at most MAX_HEAD_BYTES, and so have chunk headers between two pieces of a body. A head must
+be complete within HEAD_S. A client must send a body and read a response at least at the minimum rate of the server;
+time in which the server does not read the body is not counted. A request that is refused here gets the usual error
+body, unless an earlier request is unanswered.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
 name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
 
-    Host: a name of this listener? ──► method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site show a page of
-    this server, or no web page (for example curl)? ──► application
+    Host: a name of this listener? ──► websocket, or method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site
+    show a page of this server or of SIE_CORS_ORIGINS, or no web page (for example curl)? ──► application
 
 GET, HEAD and OPTIONS change nothing, and only pages of SIE_CORS_ORIGINS get CORS headers: the browser hides the reply
 from pages of other origins.
@@ -62,8 +63,8 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Bytes of a chunked body that are parsed at a time. If a whole piece has no bytes of the body, it lies inside a chunk
-# header, and counts towards the limit on the head.
+# Bytes of a chunked body that are parsed at a time. A piece without bytes of the body lies inside chunk headers or
+# trailers, and counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 16 << 10
 WRITE_S = 60.0  # seconds over which the rate is measured at which a client reads a response
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
@@ -96,7 +97,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 class SharedState(ServerState):
     """State that all connections of a server share. `min_rate`: bytes per second at which a client must send a body and
-    read a response. `leaving`: if true, each connection is closed after its next response.
+    read a response; 0: a body may come at any rate. `leaving`: if true, each connection is closed after its next
+    response.
     """
 
     def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
@@ -110,8 +112,8 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """Transport for the response to one request. `close` first waits until a client that is still sending can have read
-    the response.
+    """Transport for the responses of a connection. `close` first waits until a client that is still sending can have
+    read the response.
     """
 
     __slots__ = ("close", "is_closing", "write")
@@ -123,8 +125,8 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length in one write, while uvicorn writes head and body separately. This saves 20 us of
-    the 335 us of a request (bench/results/queue.md).
+    """Sends a response of known length and in one piece by one write, while uvicorn writes head and body separately.
+    This saves 20 us of the 335 us of a request (bench/results/queue.md).
 
     uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers).
     """
@@ -143,7 +145,7 @@ class _Cycle(RequestResponseCycle):
         await (self.write if self._compressed is None else self._compressed.send)(message)
 
     async def write(self, message: Any) -> None:
-        """Send a message without compression, and add the headers that every reply has."""
+        """Send a message unchanged, but add the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
@@ -220,7 +222,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # uvicorn leaves the keep-alive timer running after the connection is lost
+        # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
             if timer is not None:
@@ -340,7 +342,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # a websocket upgrade has priority, and its body is not read
+            return  # the parser skips a body after an upgrade: `_ignore_upgrade` parses it, unless a websocket begins
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -394,8 +396,9 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Answer a request that cannot be parsed, and close the connection. If an earlier request is unanswered, send
-        nothing: the client would take it for the reply to that request.
+        """Answer a request that is malformed, too slow or above the limit on connections, and close the connection.
+        Send nothing if its response has begun, or if the last request was read completely and is unanswered: the client
+        would take the error for the reply to that request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -454,7 +457,9 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Send an interim response to a half-closed client. If the client is gone, its host answers with a reset."""
+        """Send one interim response to a half-closed client, then look for a reset after growing pauses. If the client
+        is gone, its host answers with a reset.
+        """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
@@ -471,7 +476,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle and has no unread input; otherwise it closes after its response."""
+        """Close the connection if it is idle and has no unread input; otherwise it closes after the next response."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
@@ -552,8 +557,8 @@ class HostNames:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Return whether a page of `origin` may send requests that change or compute something. Its host must be the
-        host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """Return whether a page of `origin` may send requests that change or compute something. The origin's host must
+        be the host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
         """
         if origin in self._origins:
             return True
@@ -597,7 +602,9 @@ class HostNames:
 
 
 class Guarded:
-    """ASGI wrapper of `app` that refuses requests for foreign host names and requests of foreign web pages."""
+    """ASGI wrapper of `app` that refuses foreign host names, and requests by which foreign web pages would change or
+    compute something.
+    """
 
     def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app

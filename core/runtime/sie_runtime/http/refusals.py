@@ -1,4 +1,4 @@
-"""Counts and logs requests that are refused before they reach an application."""
+"""Counts and logs requests that the HTTP server itself refuses or breaks off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 TELL_S = 10.0  # smallest number of seconds between two log lines about refused requests
-# reasons why a request is refused before it reaches an application
+# reasons why the HTTP server refuses a request (`unread`: why it breaks off a response)
 REFUSED = (
     "host",
     "origin",
@@ -35,5 +35,5 @@ class Refusals:
         self._count += 1
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
-            _logger.info("%d requests were refused before they reached a route, the last one: %s", self._count, message)
+            _logger.info("the HTTP server refused or broke off %d requests, the last one: %s", self._count, message)
             self._count, self._told_s = 0, now_s

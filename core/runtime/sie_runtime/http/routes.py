@@ -2,8 +2,8 @@
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
-`{name}` in a path matches one segment, `{name:path}` matches the remaining path, slashes included. If several paths
-match, the path with the longest literal parts is used.
+`{name}` in a path matches one segment, `{name:path}` matches one or more segments. If several paths match, a path
+without a placeholder is used, else the path with the longest literal parts.
 """
 
 from __future__ import annotations
@@ -159,16 +159,16 @@ class Table(Generic[R]):
         return next((match for pattern in self._patterns if (match := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """Return the path of the served route that is most similar to an unknown path, for example
-        `/v1/encode/{model}`; empty if none is similar.
+        """Return the path of a served route that is similar to an unknown path, for example `/v1/encode/{model}`; empty
+        if none is similar.
 
-        Only the parts of routes before the placeholder are compared. Three forms of the path are tried: unchanged, with
-        `/v1` in front, and with one `/v1` removed if it begins with two.
+        Only routes of at most four segments are compared, and only their parts before the placeholder. Three forms of
+        the path are tried: unchanged, with `/v1` in front, and with one `/v1` removed if it begins with two.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the beginning of the path equals that of a route, so this route is suggested without comparing similar paths
+        # a route with the same beginning is suggested first; only if there is none, similar beginnings are compared
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)

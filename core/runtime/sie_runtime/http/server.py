@@ -1,5 +1,5 @@
-"""HTTP server with uvicorn, and the probes of every process. The process itself binds the port, handles signals and
-decides when the server ends.
+"""HTTP server with uvicorn, and the probes of every process. `HttpServer` binds the port itself, so that an error names
+the setting. The process, not uvicorn, handles signals and decides when the server ends.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     shutdown: leave(): each connection closes after its response ──► hang_up(): idle connections close ──► stop()
@@ -37,8 +37,8 @@ MAX_TURNS = 100
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced: it wakes up ten times per
-    second to check whether to end and to update a Date header that SIE does not send.
+    """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced, because that loop wakes up ten
+    times per second to check whether to end, and to update a Date header that SIE does not send.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -80,7 +80,7 @@ class HttpServer:
 
         `websockets`: the websocket protocol; without it, an upgrade request is answered like a plain request.
         `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
-        `refusals.REFUSED`, for each request that is refused before it reaches an application. `min_rate`: see
+        `refusals.REFUSED`, for each request that this server itself refuses or breaks off. `min_rate`: see
         `SharedState`.
         """
         try:
@@ -133,7 +133,9 @@ class HttpServer:
         await asyncio.sleep(0)  # lets the tasks of the requests that were just read begin
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening. Wait at most `within_s` seconds for running requests and for clients that read responses."""
+        """Stop listening. Wait at most `within_s`, rounded up to whole seconds, for running requests and for clients
+        that read responses.
+        """
         self.leave()
         self._server.end(within_s)
         if self._task is not None:

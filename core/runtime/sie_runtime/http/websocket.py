@@ -1,11 +1,11 @@
-"""Websockets on which only the server sends: a text frame per interval, to each connected client.
+"""Websockets on which only the server sends: at most one text frame per interval, to each connected client.
 
     upgrade ──► allowed? ──no──► a plain HTTP response
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
-There is no queue of frames for a slow client: a frame is built and sent only when the connection's buffer has space,
-and earlier frames are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients are
-discarded.
+There is no queue of frames for a slow client: the next frame is built only when the one before has been sent, and
+frames between them are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients
+are discarded.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Sends frames to all viewers of one page, at most one per `interval_s`. A frame is built once for all viewers."""
+    """Sends frames to all viewers of one page, to each at most one per `interval_s`. Viewers share a frame for half of
+    this interval.
+    """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
         """`make` returns the present frame. The same object is not sent again. If `make` returns None, the websocket is
