@@ -371,7 +371,7 @@ class SIEClient:
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew the lease of a pool. Return the new end of the lease, in seconds since 1970."""
+        """Renew the lease of a pool. Return its new end in seconds since 1970; infinity for a pool without a lease."""
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:

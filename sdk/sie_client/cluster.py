@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar, cast
 from urllib.parse import urlencode
@@ -138,8 +139,12 @@ def get_pool(name: str, session: Session) -> Plan[Pool]:
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
-    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970."""
+    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970; infinity for a pool without
+    a lease.
+    """
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name, 'name')}/renew", session)
+    if isinstance(reply, dict) and reply.get("expires_at", 0) is None:
+        return math.inf
     expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
     return float(expires_at) if isinstance(expires_at, int) else _field(reply, "expires_at", float)
 

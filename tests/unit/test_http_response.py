@@ -135,6 +135,30 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert [(await response(reader))[1] for _ in range(3)] == [b"0123456789", b"", b"0123456789"]
 
 
+async def test_a_malformed_body_is_refused_after_the_replies_to_earlier_requests() -> None:
+    gate = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            await gate.wait()
+        await app({**scope, "path": "/whole"}, receive, send)
+
+    async with connected(slow) as (reader, writer, _):
+        writer.write(ask("/slow") + ask("/echo", "POST", "transfer-encoding: chunked") + b"ZZ\r\n")
+        await writer.drain()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await reader.readexactly(1)
+        gate.set()
+        head, body = await response(reader)
+        assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 200 OK", b"0123456789")
+        head, _ = await response(reader)
+        assert head.startswith(b"HTTP/1.1 400")
+        assert b"connection: close" in head
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+
+
 async def test_a_body_of_unknown_length_is_chunked() -> None:
     async with connected() as (reader, writer, _):
         writer.write(ask("/chunked"))

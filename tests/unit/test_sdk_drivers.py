@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import socket
 import sys
 import threading
@@ -413,7 +414,7 @@ def pools(server: Server, lapsed: threading.Event | None = None) -> Callable[...
             if lapsed is not None and not lapsed.is_set():
                 lapsed.set()
                 return 404, failure("POOL_NOT_FOUND")
-            return 200, {"message": "Pool renewed", "expires_at": 1.5}
+            return 200, {"message": "Pool renewed", "expires_at": None if "default" in path else 1.5}
         if method == "DELETE":
             return 200, {"message": "Pool deleted"}
         if method == "GET" and path == "/v1/pools":
@@ -438,6 +439,7 @@ def test_pools_are_made_listed_renewed_and_deleted(server: Server, using: Callab
         ("DELETE", "/v1/pools/eval"),
     ]
     assert server.seen[0][2] == {"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 60}
+    assert using(server.url, lambda client: client.renew_pool("default")) == math.inf
 
 
 def reserve(client: Any, enough: Callable[[], bool]) -> Any:

@@ -397,8 +397,9 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Answer a request that is malformed, too slow or above the limit on connections, and close the connection.
-        Send nothing if its response has begun, or if the last request was read completely and is unanswered: the client
-        would take the error for the reply to that request.
+        The answer follows the replies to earlier requests. Send nothing if the response of the request has begun, or if
+        the last request was read completely and is unanswered: the client would take the error for the reply to that
+        request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -407,6 +408,13 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             cycle.keep_alive = False
+            return
+        if self.pipeline and self.pipeline[0][0] is cycle:  # the newest request, which waits for earlier replies
+
+            async def refused(scope: Any, receive: Any, send: Any) -> None:
+                await refuse(scope, send, error)
+
+            self.pipeline[0] = (cycle, refused)
             return
         if cycle is None or cycle.response_complete or not cycle.response_started:
             scope: Any = cycle.scope if cycle is not None and not cycle.response_complete else {"headers": ()}
