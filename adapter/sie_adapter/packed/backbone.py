@@ -1,8 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
-supports, and its packed states must equal its padded states. Otherwise it runs padded on its stock attention, which
-is logged.
+A trial decides whether a model runs packed. Each layer of the model must call the attention interface with a mask that
+`attention` supports, and the model's packed states must be nearly equal to its padded states. Otherwise the model runs
+padded on its stock attention, and the log has the reason.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class Backbone:
     """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
-    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
-    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use, with
-    `padded` appended if the model runs on padded batches.
+    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`); 0 if no
+    layer attends to the whole sequence. `positions`: the length of the longest sequence, None if there is no limit.
+    `engine`: the engine that runs the model, and the reason. `attention`: the attention backend in use. If torch runs
+    the model on padded batches, ` padded` is appended.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], StateRunner] | None = None,
     ) -> None:
-        """Prepare the model. On torch, its attention is replaced, and on a CPU also its linear layers.
+        """Prepare the model. On torch, its attention is replaced if a packed kernel passes the trial, and on a CPU also
+        its linear layers.
 
-        `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
-        and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the entry
-        demands an engine that cannot run the model.
+        `more_samples`: additional short sequences in the trial. `server` starts the engine sglang, and raises
+        SglangNotStarted if that fails. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the
+        entry demands an engine that cannot run the model, or if `max_tokens` is too large for its rotary tables.
         """
         attention.register()
         # set on the configuration of `model` itself: if it is part of a larger model, the larger one has another
@@ -103,7 +105,7 @@ class Backbone:
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal`, computed on torch before another engine replaced torch; None if it was not computed
+        # result of `is_causal`, computed on torch before SGLang replaced torch; None without SGLang
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -125,8 +127,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run the model with its own attention on padded batches from now on. Used if no kernel passes the trial of the
-        packed path. Do not call this during a pass.
+        """Run the model with its own attention on padded batches from now on. This is the path of a model for which no
+        kernel passes the trial. Do not call this during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
@@ -137,7 +139,9 @@ class Backbone:
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
+        """Return hidden states of the last layer, [tokens, width], in packed order. On torch they have the precision of
+        the weights. SGLang computes only the state of each sequence's last token; its other states are zeros.
+        """
         if self._graphs is None or self._kernel is None or lora_acts():
             return self._forward_eager(packed)
         return self._graphs.states(packed, self._forward_eager, self._run)
@@ -170,7 +174,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward` as the stock model computes them: padded on the right, with a mask."""
+        """Return the states of `forward`, computed on batches that are padded on the right, with a mask."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -194,7 +198,7 @@ class Backbone:
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
         """Return the arguments of the model for a pass: ids [.., tokens], or their embeddings, in which features
-        replace the image tokens.
+        replace the image tokens. Features for deeper layers are separate arguments.
         """
         if features is None:
             return {"input_ids": ids}
@@ -212,8 +216,9 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Replace torch by a graph of the model, and free torch's weights, if the graph's states equal those of the
-        unchanged transformers model. Raises ModelLoadFailed if the states differ and the entry demands the engine.
+        """Replace torch by a graph of the model, and free torch's weights, if the graph's states are nearly equal to
+        those of the unchanged transformers model. Otherwise keep torch. Raises ModelLoadFailed instead if the entry
+        demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -231,9 +236,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Start an SGLang server, and use it in place of torch if its hidden states equal those of the unchanged
-        transformers model. The weights of torch are freed first, since a GPU may not have memory for both copies.
-        Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        """Start an SGLang server, and use it in place of torch if its states of last tokens are nearly equal to those
+        of the unchanged transformers model. The weights of torch are freed first, since a GPU may not have memory for
+        both copies. Raises Unserved if SGLang cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -312,7 +317,9 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Run a trial with this kernel. Raises AttentionUnsupported unless the packed states equal `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported unless all layers use the attention interface, and
+        the packed states are nearly equal to `reference`.
+        """
         trial, self._edge = Trial(), 0
         # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
@@ -338,8 +345,8 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the states of a text's first token do not depend on its last token, else False. It is measured
-        by changing the last token, once for the text alone and once for the text packed with a longer one; None if the
+        """Return True if the state of a text's first token does not depend on the text's last token, else False. The
+        last token is changed to measure this, once in the text alone and once beside a longer text. Return None if the
         two results differ.
         """
         if self._is_causal is not None:
@@ -368,7 +375,9 @@ class Backbone:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers; a shared storage counts once."""
+        """Bytes of weights and buffers; a shared storage counts once. For another engine than torch, the bytes that the
+        engine reports.
+        """
         if self._runner is not None:
             return self._runner.memory_bytes
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -378,8 +387,8 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the image features that replace placeholder tokens within the slice `tokens` of a batch; None if it has
-    no placeholder.
+    """Return the image features that replace placeholder tokens within the slice `tokens` of a batch; None if the slice
+    has no placeholder.
     """
     if features is None:
         return None

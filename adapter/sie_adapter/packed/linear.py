@@ -53,8 +53,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
-    layers. No other references to the layers may exist. A layer stays if its blocked results differ by more than
-    _RELATIVE_ERROR, if its weight is tied to an embedding, or if its parent reads the weight.
+    layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
+    parent reads the weight. Layers of one shape are checked by the last of them: all stay if its blocked results differ
+    by more than _RELATIVE_ERROR, or if oneDNN does not support its dtype.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [

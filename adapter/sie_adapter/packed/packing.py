@@ -40,9 +40,9 @@ class MalformedBatch(Exception):
 
 
 class Shown(NamedTuple):
-    """Image of a batch. `pixels`: uint8 [height, width, 3], as the model reads them. `height`, `width`: size of the
-    upright submitted image. `key`: images with an equal key have equal results, so a cached result may be used; empty:
-    the result is not cached.
+    """Image of a batch. `pixels`: uint8, as the model reads them, [height, width, 3] of the resized image. `height`,
+    `width`: size of the upright submitted image. `key`: images with equal keys and sizes have equal outputs of a tower,
+    which may be cached; empty: the output is not cached.
     """
 
     pixels: UInt8
@@ -184,8 +184,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added ones too. If no item is padded, `visible` stays None, which
-    kernels for all sequences at once require.
+    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, which
+    kernels for all sequences at once require. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -219,7 +219,8 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: computed positions without a token. `features`: features of images, for the positions of their tokens.
+    `padding`: positions without a token that the pass computed, as counted by `filled`; the sequence that `filled_up`
+    adds is not counted. `features`: features of images, for the positions of their tokens.
     `axes`: positions in time, height and width, for models with three axes; None: each axis has `positions`. `engine`:
     the engine that runs the pass; None: the engine of the model.
     """

@@ -33,13 +33,13 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Numbers of tokens of the buckets. Padding to at most twice the size costs little: a pass of BERT large with 128 tokens
-# takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
-# of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. Padding to the next of these numbers costs little: a pass of BERT large with 128
+# tokens takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the
+# kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
-# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so it fits
-# one block
+# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so the
+# sequence fits one block
 _BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
@@ -52,7 +52,7 @@ _MOST_FAILED = 64
 
 
 class Bucket(NamedTuple):
-    """Sizes for which a graph is captured. `longest`: the number of tokens of its longest sequence."""
+    """Sizes for which a graph is captured. `longest`: limit for the number of tokens of a sequence."""
 
     tokens: int
     sequences: int
@@ -60,8 +60,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is too large, or
-    has other inputs than texts.
+    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is empty or too
+    large, or has image features, positions with three axes, or tokens that are not attended to.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -252,7 +252,9 @@ class PassGraphs:
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # True after a failed capture: the model gets no more CUDA graphs
+        # True after a capture that failed for another reason than memory, or after a wrong replay: the model gets no
+        # more CUDA graphs
+        self.is_eager = False
         with _all_lock:
             _all.add(self)
 
@@ -293,7 +295,10 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a graph for a bucket. If that fails or a replay is wrong, later passes of the model run eagerly."""
+        """Capture a graph for a bucket, if a capture is possible now. If it lacks memory, capture none for _PAUSE_S
+        seconds. If it fails otherwise, or a replay is wrong, run later passes of the model eagerly. Raises the error of
+        a lost device.
+        """
         try:
             captured = self._capture(bucket, run)
             if captured is None:

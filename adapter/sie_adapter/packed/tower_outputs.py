@@ -4,8 +4,9 @@
             ├─► another thread encodes it now ──► wait ──────────────────────────┼──► an output for each image
             └─► new: encoded once ──► cached; the least recently used is dropped ┘
 
-Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
-stay on the device and count as used memory. They are dropped together with their tower, or if memory is short.
+Images with equal keys and sizes (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes.
+Outputs stay on the device and count as used memory. All outputs are dropped if memory is short, and those of a tower
+together with the tower.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class _CachedOutput(NamedTuple):
 
 class TowerOutputs:
     """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe: one
-    lock, which is never held while an encoder runs. `hits`: images whose output was cached, or was computed by another
-    thread. `misses`: images that were encoded.
+    lock, which is never held while an encoder runs. `misses`: images that were encoded. `hits`: images whose output was
+    cached, was computed by another thread, or was computed for an equal image of the same batch.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
