@@ -1,5 +1,5 @@
 """Conversion of a reranker's chat template to the option `pair` of a catalogue entry: a text before, a text with the
-fields {query} and {document}, and a text after.
+fields {query} and {document}, and a text after. An empty text is left out.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 
@@ -22,7 +22,7 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
     message.
 
     `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
-    INCOMPATIBLE for a template that leaves out or changes the query or the document.
+    INCOMPATIBLE for a template that fails, or that leaves out, repeats or changes one of the fields.
     """
     rendered = next(
         (text for structured in (False, True) if (text := _rendered(tokenizer, options, instructed, structured))), ""
@@ -43,7 +43,7 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """Return the text of a pair, or an empty string unless query and document each occur once and unchanged."""
+    """Return the text of a pair, or an empty string unless each field occurs in it once and unchanged."""
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)

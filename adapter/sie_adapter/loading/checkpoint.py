@@ -1,8 +1,8 @@
 """Load of a transformers model from its folder. `tokenizer` reads its tokenizer, and `modules` the modules of
 sentence-transformers after the transformer.
 
-The load refuses weights that are missing, unexpected, of another shape or newly initialised, since a model with a
-random part still returns plausible answers.
+The load refuses weights that are missing, unexpected or of another shape, since a model with a random part still
+returns plausible answers. Weights that the model never uses may be missing or unexpected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sie_contracts.models.load_errors import incompatible
 # loads would restore them in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # tensors that the class computes itself, so files may lack them
+_COUNTED = "position_ids"  # tensors that the class computes itself, so those in the files do not matter
 # first parts of the names of tensors of language-model heads, which files may have although the class has no head
 _LANGUAGE_HEADS = frozenset(
     {
@@ -76,7 +76,8 @@ def load_model(
     With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
     float32.
 
-    Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
+    Raises ModelLoadFailed INCOMPATIBLE for weights that do not fit, with up to five of their names. Raises it without
+    `decodes` also for a model with encoder and decoder, unless `auto_class` is the model's class in `ENCODERS`.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
@@ -93,9 +94,7 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """Return the model on the device `meta`, without weights. Raises the errors of `load_model` for names and shapes of
-    weights that do not fit.
-    """
+    """Return the model on the device `meta`, without weights. Raises the errors of `load_model`."""
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
 

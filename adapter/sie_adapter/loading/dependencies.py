@@ -20,10 +20,10 @@ _logger = logging.getLogger("sie.adapter")
 
 def check(settings: Settings) -> None:
     """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
-    distribution that is missing or has another version.
+    requirement that is not met or cannot be read.
 
-    A file in the package, or in `bundles/` of a local SIE_MODELS_DIR, describes a bundle. Without such a file nothing
-    is checked.
+    A file in `bundles/` of a local SIE_MODELS_DIR describes a bundle, else a file in the package. Without such a file
+    nothing is checked. Raises SettingError also if the files in SIE_MODELS_DIR cannot be read.
     """
     bundle = _described(settings)
     if bundle is None:

@@ -11,10 +11,11 @@ from sie_store.folder_files import read_json
 
 LAYA = "rl_agent_config.json"
 _GLINER_WORDS = 384
-# If the encoder has no limit, a window may have up to this number of tokens per word. The package sets no limit on
-# tokens, but it counts a whole Chinese clause as one word.
+# limit for the tokens of a window of GLiNER, per word of the window. A load uses it only if the encoder has no
+# limit. The package sets no limit on tokens, but it counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
-_WINDOW = 512  # tokens of a window if the model's files have no limit
+# limit for the tokens of a window of GLiNER2. It is used for Laya and GLiClass only if the model's files have no limit.
+_WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder; None for DeBERTa, which has no table of positions."""
+    """Return the number of positions of an encoder; None for DeBERTa-v2, which needs no table of positions, and for an
+    encoder whose configuration has no number.
+    """
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

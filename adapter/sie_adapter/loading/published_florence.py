@@ -1,9 +1,8 @@
-"""Conversion of a Florence-2 folder from the format of its authors to the Florence-2 class of the library transformers.
+"""Conversion of a Florence-2 folder from the format of the model's authors to the Florence-2 class of transformers.
 Settings and tensors get other names, and one matrix is transposed. The code in the folder is not run.
 
     config.json ──► Florence2Config
-    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a tensor that the class does not have is
-                          refused, and a parameter of the class without a tensor
+    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration; a missing or an additional tensor is refused
     tokenizer.json ──► with the tokens that the authors' processor adds to it
 
 Sources: transformers, convert_florence2_original_to_hf; microsoft/Florence-2-base, processing_florence2.
@@ -90,8 +89,9 @@ def is_published(folder: Path) -> bool:
 
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
-    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
-    transformers does not support, and for missing tensors, additional tensors and wrong shapes.
+    """Return the model on the device, for inference. Raises ModelLoadFailed: INCOMPATIBLE for settings and values that
+    the class of transformers does not support, and for missing tensors, additional tensors and wrong shapes; NOT_FOUND
+    without *.safetensors or generation_config.json.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
@@ -107,7 +107,9 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the model without values, on the device `meta`. Raises the errors of `load_published`."""
+    """Return the model without values, on the device `meta`. Raises the errors of `load_published`, except those about
+    values of tensors.
+    """
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):

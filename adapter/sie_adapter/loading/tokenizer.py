@@ -31,7 +31,7 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# a tokenizer supports a sentence if more than this fraction of its characters becomes known tokens
+# a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # test texts: the right tokenizer of any model knows at least one of them. They are sentences in several scripts, and
@@ -72,8 +72,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token: its last
-        token is read, and a pair is one text for it.
+        """Return the needs of a family. `pooling`: the pooling of its vectors; `cls` always needs a token before each
+        text. Without it a decoder needs neither token: its last token is read, and a pair is one text for it.
         """
         row = families.row(family)
         return cls(
@@ -82,7 +82,7 @@ class TokenNeeds(NamedTuple):
         )
 
 
-UNLIMITED = 1 << 24  # a larger model_max_length stands for no limit: transformers writes 10^30
+UNLIMITED = 1 << 24  # a model_max_length from this number on means no limit: transformers writes 10^30
 _NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
@@ -128,8 +128,9 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one,
-    CERTIFICATE if its files lack its unknown token or a token that it adds to texts.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for a tokenizer that is
+    unreadable, has no fast backend, or cannot append the end token that load.append_eos demands; CERTIFICATE if its
+    files lack its unknown token or a token that it adds to texts.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -255,7 +256,7 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
     of these tokens. Published models have such tokens, for example for images. Their strings are then tokenised like
-    other text.
+    other text. The unknown token, and tokens that the tokenizer adds to texts, stay: `fault` refuses them.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -326,7 +327,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token: a character that becomes such a token is not known."""
+    """Return the ids of special tokens and of the unknown token. A character that becomes one of them is not known."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -1,6 +1,6 @@
 """Checks of the weight files of a model folder: they are complete, contain no NaN, and are quantised only if
-config.json describes it. So files that were damaged by a full disk, an incomplete copy or a diverged training run are
-refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
+config.json has a quantization_config. So files that were damaged by a full disk, an incomplete copy or a diverged
+training run are refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INDEX = "model.safetensors.index.json"
 
 def check_weights(folder: Path) -> None:
     """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or are
-    quantised without a quantization_config in config.json. Reads all weights once, as memory-mapped files, so this
-    process needs no memory for them.
+    quantised without a quantization_config in config.json. Reads all weights once. The files are memory-mapped, so this
+    process needs no memory for them, except for pickles in the format before torch 1.6.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     loaded_files(folder)  # raises an error for a missing part
