@@ -29,8 +29,8 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
     )
     if not rendered:
         raise incompatible(
-            "its chat template leaves out or changes the roles query and document; write an entry with `pair`, which "
-            "has the texts around a query and a document",
+            "its chat template fails, or it leaves out, repeats or changes the query, the document or the instruction; "
+            "write an entry with `pair`, which has the texts around a query and a document",
         )
     fields = (*_FIELDS, "{instruction}") if instructed else _FIELDS
     start, end = min(map(rendered.index, fields)), max(map(rendered.index, fields))

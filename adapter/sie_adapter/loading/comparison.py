@@ -35,7 +35,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)
     except ImportError as error:
-        return [f"its tensors and its tokenizer: a package is not installed: {error}"]
+        return [f"its tensors and its tokenizer: a package is missing or cannot be imported: {error}"]
     if cause:
         raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
     return []

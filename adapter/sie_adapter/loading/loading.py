@@ -89,7 +89,9 @@ def classed(entry: ModelEntry) -> Iterator[None]:
         raise
     except ImportError as error:
         raise load_failed(
-            "DEPENDENCY", f"{entry.id} needs a package that is not installed in the adapter's environment: {error}"
+            "DEPENDENCY",
+            f"{entry.id} needs a package that is not installed in the adapter's environment, or fails on import: "
+            f"{error}",
         ) from error
     except Exception as error:
         if is_device_fatal(error):

@@ -102,7 +102,10 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
     )
     resample = _FILTERS.get(preprocessing.get("interpolation", "bicubic"))
     if preprocessing.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
-        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash")
+        raise incompatible(
+            f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash, interpolation "
+            "bicubic or bilinear, and an integer image_size in vision_cfg"
+        )
     (red, green, blue), deviations = preprocessing["mean"], preprocessing["std"]
     normalisation = Normalisation((red, green, blue), (deviations[0], deviations[1], deviations[2]))
     return Recipe("squash", size, size, resample=resample), normalisation

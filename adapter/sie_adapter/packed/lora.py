@@ -167,7 +167,9 @@ class ModelLoras:
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             path = self._resolved(path, layers)
             if half not in ("lora_A", "lora_B") or not path:
-                raise lora_rejected(name, f"{key} belongs to no linear layer of this model")
+                raise lora_rejected(
+                    name, f"{key} belongs to no linear layer of this model, or is neither lora_A nor lora_B"
+                )
             halves.setdefault(path, {})[half] = tensor
         if not halves:
             raise lora_rejected(name, "it holds no matrices")

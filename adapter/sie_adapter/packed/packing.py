@@ -146,7 +146,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("the images are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
@@ -174,7 +174,7 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
     records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("the sounds are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or one is empty")
     if 4 * int(sizes.sum()) != len(features):
         raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
