@@ -11,8 +11,8 @@ from sie_store.folder_files import read_json
 
 LAYA = "rl_agent_config.json"
 _GLINER_WORDS = 384
-# limit for the tokens of a window of GLiNER, per word of the window. A load uses it only if the encoder has no
-# limit. The package sets no limit on tokens, but it counts a whole Chinese clause as one word.
+# limit for the tokens of a window of GLiNER, per word of the window. A load uses the limit only if the encoder has no
+# table of positions. The package sets no limit on tokens, but it counts a whole Chinese clause as one word.
 TOKENS_PER_WORD = 8
 # limit for the tokens of a window of GLiNER2. It is used for Laya and GLiClass only if the model's files have no limit.
 _WINDOW = 512

@@ -404,7 +404,7 @@ def _head(
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
     """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse a model of another
-    family that inserts its texts into one.
+    family that inserts its texts into a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # sentence-transformers inserts the texts of these models into the chat template of the tokenizer

@@ -143,7 +143,7 @@ class Loader:
         )
         choice = engines.choose(resolved.load.engine, facts)
         # temporary files of the load can be as large as the weights. In a pod they would exceed the limit of /tmp, and
-        # the pod would be evicted, so they are written into the cache folder.
+        # the pod would be evicted, so they are written into the cache folder if it is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -182,7 +182,7 @@ class Loader:
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
             # length of a text at which attention takes as long as all other computation; 0 for a model without a
-            # backbone, whose length is not known here
+            # backbone, since the length is not known
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 

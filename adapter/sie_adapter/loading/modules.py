@@ -2,7 +2,7 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the settings of each module that are accepted. Any other setting of a module is refused by name, so a
+`FIELDS` lists modules and their settings that are accepted. Any other setting of such a module is refused by name, so a
 setting of a newer library is not silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
@@ -384,7 +384,7 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 def read_transformer(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply, unless the setting cannot change a vector.
+    this adapter does not apply, unless the setting changes at most the precision of vectors.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):

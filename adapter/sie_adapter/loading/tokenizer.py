@@ -73,7 +73,7 @@ class TokenNeeds(NamedTuple):
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """Return the needs of a family. `pooling`: the pooling of its vectors; `cls` always needs a token before each
-        text. Without it a decoder needs neither token: its last token is read, and a pair is one text for it.
+        text. With another pooling, a decoder needs neither token: its last token is read, and a pair is one text.
         """
         row = families.row(family)
         return cls(
@@ -327,7 +327,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token. A character that becomes one of them is not known."""
+    """Return the ids of special tokens and of the unknown token. A character that becomes such a token is not known."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -1,7 +1,7 @@
 """CUDA graphs of small passes, which otherwise wait for the launches of their kernels.
 
     batch ──► bucket ──┬─► first use: eager pass
-                       ├─► second use: eager pass, capture, one replay that must equal the eager pass
+                       ├─► second use: eager pass, capture, one replay that must nearly equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
 A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest. Additional
@@ -136,7 +136,7 @@ class Recorder(Protocol):
         """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
-        """Make the current stream wait for the last replay. Call it under the lock."""
+        """Make the current stream wait for the last replay. Call this under the lock."""
 
 
 @dataclass
