@@ -2,7 +2,7 @@
 
     a batch ran ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 
-The records have sizes and times, and no part of an input.
+A record has the name of the model, sizes and times, and no part of an input.
 """
 
 from __future__ import annotations

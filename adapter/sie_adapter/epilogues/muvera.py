@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-# limit for the bytes of one intermediate result in float32; a result in float64 may have twice as many
+# limit for the bytes of one intermediate result; a result for a single item may have more
 BLOCK_BYTES = 32 << 20
 # limit on a CPU, so that the result fits the CPU's cache: 16 MiB took 1.4 times as long on an AMD EPYC (bench/muvera.py
 # --block-mib)
@@ -146,7 +146,7 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     """Return for each bag the nearest entry of its item, int64 [bags]; of entries at equal distance, the first; -1 if
     the item has no entry. The distance is the Hamming distance between the bits of the bag's partition and those of the
     entry's partition. It is a sum over bits, so the bits are processed one by one: after each, `best` has the minimum
-    over the bits so far. So no token is compared with each partition.
+    over the bits so far. This avoids a comparison of each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -242,7 +242,9 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of random matrices, by their parameters. The least recently used are dropped first. Thread-safe."""
+    """Cache of random matrices, by parameters, width and device. The least recently used are dropped first. The newest
+    stay even if they exceed `limit_bytes` alone. Thread-safe.
+    """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
         self._limit_bytes, self._limit = limit_bytes, limit

@@ -2,7 +2,8 @@
 become ready. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
-    files     pooling and prompts of the entry against the model's own files
+    files     max_tokens of the entry, and without load.accept_unproven its pooling and prompts, against the model's own
+              files
     tokenizer its ids are within the table of embeddings, it adds the special tokens that the model needs, and it knows
               at least one of several sample texts
     direction whether attention is causal, against load.causal
@@ -48,8 +49,8 @@ TAU, TAU_8 = 0.98, 0.95
 
 
 class LoadCertificate(msgspec.Struct, frozen=True):
-    """Results of the checks of a load. `packed`: the lowest cosine of each output. `golden`: the lowest cosine, None
-    without golden vectors.
+    """Results of the checks of a load. `digests`: names of the files whose digests match. `packed`: the lowest cosine
+    of each output. `golden`: the lowest cosine, None if no golden vectors were compared.
     """
 
     digests: tuple[str, ...]
@@ -103,8 +104,8 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. A model without a table of embeddings only counts tokens with it, so
-    only its format is checked.
+    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, only the format of the
+    tokenizer is checked.
     """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
@@ -118,7 +119,7 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
     """Refuse a model whose attention does not have the direction of load.causal. Refuse also a model whose direction
-    depends on the other texts of the batch: some classes apply is_causal only if no text is padded.
+    depends on other texts of the batch: some classes of transformers apply is_causal only if no text is padded.
     """
     if not hasattr(model, "backbone"):
         return
@@ -180,7 +181,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
 
 
 def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
-    """Return two rows as dense vectors of equal width. Rows of dense vectors are returned unchanged."""
+    """Return two sparse rows as dense vectors of equal width. Other rows are returned unchanged."""
     if not isinstance(left, tuple):
         return left, right
     width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
@@ -231,7 +232,7 @@ def golden_file(entry: ModelEntry) -> Path:
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Compare dense vectors of texts with the entry's golden vectors. Return the lowest cosine."""
+    """Compare dense vectors of texts with the entry's golden vectors, and return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(

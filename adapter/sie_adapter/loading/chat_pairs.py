@@ -1,5 +1,5 @@
 """Conversion of a reranker's chat template to the option `pair` of a catalogue entry: a text before, a text with the
-fields {query} and {document}, and a text after.
+fields {query} and {document}, and a text after. An empty text is left out.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 
@@ -22,15 +22,15 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
     message.
 
     `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
-    INCOMPATIBLE for a template that leaves out or changes the query or the document.
+    INCOMPATIBLE for a template that fails, or that leaves out, repeats or changes one of the fields.
     """
     rendered = next(
         (text for structured in (False, True) if (text := _rendered(tokenizer, options, instructed, structured))), ""
     )
     if not rendered:
         raise incompatible(
-            "its chat template leaves out or changes the roles query and document; write an entry with `pair`, which "
-            "has the texts around a query and a document",
+            "its chat template fails, or it leaves out, repeats or changes the query, the document or the instruction; "
+            "write an entry with `pair`, which has the texts around a query and a document",
         )
     fields = (*_FIELDS, "{instruction}") if instructed else _FIELDS
     start, end = min(map(rendered.index, fields)), max(map(rendered.index, fields))

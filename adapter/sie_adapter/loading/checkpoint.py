@@ -1,8 +1,8 @@
 """Load of a transformers model from its folder. `tokenizer` reads its tokenizer, and `modules` the modules of
 sentence-transformers after the transformer.
 
-The load refuses weights that are missing, unexpected, of another shape or newly initialised, since a model with a
-random part still returns plausible answers.
+The load refuses weights that are missing, unexpected or of another shape, since a model with a random part still
+returns plausible answers. Weights that the model never uses may be missing or unexpected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sie_contracts.models.load_errors import incompatible
 # loads would restore them in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # tensors that the class computes itself, so files may lack them
+_COUNTED = "position_ids"  # tensors that the class computes itself, so those in the files do not matter
 # first parts of the names of tensors of language-model heads, which files may have although the class has no head
 _LANGUAGE_HEADS = frozenset(
     {
@@ -94,9 +94,7 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """Return the model on the device `meta`, without weights. Raises the errors of `load_model` for names and shapes of
-    weights that do not fit.
-    """
+    """Return the model on the device `meta`, without weights. Raises the errors of `load_model`."""
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
 

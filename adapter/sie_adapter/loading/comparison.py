@@ -1,7 +1,7 @@
 """Checks of a model's files without a load of its weights: they are complete, they fit the class, and the tokenizer
 fits the weights.
 
-    weight files ──► read once: complete, no NaN
+    weight files ──► read once: complete, no NaN, quantised only as config.json says
     class of the entry, on the device `meta` ──► names and shapes of tensors ──► table of embeddings ──► tokenizer
 """
 
@@ -35,7 +35,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)
     except ImportError as error:
-        return [f"its tensors and its tokenizer: a package is not installed: {error}"]
+        return [f"its tensors and its tokenizer: a package is missing or cannot be imported: {error}"]
     if cause:
         raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
     return []
@@ -43,7 +43,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the progress bars and advice of transformers, and torch's warnings, inside the context."""
+    """Hide the progress bars and advice of transformers, and all warnings of Python, inside the context."""
     bars, level = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity(logging.ERROR)

@@ -85,7 +85,9 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder; None for DeBERTa, which has no table of positions."""
+    """Return the number of positions of an encoder; None for DeBERTa-v2, which needs no table of positions, and for an
+    encoder whose configuration has no number.
+    """
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

@@ -35,8 +35,8 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None if no family runs it as an
-    image or sound model.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None if no family runs the model
+    as an image or sound model.
     """
     if is_open_clip(folder):
         return _open_clip(folder)

@@ -1,9 +1,9 @@
-"""Inspection of a model folder: it returns a catalogue entry built from the files. Weights and tokenizer are compared
-with the entry, but not loaded.
+"""Inspection of a model folder: it returns a catalogue entry built from the files. The weight files are checked, and
+weights and tokenizer are compared with the entry, but no model is loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, findings, assumptions
 
-The entry has the digests of all files that influence results, so a later load uses the inspected files.
+The entry has the digests of all files that influence results, so a later load refuses changed files.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     """Return the entry of `model`, whose files are in `folder`. `weights`: the source from which a load reads them.
 
     With `current`, an entry of the catalogue for the same model, its options are kept and only the weights are new.
-    Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder without a model; INCOMPATIBLE for a model that
-    no family here runs, or whose weights are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that
-    does not fit the weights.
+    Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder that lacks files of a model, such as its
+    config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, whose files cannot be read, or
+    whose weights are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that lacks tokens or does not
+    fit the weights.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -421,7 +422,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
 
 
 def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
-    """Return the tokens whose logits form the score, from the LogitScore module."""
+    """Return the tokens whose logits form the score, and how they form it, from the LogitScore module."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
     if ids.get("true_token_id") is None:

@@ -3,7 +3,7 @@
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
     catalogue entry (a source replaces the settings of the sources on its left)
 
-Source: sentence_transformers.MultiVectorEncoder (6.2), with its defaults for the two older formats.
+Source: sentence_transformers.MultiVectorEncoder (6.2), including the defaults of that class for the two older formats.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LateInteraction:
     tokens of a row, special tokens included; 0 means the model's own limit.
 
     `expanded`: the number of tokens to which queries are padded, with the token `filler` (empty: the mask token); 0
-    means no padding. `attends`: the query's tokens attend to the padding. In documents, tokens in `skipped` get no
-    vector.
+    means no padding. `attends`: whether the query's tokens attend to the padding. In documents, tokens in `skipped` get
+    no vector.
     """
 
     query_marker: str
@@ -57,8 +57,8 @@ class LateInteraction:
 
 
 class Filling(NamedTuple):
-    """Query expansion: queries are padded to `length` tokens with the id `filler`. `attended`: the other tokens attend
-    to the padding.
+    """Query expansion: queries are padded to `length` tokens with the id `filler`. `attended`: whether the query's
+    tokens attend to the padding.
     """
 
     length: int

@@ -50,7 +50,7 @@ MAX_CERTIFICATES = 1000
 
 
 def _facts(files: Iterable[Path]) -> list[str]:
-    """Return path, size and time of change of each file. If they are equal later, the files were not changed."""
+    """Return path, size and time of modification of each file. A file with equal facts counts as unchanged."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
@@ -89,7 +89,9 @@ def classed(entry: ModelEntry) -> Iterator[None]:
         raise
     except ImportError as error:
         raise load_failed(
-            "DEPENDENCY", f"{entry.id} needs a package that is not installed in the adapter's environment: {error}"
+            "DEPENDENCY",
+            f"{entry.id} needs a package that is not installed in the adapter's environment, or fails on import: "
+            f"{error}",
         ) from error
     except Exception as error:
         if is_device_fatal(error):
@@ -108,7 +110,7 @@ class Loader:
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    # (paths, sizes, times) of weight files that were already checked
+    # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
     _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
@@ -128,7 +130,7 @@ class Loader:
 
     def _compute_of(self, resolved: Resolved) -> Compute:
         """Return the settings (device, engine, precision) for the model, before its files are read. Raises
-        ModelLoadFailed for an engine that cannot run it.
+        ModelLoadFailed if the engine that the entry demands cannot run the model, or no engine can.
         """
         compute = self.compute(resolved.load.precision)
         facts = EngineFacts.for_entry(
@@ -140,15 +142,15 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # temporary files of the load can be as large as the weights: in a pod they would exceed the limit of /tmp, and
-        # the pod would be evicted
+        # temporary files of the load can be as large as the weights. In a pod they would exceed the limit of /tmp, and
+        # the pod would be evicted, so they are written into the cache folder if it is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Return the bytes that the weights need during the load: a CPU loads in float32, and an engine with compiled
-        graphs keeps several copies. Fetches missing files. Raises the errors of `load`.
+        """Return the bytes that the weights need during the load: a CPU loads in float32, and another engine than torch
+        may keep several copies. Fetches missing files. Raises the errors of `load`.
         """
         with classed(resolved.entry):
             # the family is checked first, so that nothing is downloaded for a model whose family is unknown
@@ -164,11 +166,13 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load on the model's files. A loaded model has another lock until it is unloaded."""
+        """Release the lock of a load on the model's files. A loaded model has another lock on them until it is
+        unloaded.
+        """
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Return the loaded model. Raises ModelLoadFailed, or the error of a lost device."""
+        """Return the loaded model. Raises ModelLoadFailed, another SIEError, or the error of a lost device."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)
@@ -178,7 +182,7 @@ class Loader:
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
             # length of a text at which attention takes as long as all other computation; 0 for a model without a
-            # backbone, which splits long texts itself
+            # backbone, since the length is not known
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
@@ -221,7 +225,9 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store the requested precision with the model. Warn once if the model computes in another one."""
+        """Store the requested precision with the model. Warn once if the entry sets a precision and the model computes
+        in another one.
+        """
         reason = compute.precision_reason
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
@@ -238,7 +244,9 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of a model's checks. They are cached for reloads with the same files, entry and device."""
+        """Return the results of a model's checks. They are cached for reloads with the same files, entry, engine,
+        attention and precision.
+        """
         entry = resolved.entry
         golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []
         files = _facts([*_files_of(folder), *golden])

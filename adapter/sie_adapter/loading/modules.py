@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the settings that are read. Any other setting is refused by name, so a setting of a newer library is
-never silently ignored.
+`FIELDS` lists modules and their settings that are accepted. Any other setting of such a module is refused by name, so a
+setting of a newer library is not silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -25,7 +25,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# class name of a module -> settings of its config.json that this adapter applies, or that do not change the results
+# class name of a module -> settings of its file (config.json, or one of TRANSFORMER_FILES) that this adapter applies,
+# or that do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -77,11 +78,12 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that change only the speed, or where the weights are stored
+# arguments of from_pretrained that are ignored: they change the speed, the place of the weights, or the precision,
+# which the entry decides
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
-_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # arguments of from_pretrained that are ignored
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
 _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -102,8 +104,9 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of a Transformer module. `max_tokens`: the limit in its files, 0 if they have none. `tokenizer`:
-    arguments of from_pretrained. `messages`: texts are inserted into the folder's chat template, with `chat_options`.
+    """Settings of a Transformer module. `file`: the name of its file, whose settings are `raw`. `max_tokens`: the limit
+    in that file, 0 if it has none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
+    are inserted into the folder's chat template, with `chat_options`.
     """
 
     file: str = ""
@@ -163,8 +166,8 @@ def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterab
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Dense module of modules.json: activation(W x + b), with a residual if the file has one. float32 [.., in] -> [..,
-    out]. Source: sentence-transformers' and PyLate's Dense.
+    """Dense module of modules.json: activation(W x + b), with a residual if config.json has use_residual. float32 [..,
+    in] -> [.., out]. Source: sentence-transformers' and PyLate's Dense.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Normalize module that is not the last module: scales rows to length 1. float32 [.., width], same shape."""
+    """Normalize module before other layers: scales rows to length 1. float32 [.., width], same shape."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)
@@ -201,8 +204,8 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 def read_modules(folder: Path) -> Modules:
     """Return the modules that the folder lists. Without modules.json there are no layers. Raises ModelLoadFailed:
-    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, and for a module without its
-    weights; NOT_FOUND for a Pooling without its config.json.
+    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, and for a Dense or a LayerNorm
+    without its weights; NOT_FOUND for a Pooling without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):
@@ -381,7 +384,7 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 def read_transformer(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply, unless the setting cannot change a vector.
+    this adapter does not apply, unless the setting changes at most the precision of vectors.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -418,8 +421,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed if the module reads an output of
-    the model that this adapter does not support.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed INCOMPATIBLE if the module has a
+    task, or reads an output of the model, that this adapter does not support.
     """
     config = raw.get("modality_config")
     if not config:
@@ -436,8 +439,8 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
-    """Return the modules for documents, and the folder with the token weights for queries. Refuse a Router whose
-    queries need a forward pass.
+    """Return the modules for documents, and the folder with the token weights for queries. Refuse a Router with other
+    routes than a SparseStaticEmbedding for queries, and a masked LM with a SpladePooling for documents.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}

@@ -70,13 +70,13 @@ _BARE = {  # tensor that belongs to no layer in open_clip -> its name in transfo
 
 
 def is_open_clip(folder: Path) -> bool:
-    """Return whether the folder has the files that open_clip reads. If so, no other file of weights in it is read."""
+    """Return whether the folder has the files that open_clip reads. If so, no other file of weights in it is loaded."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, and
-    for missing tensors, additional tensors and wrong shapes.
+    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, for
+    missing tensors, additional tensors and wrong shapes, and for a tokenizer without a pad token.
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
@@ -93,8 +93,8 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for preprocessing that
-    this adapter cannot reproduce.
+    """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for a resizing that this
+    adapter cannot reproduce, and KeyError without a mean or a standard deviation.
     """
     preprocessing, size = (
         read_json(folder / CONFIG).get("preprocess_cfg", {}),

@@ -35,11 +35,11 @@ _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the dtype to compute in, and the reason why it is not the precision `own` of the entry, or else `default`;
-    the reason is empty if it is.
+    """Return the dtype to compute in, and the reason why the dtype is not the precision `own` of the entry, or
+    `default` if the entry has none. The reason is empty if the dtype is that precision, and for `own` int8.
 
     A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
-    does not compute in bfloat16, empty if it does; other devices ignore it.
+    does not compute in bfloat16, empty if it does; for other devices `lacks` is ignored.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:

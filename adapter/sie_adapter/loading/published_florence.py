@@ -1,4 +1,4 @@
-"""Conversion of a Florence-2 folder from the format of its authors to the Florence-2 class of the library transformers.
+"""Conversion of a Florence-2 folder from the format of the model's authors to the Florence-2 class of transformers.
 Settings and tensors get other names, and one matrix is transposed. The code in the folder is not run.
 
     config.json ──► Florence2Config
@@ -108,7 +108,9 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the model without values, on the device `meta`. Raises the errors of `load_published`."""
+    """Return the model without values, on the device `meta`. Raises the errors of `load_published`, except those about
+    values of tensors.
+    """
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):

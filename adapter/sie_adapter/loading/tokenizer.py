@@ -31,7 +31,7 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# a tokenizer supports a sentence if more than this fraction of its characters becomes known tokens
+# a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # test texts: the right tokenizer of any model knows at least one of them. They are sentences in several scripts, and
@@ -82,7 +82,7 @@ class TokenNeeds(NamedTuple):
         )
 
 
-UNLIMITED = 1 << 24  # a larger model_max_length stands for no limit: transformers writes 10^30
+UNLIMITED = 1 << 24  # a model_max_length from this number on means no limit: transformers writes 10^30
 _NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
@@ -256,7 +256,7 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
     of these tokens. Published models have such tokens, for example for images. Their strings are then tokenised like
-    other text.
+    other text. The unknown token, and tokens that the tokenizer adds to texts, stay: `fault` refuses them.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -327,7 +327,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token: a character that becomes such a token is not known."""
+    """Return the ids of special tokens and of the unknown token. A character that becomes such a token is not known."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -1,6 +1,6 @@
 """Checks of the weight files of a model folder: they are complete, contain no NaN, and are quantised only if
-config.json describes it. So files that were damaged by a full disk, an incomplete copy or a diverged training run are
-refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
+config.json has a quantization_config. So files that were damaged by a full disk, an incomplete copy or a diverged
+training run are refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
 """
 
 from __future__ import annotations

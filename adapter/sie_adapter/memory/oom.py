@@ -55,8 +55,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# oneDNN up to 3.13 stores the error of its code generator per thread and never clears it (its pull request 5907 does).
-# After one failed allocation, every primitive of a new shape fails on that thread, even with free memory.
+# oneDNN up to 3.13 stores the error of its code generator per thread and never clears the error. After one failed
+# allocation, every primitive of a new shape therefore fails on that thread, even with free memory.
 class ThreadState(threading.local):
     """`is_unusable`: oneDNN ran out of memory on this thread, and would fail again for every new shape."""
 
@@ -143,8 +143,9 @@ class OomRecovery:
         is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone, and `learn` for each part, with whether it fitted. `is_tried`: the caller already ran
-        the work on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
+        that does not fit alone. Call `learn` with a part and whether it fitted: for each part that fitted, and for
+        each part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work
+        on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 

@@ -1,12 +1,12 @@
 """Attention over packed sequences, registered with transformers' attention interface.
 
-    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
-    of sequences
+    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► a kernel for each group of sequences
 
 The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads share no state. Under
-torch.compile, each layer has one opaque op. The registered mask function builds no mask: it passes the model's request
-for a mask to the attention function. In a trial pass (`sie_trial`) that function compares the requested mask with the
-pattern that it computes. A model whose mask is not causal, bidirectional or a window of these does not run packed.
+torch.compile, the attention of each layer is one opaque op. The registered mask function builds no mask: it passes the
+model's request for a mask to the attention function. In a trial pass (`sie_trial`), the attention function compares the
+requested mask with the pattern that it computes. A model whose mask is not causal, bidirectional or a window of these
+does not run packed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Kernel(IntEnum):
     """Kernel that computes a group of sequences. Its number is in the last column of a layout."""
 
     SDPA = 0  # torch's fused kernel, for sequences of equal length
-    BLOCKS = 2  # matrix products over blocks of queries, for sequences of equal length, with any window
+    # matrix products over blocks of queries, for sequences of equal length, with any window. In a layer whose window is
+    # shorter than the sequences, this kernel replaces SDPA.
+    BLOCKS = 2
     REFERENCE = 3  # one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, for all sequences at once, on CUDA
     FLASH = 5  # flash_attn_varlen_func, for all sequences at once, on CUDA
@@ -60,7 +62,7 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """Request of transformers for a mask, which the attention function gets instead of a mask."""
+    """Request of transformers for a mask. The attention function gets this object instead of a mask."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
@@ -140,9 +142,9 @@ def packed_attention(
 
     `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
     sides if the attention is not causal. In transformers' eager and sdpa attention, the window of the mask counts
-    instead, which may differ. So a trial pass adds the difference, in keys on each side, to `edges` of `sie_trial`, and
-    later passes get it as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of sequences, each
-    with its kernel.
+    instead, which may differ. So a trial pass adds the difference, in keys on each side, to `edges` of `sie_trial`,
+    and later passes get the difference as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of
+    sequences, each with its kernel.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:

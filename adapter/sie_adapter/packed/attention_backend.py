@@ -1,4 +1,4 @@
-"""Choice of the attention backend: the requested backend if this machine can run it, else sdpa.
+"""Choice of the attention backend: the requested backend if the device can run it in the model's precision, else sdpa.
 
 SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """
@@ -43,8 +43,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the attention backend, and the reason. `auto` means flash_attention_2 if the machine meets its
-    requirements, else sdpa. sdpa also replaces a requested backend that the machine cannot run.
+    """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
+    installed package allow it, else sdpa. sdpa also replaces flash_attention_2 if it is requested but not possible.
     """
     lacks = _flash_lacks(facts)
     if requested == "eager":
@@ -85,5 +85,7 @@ def flash_import() -> str:
 
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:
-    """Return whether `sdpa` may run PyTorch's variable-length kernel: on CUDA from capability 8.0 on, in 16 bits."""
+    """Return whether PyTorch's variable-length kernel may run: on CUDA from capability 8.0 on, in 16 bits, if the
+    installed torch has it.
+    """
     return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit

@@ -70,9 +70,10 @@ class Backbone:
     """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
-    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
-    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use, with
-    `padded` appended if the model runs on padded batches.
+    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`); 0 if no
+    layer attends to the whole sequence. `positions`: the length of the longest sequence, None if there is no limit.
+    `engine`: the engine that runs the model, and the reason. `attention`: the attention backend in use. If torch runs
+    the model on padded batches, ` padded` is appended.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], StateRunner] | None = None,
     ) -> None:
-        """Prepare the model. On torch, its attention is replaced, and on a CPU also its linear layers.
+        """Prepare the model. On torch, its attention is replaced if a packed kernel passes the trial, and on a CPU also
+        its linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
@@ -103,7 +105,7 @@ class Backbone:
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal`, computed on torch before another engine replaced torch; None if it was not computed
+        # result of `is_causal`, computed on torch before SGLang replaced torch; None without SGLang
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -125,8 +127,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run the model with its own attention on padded batches from now on. Used if no kernel passes the trial of the
-        packed path. Do not call this during a pass.
+        """Run the model with its own attention on padded batches from now on. This is the path of a model for which no
+        kernel passes the trial. Do not call this during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
@@ -172,7 +174,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward` as the stock model computes them: padded on the right, with a mask."""
+        """Return the states of `forward`, computed on batches that are padded on the right, with a mask."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -196,7 +198,7 @@ class Backbone:
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
         """Return the arguments of the model for a pass: ids [.., tokens], or their embeddings, in which features
-        replace the image tokens.
+        replace the image tokens. Features for deeper layers are separate arguments.
         """
         if features is None:
             return {"input_ids": ids}
@@ -341,8 +343,8 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the states of a text's first token do not depend on its last token, else False. It is measured
-        by changing the last token, once for the text alone and once for the text packed with a longer one; None if the
+        """Return True if the state of a text's first token does not depend on the text's last token, else False. The
+        last token is changed to measure this, once in the text alone and once beside a longer text. Return None if the
         two results differ.
         """
         if self._is_causal is not None:
@@ -381,8 +383,8 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the image features that replace placeholder tokens within the slice `tokens` of a batch; None if it has
-    no placeholder.
+    """Return the image features that replace placeholder tokens within the slice `tokens` of a batch; None if the slice
+    has no placeholder.
     """
     if features is None:
         return None

@@ -4,8 +4,8 @@
   Shown, of tiles ──► TileTower: the same, each tile an image
   Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
-Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, an image
-whose output is cached has a separate pass, so that the output's bits do not depend on other images of the batch.
+Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, a tower with
+a cache never reads two images in one pass, so the bits of a cached output do not depend on other images of the batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
-    """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
-    processor_config.json, which transformers 5 writes, else preprocessor_config.json. Source: transformers 5.23. Raises
-    ModelLoadFailed NOT_FOUND if neither file has them.
+    """Return the settings of the image processor or feature extractor of a folder. `part`: the name of their section in
+    processor_config.json, which transformers 5 writes; without the section they are read from preprocessor_config.json.
+    Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if neither file has them.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:
@@ -66,7 +66,7 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Re
 
 
 def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
-    """Return the recipe that turns sounds into features. `positions`: the cost of a sound, as a number of tokens.
+    """Return the recipe that turns sounds into features. `positions` determines the cost of a sound (`from_extractor`).
     Raises the errors of `processor_of`.
     """
     config = read_processor(folder, entry, "feature_extractor")

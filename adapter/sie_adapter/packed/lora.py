@@ -1,5 +1,5 @@
-"""LoRAs of a loaded model: the layers that a LoRA names compute W x + (alpha / r) B A x (arXiv 2106.09685). The weights
-of the base model never change.
+"""LoRAs of a loaded model: the layers that a LoRA names compute W x + s B A x. The scale s is alpha / r (arXiv
+2106.09685), or alpha / sqrt(r) with use_rslora. The weights of the base model never change.
 
     PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► stored; the least
     recently used LoRA is dropped first
@@ -27,7 +27,7 @@ from sie_contracts.errors import LoraLoading
 from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
-# path of a layer -> its matrices: A [r, in], and B [out, r], which is already scaled (by alpha / r)
+# path of a layer -> its matrices: A [r, in], and B [out, r], which is already multiplied by the scale
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -75,7 +75,9 @@ def lora_acts() -> bool:
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer that adds the product of the active LoRA's matrices for `path`, if that LoRA has any."""
+    """Linear layer that adds B A x, by the active LoRA's matrices for `path`, to the output of the base layer. Without
+    such matrices the output is unchanged.
+    """
 
     def __init__(self, base: nn.Module, path: str) -> None:
         super().__init__()
@@ -109,9 +111,9 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Load a LoRA, unless it is loaded, and check that it changes the output. Return the SHA-256 of its files, in
-        hex. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded LoRAs; the least
-        recently used is dropped.
+        """Load a LoRA, unless it is loaded, and check that it changes the output. Return the SHA-256, in hex, of the
+        digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded
+        LoRAs; the least recently used are dropped.
         """
         with self._lock:
             if name in self._kept:
@@ -164,7 +166,9 @@ class ModelLoras:
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             path = self._resolved(path, layers)
             if half not in ("lora_A", "lora_B") or not path:
-                raise lora_rejected(name, f"{key} belongs to no linear layer of this model")
+                raise lora_rejected(
+                    name, f"{key} belongs to no linear layer of this model, or is neither lora_A nor lora_B"
+                )
             halves.setdefault(path, {})[half] = tensor
         if not halves:
             raise lora_rejected(name, "it holds no matrices")
@@ -212,7 +216,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_matrices(name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Raise LoraLoadFailed for matrices that do not fit the layer or the configuration, or are not finite."""
+    """Raise LoraLoadFailed if a matrix is missing, does not fit the layer or the configuration, or is not finite."""
     if set(halves) != {"lora_A", "lora_B"}:
         raise lora_rejected(name, f"{path} has only one of its two matrices")
     first, second = halves["lora_A"], halves["lora_B"]

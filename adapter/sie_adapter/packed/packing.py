@@ -40,9 +40,9 @@ class MalformedBatch(Exception):
 
 
 class Shown(NamedTuple):
-    """Image of a batch. `pixels`: uint8 [height, width, 3], as the model reads them. `height`, `width`: size of the
-    upright submitted image. `key`: images with an equal key have equal results, so a cached result may be used; empty:
-    the result is not cached.
+    """Image of a batch. `pixels`: uint8, as the model reads them, [height, width, 3] of the resized image. `height`,
+    `width`: size of the upright submitted image. `key`: images with equal keys and sizes have equal outputs of a tower,
+    which may be cached; empty: the output is not cached.
     """
 
     pixels: UInt8
@@ -147,7 +147,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("the images are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
@@ -175,7 +175,7 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
     records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("the sounds are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or one is empty")
     if 4 * int(sizes.sum()) != len(features):
         raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
@@ -185,8 +185,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added ones too. If no item is padded, `visible` stays None, which
-    kernels for all sequences at once require.
+    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, which
+    kernels for all sequences at once require. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -220,7 +220,8 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: computed positions without a token. `features`: features of images, for the positions of their tokens.
+    `padding`: positions without a token that the pass computed, as counted by `filled`; the sequence that `filled_up`
+    adds is not counted. `features`: features of images, for the positions of their tokens.
     `axes`: positions in time, height and width, for models with three axes; None: each axis has `positions`. `engine`:
     the engine that runs the pass; None: the engine of the model.
     """

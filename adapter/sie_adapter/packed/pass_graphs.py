@@ -1,7 +1,7 @@
 """CUDA graphs of small passes, which otherwise wait for the launches of their kernels.
 
     batch ──► bucket ──┬─► first use: eager pass
-                       ├─► second use: eager pass, capture, one replay that must equal the eager pass
+                       ├─► second use: eager pass, capture, one replay that must nearly equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
 A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest. Additional
@@ -38,8 +38,8 @@ _logger = logging.getLogger("sie.adapter")
 # tokens, where the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
-# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so it fits
-# one block
+# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so the
+# sequence fits one block
 _BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
@@ -52,7 +52,7 @@ _MOST_FAILED = 64
 
 
 class Bucket(NamedTuple):
-    """Sizes for which a graph is captured. `longest`: the number of tokens of its longest sequence."""
+    """Sizes for which a graph is captured. `longest`: limit for the number of tokens of a sequence."""
 
     tokens: int
     sequences: int
@@ -136,7 +136,7 @@ class Recorder(Protocol):
         """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
-        """Make the current stream wait for the last replay. Call it under the lock."""
+        """Make the current stream wait for the last replay. Call this under the lock."""
 
 
 @dataclass
@@ -252,7 +252,9 @@ class PassGraphs:
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # True after a failed capture: the model gets no more CUDA graphs
+        # True after a capture that failed for another reason than memory, or after a wrong replay: the model gets no
+        # more CUDA graphs
+        self.is_eager = False
         with _all_lock:
             _all.add(self)
 

@@ -19,8 +19,9 @@ PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9  # defaults of the options of th
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
     """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each type in the
-    order of offsets. `rows`: `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of
-    the texts in the batch.
+    order of offsets. A text whose score is an error has the error instead. `rows`: the logits `score` (float32 [1]) and
+    `keep` (float32 [tokens]) of each text. `places`: the indices of the texts in the batch. `activation`: see
+    `class_scores`.
 
     A token is kept if its probability is at least `prune_threshold`, and highlighted if it is also at least
     `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is the
@@ -42,7 +43,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
         own = spans[:, 0] >= 0
         keep = torch.sigmoid(logits).double().cpu().numpy()[own]
         text, spans = message.texts[place], spans[own]
-        # characters between two tokens, such as the second half of a composed character, belong to the first token
+        # characters between two tokens, such as the second half of a composed character, belong to the earlier token
         spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
         sections = _spans(text, "kept", spans, keep, keep >= least)
         summary = {"text": " ".join(span["text"] for span in sections), "label": "summary", "score": score.score}
@@ -57,7 +58,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
 
 
 def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
-    """Return the ranges of the text with `chosen` tokens, without white space around them."""
+    """Return an entity for each range of the text with `chosen` tokens, without white space around it."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
     sections = []
     for first, stop in edges.reshape(-1, 2).tolist():

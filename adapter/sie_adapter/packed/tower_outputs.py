@@ -4,8 +4,9 @@
             ├─► another thread encodes it now ──► wait ──────────────────────────┼──► an output for each image
             └─► new: encoded once ──► cached; the least recently used is dropped ┘
 
-Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
-stay on the device and count as used memory. They are dropped together with their tower, or if memory is short.
+Images with equal keys and sizes (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes.
+Outputs stay on the device and count as used memory. All outputs are dropped if memory is short, and those of a tower
+together with the tower.
 """
 
 from __future__ import annotations
