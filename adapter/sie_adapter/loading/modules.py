@@ -218,6 +218,9 @@ def read_modules(folder: Path) -> Modules:
     if [kind for kind, _ in listed] == ["Router"]:
         listed, query_folder = _routes(listed[0][1])
         query_weights = tensor(query_folder, "weight")
+        if query_weights is None:
+            remedy = f": {conversion(query_folder)}" if (query_folder / "pytorch_model.bin").is_file() else ""
+            raise incompatible(f"{query_folder.name}: model.safetensors with the weights of queries is missing{remedy}")
     kinds = tuple(kind for kind, _ in listed)
     if not kinds or kinds[0] not in (*_BACKBONES, STATIC):
         raise incompatible(

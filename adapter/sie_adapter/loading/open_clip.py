@@ -94,7 +94,7 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
     """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for a resizing that this
-    adapter cannot reproduce, and KeyError without a mean or a standard deviation.
+    adapter cannot reproduce, and without a mean or a standard deviation of three numbers.
     """
     preprocessing, size = (
         read_json(folder / CONFIG).get("preprocess_cfg", {}),
@@ -106,8 +106,11 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
             f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash, a bicubic or "
             "bilinear interpolation, and one number as image_size"
         )
-    (red, green, blue), deviations = preprocessing["mean"], preprocessing["std"]
-    normalisation = Normalisation((red, green, blue), (deviations[0], deviations[1], deviations[2]))
+    try:
+        (red, green, blue), (red_std, green_std, blue_std) = preprocessing["mean"], preprocessing["std"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG}: mean and std must be three numbers") from error
+    normalisation = Normalisation((red, green, blue), (red_std, green_std, blue_std))
     return Recipe("squash", size, size, resample=resample), normalisation
 
 

@@ -25,7 +25,10 @@ def _file_bytes(file: Path, itemsize: int) -> int:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = 8 + int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(start - 8)) if start <= size else None
+        try:
+            header = json.loads(opened.read(start - 8)) if start <= size else None
+        except ValueError:  # for example, zeros that a full disk left
+            header = None
     end = start + max(
         (tensor["data_offsets"][1] for name, tensor in (header or {}).items() if name != "__metadata__"), default=0
     )
