@@ -217,8 +217,8 @@ def repair(cluster: Cluster, stream: str) -> None:
     KV_sie_pools                               filled with the readable entries
     all others                                 empty: placement, demand, leases, poison, work and dead letters
 
-    A bucket that can be read stays as it is. Salvaged entries are in a file of the folder `damaged` until the stream is
-    created again: `sie restore` writes them back if the command is interrupted.
+    A bucket that can be read stays as it is, except those of the catalogue. Salvaged entries are in a file of the
+    folder `damaged` until the stream is created again: `sie restore` writes them back if the command is interrupted.
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
     `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
