@@ -1,4 +1,4 @@
-"""File with the addresses and passwords of a running `sie serve`. The other `sie` commands of the same user read it.
+"""File with the addresses and passwords of a running `sie serve`. Other `sie` commands of the same user read the file.
 
 sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
 """
@@ -70,8 +70,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the access file in a data directory. Return None if no `sie serve` runs there. A killed `sie serve` leaves
-    its file, but not its lock. Raises SettingError for a file that cannot be used.
+    """Read the access file in a data directory. Return None if there is no file, or if its `sie serve` was killed: then
+    the lock file is not locked. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
     try:

@@ -2,8 +2,8 @@
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
-The first of these sources with an address is used. Credentials belong to an address: those of a `sie serve` are sent
-only to its own addresses.
+For each process, the first of these sources with an address is used. Credentials belong to an address: those of a
+`sie serve` are sent only to its own addresses.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings. Addresses that the user did not set come from a running `sie serve`.
-        `named`: its data directory. None: the default one, which is read only with `looks_around`. Raises SettingError
-        if the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
+        """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: its
+        data directory. None: the default one, which is read only with `looks_around`. Raises SettingError if the file
+        of a `sie serve` cannot be used, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -84,7 +84,7 @@ class Cluster:
         written = cluster.local()
         if written is None:
             if named is not None and required:
-                there = f"there is no {access.FILE} in it" if named.exists() else "it does not exist"
+                there = f"there is no {access.FILE} of a running one in it" if named.exists() else "it does not exist"
                 raise SettingError(
                     "--data-dir", f"no `sie serve` runs with {named}: {there}; start one with `{cluster.serve}`"
                 )
@@ -92,7 +92,9 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """Return a copy that uses a running `sie serve` wherever the user has not set another address."""
+        """Return a copy with the addresses and credentials of a running `sie serve`. Addresses from options stay.
+        Addresses from the environment stay too, unless the user named the data directory.
+        """
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
@@ -140,7 +142,7 @@ class Cluster:
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Token for the gateways. The administrator's token is not sent to an address from the command line."""
+        """Token for the gateways: that of a client, else SIE_ADMIN_TOKEN if the address is from the environment."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
@@ -154,7 +156,7 @@ class Cluster:
     @property
     def first_patience_s(self) -> float:
         """Seconds for which a command tries to open its first connection to the gateway: 0 if the address is on this
-        machine and no `sie serve` runs, because then nothing will start a server there.
+        machine and no `sie serve` runs, because then no server is about to listen there.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
@@ -187,7 +189,9 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """Call `work` with a connection to the broker; return its result. Exit with status 2 if no broker answers."""
+        """Call `work` with a connection to the broker; return its result. Exit with status 2 if the broker's address is
+        unknown, if no broker answers, and after a BrokerError of `work`.
+        """
         from sie_broker import BrokerError, BrokerUnavailable
 
         async def run() -> T:

@@ -41,8 +41,8 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises OSError, and SettingError if the
-    path is a folder of another user or no folder.
+    """Create a folder that only this user may use, or accept an existing one. Raises SettingError if the path is a link
+    to a folder, or a folder of another user. Raises OSError, also if the path is a file.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()

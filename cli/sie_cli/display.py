@@ -37,7 +37,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each control character in an untrusted text by one character. `lines`: keep line breaks."""
+    """Replace each unprintable character of an untrusted text by a space or `?`. `lines`: keep line breaks."""
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
         for letter in text
@@ -45,7 +45,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any) -> str:
-    """Return a value as JSON for a terminal, with control characters escaped."""
+    """Return a value as JSON for a terminal, with unprintable characters escaped."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 

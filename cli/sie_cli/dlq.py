@@ -1,4 +1,4 @@
-"""Command `sie dlq`: list dead letters (work that was given up), and run their work again."""
+"""Command `sie dlq`: list and show dead letters (work that was given up), run their work again, or delete them."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
-    """Delete one dead letter, or all of the pool. The work in it is lost."""
+    """Delete one dead letter, or all of the pool that this version can read. Their work is lost."""
     pool = cluster.settings.pool
 
     async def chosen(broker: Broker) -> list[DeadLetterEntry]:
@@ -212,7 +212,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run `body` with a connection to the broker. Raises CommandRefused if the broker has no stream of this pool."""
+    """Run `body` with a connection to the broker. Raises CommandRefused if the pool has no stream of dead letters."""
 
     pool = cluster.settings.pool
 

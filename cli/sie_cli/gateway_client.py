@@ -1,5 +1,5 @@
-"""Clients of the gateway for commands: the client of the SDK, and one for administrators' routes. Both end the command
-if the gateway does not answer.
+"""Clients of the gateway for commands: the client of the SDK, and one for administrators' routes. `gateway_client` and
+`AdminClient.first` end the command if the gateway does not answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEXT = {
 
 
 class AdminClient:
-    """Client of a gateway's routes for administrators. It has the token of an administrator."""
+    """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

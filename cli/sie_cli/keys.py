@@ -122,7 +122,10 @@ def create(
     with `Retry-After`.
     """
     if not _NAME.fullmatch(name):
-        raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
+        raise click.BadParameter(
+            "expected at most 64 letters, digits, spaces and . _ @ / -, of which the first is a letter or digit",
+            param_hint="NAME",
+        )
     limits = KeyLimits(body_bytes or 0, items or 0, rate or 0)
 
     async def body(broker: Broker) -> tuple[Key, str, float]:

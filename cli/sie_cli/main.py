@@ -37,12 +37,12 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group of all commands. Calling the group ends the process by `os._exit`. Tests call its method `main`, which
-    raises SystemExit instead.
+    """Group of all commands. After a command, calling the group ends the process by `os._exit`. Tests call its method
+    `main`, which raises SystemExit instead.
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError, which suggests a group with such a command, or a similar name."""
+        """Return the command. Raises UsageError, which suggests a group with such a command or a similar name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -160,7 +160,7 @@ def main() -> None:
 
 @main.command()
 def version() -> None:
-    """Return the version as `sie --version` prints it."""
+    """Print the version, as `sie --version` does."""
     click.echo(f"sie, version {sie_contracts.__version__}")
 
 

@@ -51,7 +51,9 @@ class Deadline(NamedTuple):
 
 
 def moment(at_s: float) -> str:
-    """Format a time as date, hour and minute in UTC. Return FAR for a time without a date, such as milliseconds."""
+    """Format a time as date, hour and minute in UTC. Return FAR for a number too large for a date, such as a time in
+    milliseconds.
+    """
     try:
         return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):
@@ -59,8 +61,8 @@ def moment(at_s: float) -> str:
 
 
 def local(at_s: float, now_s: float) -> str:
-    """Format a time in the time zone of this machine. The date is left out if it is today. Return FAR for a time
-    without a date.
+    """Format a time in the time zone of this machine. The date is left out if it is today. Return FAR for a number too
+    large for a date.
     """
     try:
         at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))

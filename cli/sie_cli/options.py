@@ -39,7 +39,7 @@ def port_option(default: int, meaning: str) -> Callable[[F], F]:
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
-    """Return a decorator that adds an option for every setting that one of the components reads. Secrets have no
+    """Return a decorator that adds an option for every setting SIE_* that one of the components reads. Secrets have no
     option, because process lists would show them. `url`: the setting that --url also sets.
     """
 
@@ -168,7 +168,9 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move the options in _ANYWHERE that are before the name of the command to the end of the arguments."""
+    """Move the options in _ANYWHERE that are before the name of the command to the end of the arguments, but not behind
+    `--`.
+    """
     lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
@@ -216,7 +218,9 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """Return all settings. An invalid one ends the process with status 2. Warnings are printed to standard error."""
+    """Return all settings. An invalid one ends the process with status 2. Warnings go to standard error, in JSON if
+    SIE_LOG_JSON is set. Also arms the fail points in `values`.
+    """
     try:
         loaded_settings = load(flags=flags_of(values), mode=mode)
     except SettingError as error:

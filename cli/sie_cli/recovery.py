@@ -1,7 +1,7 @@
 """`sie backup` and `sie restore` for the control plane, and `sie repair` for streams with damaged files.
 
-sie backup FILE ◄── keys, changes of the catalogue over the API, records of jobs and files ── buckets of the broker
-sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
+sie backup FILE ◄── keys, changes of the catalogue over the API, records of jobs, shards and files ── broker
+sie restore FILE ──► missing entries, later revisions of models and revocations are written; nothing else changes
 sie repair STREAM ──► the stream is created again: with its readable entries, with those of its copy, or empty
 """
 
@@ -46,7 +46,7 @@ DAMAGED = "damaged"  # folder in the data directory for the files of unreadable 
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """Content of a backup. `entries`: for the buckets of jobs and shards, bucket name -> keys and values."""
+    """Content of a backup. `entries`: bucket name -> keys and values, for buckets in LASTING."""
 
     version: str
     made_s: float
@@ -217,8 +217,8 @@ def repair(cluster: Cluster, stream: str) -> None:
     KV_sie_pools                               filled with the readable entries
     all others                                 empty: placement, demand, leases, poison, work and dead letters
 
-    A bucket that can be read stays as it is. Salvaged entries are in a file of the folder `damaged` until the stream is
-    created again: `sie restore` writes them back if the command is interrupted.
+    A bucket that can be read stays as it is, except those of the catalogue. Salvaged entries are in a file of the
+    folder `damaged` until the stream is created again: `sie restore` writes them back if the command is interrupted.
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
     `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the

@@ -82,7 +82,7 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
 @topology.command()
 @_options
 def check(cluster: Cluster, as_json: bool) -> None:
-    """Compare the broker with the topology of this version. Streams and consumers are compared field by field.
+    """Compare streams of work and dead letters, and their consumers, with the topology of this version, field by field.
 
     Status 0: equal. 1: there are differences, or messages that no consumer delivers. 2: the broker could not be
     reached.
@@ -122,8 +122,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps to this version's topology. They cover the default pool, SIE_POOL, and all pools that have a
-    stream of work at the broker. Raises BrokerError.
+    """Return the steps to this version's topology. They cover the streams of work and dead letters of the default pool,
+    SIE_POOL, and all pools that have a stream of work at the broker. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec

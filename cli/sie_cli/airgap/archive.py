@@ -109,8 +109,8 @@ def write(
     progress: ByteProgress,
 ) -> str:
     """Write an archive. Return the SHA-256 of its index, which identifies the whole archive. `progress` is called with
-    the size of each written piece. Raises CommandRefused for a file that differs from the index (changed or damaged),
-    or whose name is too long. Raises OSError.
+    the size of each written piece. Raises CommandRefused for an index that `decode` refuses, and for a file that
+    differs from the index (changed or damaged) or whose name is too long. Raises OSError.
     """
     raw = encode(index)
     decode(raw)  # an index that no reader would accept must not be written
@@ -200,8 +200,8 @@ class ArchiveReader:
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Read the header of the next file, which must be the plain file `name`, with `size` bytes if known. Return its
-        size. Raises CommandRefused.
+        """Read the header of the next file, which must be the plain file `name`, with `size` bytes if known, else with
+        at most MAX_INDEX_BYTES. Return its size. Raises CommandRefused.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")

@@ -61,9 +61,10 @@ def airgap() -> None:
 def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, force: bool, **values: Any) -> None:
     """Write models, and all files that are needed to serve them, to FILE.
 
-    Weights are taken from the first place that a worker would use: the entry's path, the local cache, an installed
-    package, else a download. Their digests are checked against their entries. Equal models result in an equal FILE. The
-    fingerprint of a model does not change, so vectors that were computed here can be used at the site.
+    Weights are taken from the first place that a worker would use: the entry's path, the caches, an installed
+    package, else a download. Digests that an entry has are checked. Equal models and equal installed packages result in
+    an equal FILE. The fingerprint of a model does not change, so vectors that were computed here can be used at the
+    site.
     """
     from sie_cli.airgap.contents import FileGathering, choose, contents, with_profiles
     from sie_config_service.overlay import Overlay
@@ -121,7 +122,7 @@ _index = click.option(
     default=FOLDER,
     show_default=True,
     type=_FOLDER,
-    help="Folder to create. It may exist if the same FILE was loaded into it.",
+    help="Folder to create. It may exist if it is empty, or if the same FILE was loaded into it.",
 )
 @click.option(
     "--at",
@@ -188,7 +189,9 @@ def _place_again(folder: Path, index: ArchiveIndex, at: Path) -> None:
 @click.argument("path", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
 @_index
 def verify(path: Path, expected: str | None) -> None:
-    """Check every byte of an archive, or of a folder that was loaded, against its index. Changes nothing."""
+    """Check every byte of an archive against its index, or every file of a loaded folder that the index names. Changes
+    nothing.
+    """
     with _refusing():
         if path.is_dir():
             index, raw = placing.loaded(path)
@@ -230,7 +233,7 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
     sie airgap serve
     sie airgap serve --folder /srv/models --port 8080 --preload BAAI/bge-m3
 
-    Options of `sie serve` may follow, and replace the settings in serve.env. Environment variables do not replace them.
+    Options of `sie serve` may follow, and replace the settings in serve.env. Environment variables do not.
     """
     from sie_cli.serve.command import serve
     from sie_cli.serve.processes import flag
@@ -272,8 +275,8 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield a file for an archive of a little more than `size` bytes. Rename it to `output` once it is complete. Raises
-    CommandRefused, OSError.
+    """Yield a file for an archive of a little more than `size` bytes, or standard output for `-`. A complete file is
+    renamed to `output`. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

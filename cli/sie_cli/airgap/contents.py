@@ -1,9 +1,9 @@
 """Contents of an air-gap archive: the entries of its models, and every file that a worker reads to load them.
 
-    entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of its backbones
+    entry ─► WeightSources ─► weights/TOKEN/..   its files, and configurations and tokenizers of its backbones
           ─► LoRAs of the hub ─► cache/hub/..    in the same form as in the local cache
           ─► golden vectors ─► golden/..
-          ─► the entry itself, unchanged except for weights.path and golden
+          ─► the entry itself: only weights.path and golden change, and a missing licence is added
 
 An entry keeps its hub id, revision and package. So its fingerprint does not change, and vectors that were computed
 elsewhere stay valid.
@@ -128,7 +128,9 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add the backbones that a GLiNER model names by repository, below the model's folder in the archive."""
+        """Add configuration and tokenizer of each backbone that a model such as GLiNER names by repository, below the
+        model's folder in the archive.
+        """
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -136,7 +138,7 @@ class FileGathering:
         ]:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CommandRefused(
-                    f"{entry.id}: gliner_config.json names its backbone by the path {name}, which another machine does "
+                    f"{entry.id}: its configuration names its backbone by the path {name}, which another machine does "
                     "not have"
                 )
             if (folder / name).is_dir():
@@ -161,7 +163,7 @@ class FileGathering:
                 )
             except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
                 continue
-        fix = f"`hf download {name} --include '*.json' '*.model'` fetches its configuration and tokenizer"
+        fix = f"`hf download {name} --include '*.json' '*.model' '*.txt'` fetches its configuration and tokenizer"
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor in its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
@@ -207,7 +209,8 @@ def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
     """Return the contents of an archive with the `chosen` models, whose files `gathering` has collected. Compute the
-    digests that no manifest has. Raises CommandRefused for a file whose digest differs from that in its entry, OSError.
+    digests that no manifest has. Raises CommandRefused for a file that is missing or has another digest than its entry
+    says, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
@@ -274,9 +277,9 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only the named profiles and all profiles that those extend. A parent stays complete,
-    although its own parent gives nothing to the named profile, because the site serves it too. Raises BadParameter for
-    a profile that no entry has.
+    """Return the entries with only the named profiles and their ancestors: the profiles that they extend, directly or
+    indirectly. A profile inherits from its parent only, but the site serves the parent too, with what that inherits.
+    Raises BadParameter for a profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:
@@ -301,7 +304,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return size and digest of each file from the manifest of a downloaded folder; empty if it has no manifest."""
+    """Return size and digest of each file from the manifest of a downloaded folder; empty without a valid one."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -309,7 +312,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty if the card has none."""
+    """Return the licence from the front matter of the model card; empty if it cannot be read or states none."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 

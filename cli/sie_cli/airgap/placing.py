@@ -35,7 +35,9 @@ ENVIRONMENT = "serve.env"
 
 
 def entries(index: ArchiveIndex) -> list[ModelEntry]:
-    """Return the entries of an archive. Raises CommandRefused for an entry with files that are not in the archive."""
+    """Return the entries of an archive. Raises CommandRefused for an entry that this version cannot read, or whose
+    files are not in the archive.
+    """
     models = []
     for raw in index.entries:
         try:
@@ -73,7 +75,7 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
 
 
 def check(index: ArchiveIndex) -> None:
-    """Raise CommandRefused unless this version can serve the contents of the index."""
+    """Raise CommandRefused unless this version can read the entries and aliases of the index."""
     entries(index)
     aliases(index)
 
@@ -93,7 +95,7 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
     """Unpack an archive to `folder`. `at`: the path under which workers see this folder, for example in a container.
-    Raises CommandRefused, OSError; after an error, `folder` does not exist.
+    Raises CommandRefused, OSError; if the archive is refused, `folder` is not created.
     """
     check(reader.index)
     with _loading(folder) as partial:
@@ -125,8 +127,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that contain the folder's own path: entries and settings. Files that are up to date are not
-    written again. Raises CommandRefused, OSError.
+    """Write entries, aliases, bundles and settings into `folder`. Their paths are below `at`. Files that are up to date
+    are not written again. Raises CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -150,7 +152,9 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """Return the index of a folder that `load` created, parsed and as bytes. Raises CommandRefused for others."""
+    """Return the index of a folder that `load` created, parsed and as bytes. Raises CommandRefused for other folders,
+    and for a changed index.
+    """
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
@@ -167,7 +171,9 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """Return one line for each file of a loaded folder that differs from the archive: its name and the difference."""
+    """Return one line for each file of the index that is missing in a loaded folder or differs: its name and the
+    difference. Without `digests`, only sizes are compared.
+    """
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 

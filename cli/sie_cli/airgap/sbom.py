@@ -87,7 +87,7 @@ def is_licence(name: str) -> bool:
 
 
 def spdx(licence: str) -> str:
-    """Return the SPDX identifier of a licence, or the licence unchanged if the SPDX list does not have it."""
+    """Return a licence as an SPDX expression, or unchanged if it is none."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:
@@ -128,7 +128,7 @@ def software(*requirements: str) -> dict[str, Package]:
 def bill(
     models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str
 ) -> bytes:
-    """Return the bill of materials of an archive. `models`: entries, each with its files by their paths in it."""
+    """Return the bill of materials of an archive. `models`: each entry with its files, by path in the archive."""
     model_components = [_model(entry, files) for entry, files in models]
     components = [*model_components, *(_package(package) for package in packages.values())]
     archive = {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"}

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 FORBIDDEN = (401, 403)
 READY_FIX = (
-    "repair what it names: the findings of broker, gateway and sockets say how; its log says since when; the log of "
-    "nats-server says why a connection ended"
+    "repair what this line names: the findings of broker, gateway and sockets say how; the process's log says since "
+    "when; the log of nats-server says why a connection ended"
 )
 
 
@@ -336,8 +336,8 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs that have shards (messages about parts of a job), but no entry. This is a fault, because a job's shards
-    are removed before its entry.
+    """Find jobs that have shards (records of parts of a job), but no entry. This is a fault, because a job's shards are
+    removed before its entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}

@@ -45,8 +45,8 @@ _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--ur
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return a finding for each invalid or unknown setting, the flags without the invalid ones, and the environment
-    without the invalid variables.
+    """Return a finding for each setting that is invalid or unknown or contradicts another, the flags without the
+    invalid and contradictory ones, and the environment without those variables.
     """
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -106,8 +106,9 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check changes nothing. It returns a text to show if there are no findings, and its findings. It
-# raises NotApplicable if the thing to check does not exist here, and CheckSkipped if the check is not possible.
+# Checks by name, without that of the settings. A check changes nothing. It returns a text to show if there are no
+# findings, and its findings. It raises NotApplicable if the thing to check does not exist here, and CheckSkipped if the
+# check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,
@@ -164,9 +165,9 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Run it with the settings of the processes, because it checks these settings. If the address of the broker or of
     the config service is not set, it asks the gateway. It checks settings, ports, gateways and their workers, the
-    broker, streams and consumers, processes with an old catalogue, models that do not load, refused requests,
-    queues, the sockets of
-    adapters, GPU, disks, clocks and versions.
+    broker, streams and consumers, damaged streams, the config service and processes with an old catalogue, the
+    folder of models, models that do not load, refused requests, queues, remote servers, the sockets of adapters,
+    GPU, disks, clocks and versions.
 
     Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.
     """
@@ -190,8 +191,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
-    """Run all checks and return their reports, in the order of CHECKS. `named`: the data directory that the user named.
-    Raises SettingError if its access file cannot be read.
+    """Run all checks and return their reports: that of the settings, then in the order of CHECKS. `named`: the data
+    directory that the user named. Raises SettingError if the access file of a `sie serve` cannot be read.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
@@ -212,7 +213,7 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> CheckReport:
     except TimeoutError:
         return CheckReport(name, "blind", f"no end within {limit_s:g} s")
     except BrokerError as error:
-        return CheckReport(name, "blind", f"the broker went away meanwhile: {error}")
+        return CheckReport(name, "blind", f"the broker failed meanwhile: {error}")
     option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""
     findings = [Finding(finding.wrong, _COMMAND.sub(rf"`\1{option}`", finding.fix)) for finding in findings]
     return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)

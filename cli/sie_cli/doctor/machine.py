@@ -98,7 +98,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 async def ports(probe: ClusterProbe) -> CheckResult:
     """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. These are the ports
-    that the user set and those of the running `sie serve`. At default ports, another program may listen.
+    that the user set and those of the running `sie serve`. Default ports are not checked, because another program may
+    listen there.
     """
     findings, notes = [], []
     addresses = [
@@ -221,7 +222,9 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """List the faults of torch and the driver for this SIE_DEVICE. `trouble`: why no driver was found."""
+    """Return the first fault of torch and the driver for this SIE_DEVICE; empty if there is none. `trouble`: why no
+    driver was found.
+    """
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         number = torch.version.partition("+")[0]

@@ -1,5 +1,5 @@
 """Data about a cluster for the checks. Each source (gateways, broker, heartbeats, config service, sockets) is read
-only once, and all checks share the result.
+once, and all checks share the result. A check that waits for a change reads a source again: `ask_views`, `ask_config`.
 
     check ──► ClusterProbe.gateways() ┐
     check ──► ClusterProbe.gateways() ┴──► one task, whose result both get
@@ -55,8 +55,8 @@ class NotApplicable(Exception):
 @dataclass(frozen=True)
 class ProbeResult:
     """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
-    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None if the reply has
-    no id.
+    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None without such a
+    time.
     """
 
     url: str
@@ -287,8 +287,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for one interval, or until all workers that the gateways list have sent one. Raises
-        NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S, then until a gateway and all workers in its `/health` have sent one, at
+        most for one interval and BEAT_MARGIN_S. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()
@@ -374,7 +374,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
             f"kill it; {restart}",
         )
     except (OSError, EOFError) as error:
-        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): no process listens on it", restart)
+        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): no adapter answers on it", restart)
     except ipc.FrameError:
         answer = None
     if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:

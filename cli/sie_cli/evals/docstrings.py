@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def scipy_docstrings() -> Iterator[tuple[str, str]]:
-    """Yield `FILE:NAME` and the docstring of each public function and class of scipy."""
+    """Yield `FILE:NAME` and the docstring of each public top-level function and class of scipy, without its folders
+    `tests` and `_lib`. A missing docstring is empty.
+    """
     import scipy
 
     root = Path(scipy.__file__).parent

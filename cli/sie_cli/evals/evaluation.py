@@ -27,7 +27,7 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
 UNFINISHED = "unfinished"  # folder, in the folder of results, for the cached answers of evaluations that have not ended
-HERE = "local"  # machine name in results that were not measured in a cluster
+HERE = "local"  # machine name in results without a cluster, or of a cluster without workers
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return the targets with this name, and a note about their origin: the file that the user named, the catalogue's
-    file, or the last stored result. Both are empty if `targets` is no source. Raises CommandRefused if none are stored.
+    file, or the last stored result. Both are empty if `targets` is no source. Raises CommandRefused if there are none.
     """
     spec = context.spec
     if "targets" not in spec.sources:

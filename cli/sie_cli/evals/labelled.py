@@ -89,7 +89,9 @@ def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: S
 
 
 def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
-    """Return F1, precision and recall. `counts`: for each text, the numbers of right, true and answered ones."""
+    """Return F1, precision and recall. `counts`: for each text, how many facts or characters are right, are true, and
+    are in the answer.
+    """
     right, truth, answers = map(list, zip(*counts, strict=True))
     both = list(map(sum, zip(truth, answers, strict=True)))
     return {"f1": ([2 * count for count in right], both), "precision": (right, answers), "recall": (right, truth)}

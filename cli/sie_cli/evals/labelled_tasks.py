@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
 FILLINGS = 5  # number of texts made from each template
-VALUES_PER_FORMAT = 40  # in redaction-forms
+VALUES_PER_FORMAT = 40  # values of each format in the task redaction-forms
 STORIES = 400  # texts in the task relations
 LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
 Slot = tuple[str, Callable[["Faker"], object]]

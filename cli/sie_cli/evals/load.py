@@ -27,7 +27,7 @@ PATIENCE_S = 60.0  # seconds to wait for an answer
 # limit for the requests in flight of an open loop; beyond it, a due request is counted as NOT_SENT
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
-NOBODY = "CONNECTION"  # code of a request that reached no server
+NOBODY = "CONNECTION"  # code of a request whose connection failed
 NO_ANSWER = "NO_ANSWER"
 NOT_SENT = "NOT_SENT"
 
@@ -150,7 +150,7 @@ FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 @dataclass(frozen=True)
 class DeviceUsage:
     """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: utilisation of a GPU (from
-    NVML), or use of all CPU cores by any process. `joules`: energy that the GPUs of this machine used.
+    NVML), or use of all CPU cores by any process. `joules`: the sum of the energy that the GPUs of this machine used.
     """
 
     name: str = ""
@@ -161,7 +161,7 @@ class DeviceUsage:
 
 class UsageWatch(Protocol):
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the means."""
+        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
 
 
 class WorkerWatch:
@@ -207,7 +207,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules. Return None if no GPU counts it, such as GPUs older than Volta."""
+        """Return the energy in joules; None without a GPU, or if one does not count it, as those older than Volta."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol for a source. Texts get the prompts of the catalogue's model, not those of mteb's task."""
+    """mteb.EncoderProtocol for a source. Texts get the prompts of the source, not those of mteb's task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))
@@ -136,7 +136,7 @@ def _batch_texts(inputs: Any) -> Iterator[str]:
 
 
 def _texts(batch: Any) -> Iterator[str]:
-    """Yield the texts in a dataset or a map of datasets. Strings without spaces are skipped: ids and labels."""
+    """Yield the texts in a dataset or a map of datasets. Strings without spaces are skipped, as ids and labels."""
     if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
         for name in batch.column_names:
             for value in batch[name]:

@@ -131,8 +131,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs. The first source says so; without sources, the entry in this
-        installation's catalogue. A model that the catalogue lacks counts as one with vectors.
+        """Return whether the model counts as one that scores pairs. The first source says so. Without sources, such a
+        model has an entry in this installation's catalogue, and the entry has no dense vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -145,7 +145,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. A killed `sie serve` leaves its address in the access file."""
+    """Return whether a server answers at `url`. At a default address, perhaps no server listens."""
     try:
         with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -162,7 +162,7 @@ LAST_LINES = 5
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Run a cluster on this machine. Raises CommandRefused with the last lines of its log if it does not start."""
+    """Run a cluster on this machine. Raises CommandRefused if it does not start."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]

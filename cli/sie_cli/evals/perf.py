@@ -76,7 +76,9 @@ class LoadPoint:
 
 
 def texts_of(task: Task) -> list[str]:
-    """Return all texts of the task, shuffled, so that lengths are mixed. The order is the same in each run."""
+    """Return all texts of the task, shuffled, so that lengths are mixed. The order is the same in each run. Raises
+    CommandRefused if there are none.
+    """
     match task:
         case Similarity():
             texts = [*task.left, *task.right]
@@ -92,7 +94,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests without end, each with `batch` texts. Its first text is also its query."""
+    """Yield requests without end, each with `batch` texts. The first text of a request is also its query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)

@@ -1,4 +1,4 @@
-"""Quality of vectors and scores, measured by human judgements: a number for each query or pair, and one for all.
+"""Quality of vectors, scores and facts, measured by judgements: a number for each query, pair or text, and one for all.
 
 task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
 """
@@ -40,8 +40,8 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
     mean of its values; with `gold` (human scores of pairs), their rank correlation with `gold`; with `weights`, their
-    sum divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for a reranker.
-    `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
+    sum divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for scores, facts and
+    tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
     """
 
     source: str
@@ -193,7 +193,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. The rest follow in their order."""
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. Other documents follow in order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

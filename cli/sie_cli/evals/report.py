@@ -76,7 +76,7 @@ class EvalReport:
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
         """Return the report as a document for programs; NaN becomes null. `with_values`: include the values of single
-        queries or pairs.
+        queries, pairs or texts, and the texts of queries.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold", "weights", "queries")
@@ -110,7 +110,7 @@ def of_quality(
     queries: Mapping[str, str],
 ) -> EvalReport:
     """Build a report of quality. `scores`: one result for each source and output, in the order of the measurement.
-    `queries`: text of each query by its id, in the order of the values; empty if the task has pairs.
+    `queries`: text of each query by its id, in the order of the values; empty for tasks without queries.
     """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
@@ -250,7 +250,7 @@ def _shown(value: float) -> str:
 
 
 def _rounded(value: float | None) -> str:
-    """Format a number with three digits."""
+    """Format a number with three digits, from 100 as a whole number; `-` for None and NaN."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

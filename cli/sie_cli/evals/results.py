@@ -2,8 +2,9 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read these files. The source `targets` reads the newest
-one if no file of targets has the model.
+KIND is `quality` or `perf`. The commands `list` and `compare` read these files. If the user names no file of targets,
+and that of the catalogue lacks the model and task, the source `targets` reads the newest result of the same machine
+profile.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def every(folder: Path) -> list[Path]:
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model and task on this machine profile, or None."""
+    """Return the newest result of a model, task and kind on this machine profile, or None."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 

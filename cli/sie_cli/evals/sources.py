@@ -1,4 +1,6 @@
-"""Sources of vectors and scores of texts or image files: a cluster, a library in this process, or another server."""
+"""Sources of vectors and scores of texts or image files, or of facts in texts: a cluster, a library or patterns in this
+process, or another server.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +235,7 @@ class Patterns:
 
 class SentenceTransformers:
     """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those that the
-    catalogue names for the model.
+    catalogue names for the model; for a model that it lacks, those of the hub.
     """
 
     is_here = True
@@ -353,7 +355,7 @@ class _ReplyBody:
 @dataclass(frozen=True)
 class ServerDialect:
     """Format of a server's requests and answers: paths, functions that build bodies, and functions that read answers.
-    Each entry of a rerank answer has the position of its document in `index`.
+    Each entry of a rerank answer has the position of its document in `index`, and its score in the field `score` names.
     """
 
     encode_path: str

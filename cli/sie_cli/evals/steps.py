@@ -2,8 +2,8 @@
 interrupted evaluation can continue.
 
 A file has the answers to some texts. Its name is a digest of all data that the answers depend on, such as model,
-fingerprint, output and texts. A completed evaluation removes its files. Each evaluation removes files that are a week
-old.
+fingerprint, output and texts. A completed evaluation removes its files. Each evaluation of quality first removes files
+that are a week old.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _packed(answer: Any) -> Any:
     return answer
 
 
-PART = 1024  # texts per request to a source, and per cached file
+PART = 1024  # largest number of texts per call of a source for vectors or facts, and per cached file of them
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class EvalWork:
 
     @property
     def cost(self) -> EncodeCost | None:
-        """Mean cost of the documents that were encoded; None if all of them came from the cache."""
+        """Mean cost of the documents that were encoded; None if none was, such as when all came from the cache."""
         if not self._documents:
             return None
         return EncodeCost(self._tokens / self._documents, 1000 * self._seconds / self._documents)

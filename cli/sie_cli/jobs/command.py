@@ -94,7 +94,7 @@ def jobs() -> None:
 @click.option(
     "--operation",
     type=click.Choice(["encode", "score", "extract"]),
-    help="What to ask the model.  [default: score with --query, else encode]",
+    help="What to ask the model.  [default: score with --query or --document, else encode]",
 )
 @click.option(
     "--param", "params", metavar="KEY=JSON", multiple=True, help="Of the requests: dimensions=256, output_dtype=int8."

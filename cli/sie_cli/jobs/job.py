@@ -218,7 +218,7 @@ class OutputPlace:
 
 
 def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "dimensions=256") -> dict[str, Any]:
-    """Parse pairs `KEY=JSON`. A value that is not JSON is a text. Raises BadParameter, which shows `example`."""
+    """Parse pairs `KEY=JSON`. A value that is not JSON is a text. Raises BadParameter. `example`: pair for its text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
