@@ -84,7 +84,7 @@ class Cluster:
         written = cluster.local()
         if written is None:
             if named is not None and required:
-                there = f"there is no {access.FILE} of a running one in it" if named.exists() else "it does not exist"
+                there = f"it has no {access.FILE} of a running server" if named.exists() else "it does not exist"
                 raise SettingError(
                     "--data-dir", f"no `sie serve` runs with {named}: {there}; start one with `{cluster.serve}`"
                 )

@@ -60,7 +60,7 @@ _options = cluster_options(BROKER_URL, "SIE_POOL")
 
 @click.group(cls=AnyPosition, short_help="Work that was given up: look at it, run it again.")
 def dlq() -> None:
-    """Work that was given up: inputs that crash every adapter, unreadable messages, requests for deleted models.
+    """Work that was given up: inputs that crash adapters, unreadable messages, requests for deleted or changed models.
 
     \b
     sie dlq list               list the dead letters; each holds work that was given up

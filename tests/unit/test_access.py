@@ -91,7 +91,7 @@ def test_a_named_data_directory_comes_before_the_environment_and_after_flags(hom
 
 
 def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"no `sie serve` runs with .*: there is no access\.json in it"):
+    with pytest.raises(SettingError, match=r"no `sie serve` runs with .*: it has no access\.json of a running server"):
         found(named=tmp_path)
     assert Cluster.locate(load(environ={}), tmp_path, required=False).settings.nats_url is None
     (tmp_path / access.FILE).write_text("{}")

@@ -304,7 +304,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return size and digest of each file from the manifest of a downloaded folder; empty without a valid one."""
+    """Return size and digest of each file from the manifest of a downloaded folder; empty if it has no valid one."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):

@@ -131,7 +131,9 @@ async def remotes(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List the requests that gateways refused in the last minutes because of overload or a fault of the cluster."""
+    """List the requests that gateways refused in the last minutes because of overload, limits of keys, or a fault of
+    the cluster.
+    """
     views = await probe.views()
     findings = [
         Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)

@@ -207,7 +207,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None without a GPU, or if one does not count it, as those older than Volta."""
+        """Return the energy in joules; None if there is no GPU, or a GPU does not count it, such as before Volta."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

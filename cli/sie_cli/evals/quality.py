@@ -77,7 +77,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """Return the number of texts that the step sends to its source; None if unknown."""
+    """Return the largest number of texts that the step sends to its source and reranker; None if unknown."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
