@@ -61,12 +61,14 @@ _PARTS: Mapping[str, _ClusterPart] = {
 class Cluster:
     """Addresses of a cluster's processes, and the credentials for them. `sources`: setting -> where its value comes
     from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
+    `admin_token`: SIE_ADMIN_TOKEN of the user, while `settings` may have that of a `sie serve`.
     """
 
     settings: Settings
     sources: Mapping[str, str]
     data_dir: Path
     is_named: bool = False
+    admin_token: Secret | None = None
 
     @classmethod
     def locate(
@@ -78,7 +80,7 @@ class Cluster:
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
-        cluster = cls(settings, sources, data_dir, named is not None)
+        cluster = cls(settings, sources, data_dir, named is not None, settings.admin_token)
         if named is None and (not looks_around or all(sources[name] != "default" for name in _PARTS)):
             return cluster
         written = cluster.local()
@@ -149,8 +151,10 @@ class Cluster:
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token for administrators: of a local `sie serve`, else SIE_ADMIN_TOKEN, else `gateway_token`."""
-        own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
+        """Token for administrators: of a local `sie serve` for its own address, else SIE_ADMIN_TOKEN of the user, else
+        `gateway_token`.
+        """
+        own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.admin_token
         return own or self.gateway_token
 
     @property
@@ -176,8 +180,8 @@ class Cluster:
         return read_token or self.settings.admin_token
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
-        """Connect to the broker at `url`; if it is empty, at the address in the settings. The caller closes the
-        connection. Raises SettingError if there is no address, BrokerUnavailable.
+        """Connect to the broker at `url`; if it is empty, at the address in the settings. Only the latter gets the
+        password. The caller closes the connection. Raises SettingError if there is no address, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -185,7 +189,8 @@ class Cluster:
         if address is None:
             raise SettingError(BROKER_URL, self.missing(BROKER_URL))
         broker = NatsBroker(name)
-        await broker.open(address, CONNECT_S, self.settings.nats_password)
+        password = self.settings.nats_password if address == self.settings.nats_url else None
+        await broker.open(address, CONNECT_S, password)
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:

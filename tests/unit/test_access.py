@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sie_broker.nats import NatsBroker
 from sie_cli import access
 from sie_cli.access import Access, published, read, write_private
 from sie_cli.cluster import SOURCE, Cluster
@@ -88,6 +89,27 @@ def test_a_named_data_directory_comes_before_the_environment_and_after_flags(hom
     assert found(environ=elsewhere, named=home).settings.nats_url == "nats://operator@127.0.0.1:9002"
     settings = found(flags={"SIE_NATS_URL": "nats://third:4222"}, environ=elsewhere, named=home).settings
     assert (settings.nats_url, settings.config_service_url) == ("nats://third:4222", "http://127.0.0.1:9001")
+
+
+def test_the_token_of_a_named_sie_serve_goes_to_no_other_gateway(home: Path) -> None:
+    foreign = {"SIE_GATEWAY_URL": "https://other"}
+    assert found(flags=foreign, named=home).gateway_admin_token is None
+    mine = {"SIE_ADMIN_TOKEN": "mine"}
+    assert found(flags=foreign, environ=mine, named=home).gateway_admin_token == Secret("mine")
+    assert found(environ=mine, named=home).gateway_admin_token == Secret("adm")
+
+
+async def test_the_password_of_the_broker_goes_to_its_own_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    passwords: dict[str, Secret | None] = {}
+
+    async def opened(broker: NatsBroker, url: str, timeout_s: float, password: Secret | None) -> None:
+        passwords[url] = password
+
+    monkeypatch.setattr(NatsBroker, "open", opened)
+    own = {"SIE_NATS_URL": "nats://own:4222", "SIE_NATS_PASSWORD": "pw"}
+    for url in ("", "nats://of-a-gateway:4222"):
+        await found(environ=own).open_broker("test", url)
+    assert passwords == {"nats://own:4222": Secret("pw"), "nats://of-a-gateway:4222": None}
 
 
 def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: Path) -> None:
