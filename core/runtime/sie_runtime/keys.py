@@ -175,7 +175,7 @@ class KeyBuckets:
         return list(keys.values())
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises BrokerError, and WrongRevision as `write` does."""
+        """Remove a key from both buckets. Raises BrokerError, and WrongRevision for the reasons of `write`."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
