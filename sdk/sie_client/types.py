@@ -91,9 +91,9 @@ class CallOptions(TypedDict, total=False):
 
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
-    successful answer is used; about one request in five is sent twice at most. `progress`: True shows a bar, False does
-    not, None shows one on a terminal only. `on_progress` is called after each part and at each wait, by the blocking
-    client in the threads that send.
+    successful answer is used; at most about one request in five is sent twice. `progress`: True shows a bar, False does
+    not; by default there is one on a terminal only. `on_progress` is called after each part and at each wait, by the
+    blocking client in the threads that send.
     """
 
     gpu: str | None
@@ -135,7 +135,9 @@ class Params(CallOptions, total=False):
 
 
 class EncodeParams(Params, total=False):
-    """Parameters of encode. `muvera`: True, or MUVERA's parameters. `chunks`, `context`: for items that lack them."""
+    """Parameters of encode. `muvera`: one dense vector from the vectors of the tokens; True, or the parameters of
+    MUVERA. `chunks`, `context`: for items that lack them.
+    """
 
     output_types: Sequence[str] | None
     output_dtype: str | None

@@ -1,7 +1,7 @@
 """Device of this process, a GPU or the CPU, which is chosen once at the start. The modules `precision` and
 `attention_backend` choose the precision and the attention of the models on the device.
 
-SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
+SIE_DEVICE ──► names_of: the name of a device for each process ──► resolve_device ──► torch.device
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def items(
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
     for name, files in (("an image", images), ("a sound", sounds)):
         if files is not None and len(files.rows) and files.rows[-1] >= len(counts):
-            raise MalformedBatch(f"{name} is of row {files.rows[-1]}, the batch has {len(counts)}")
+            raise MalformedBatch(f"{name} is of row {files.rows[-1]}, the batch has {len(counts)} rows")
     own = np.frombuffer(types, np.uint8) if types else None
     return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 

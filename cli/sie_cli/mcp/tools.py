@@ -429,7 +429,7 @@ class AgentTools:
             raise ToolRefused(
                 f"There is no result of this reference: results expire {TTL_S / 60:g} minutes after their last use, or "
                 "earlier if newer results need their space. "
-                "Make the call again that returned it."
+                "Repeat the call that returned it."
             ) from None
 
     def _stored_vectors(self, caller: AgentCaller, reference: str) -> PagedVectors:

@@ -506,7 +506,7 @@ class ModelQueue:
         # cost in the queue at the last result, or when the queue was last empty and got work: the most that can run now
         self._running = 0.0
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
-        # chunks that were queued before this time may be running; None if the time is not computed yet
+        # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
         self._taken_s: float | None = None
         # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
         # stalled for new work

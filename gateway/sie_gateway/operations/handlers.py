@@ -91,7 +91,7 @@ async def models(gateway: Gateway, request: Request) -> Response:
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """Return the models with the owner `infinity`, because Infinity's client library refuses other owners."""
+    """Return all models, each with the owner `infinity`: Infinity's client library refuses other owners."""
     listed = await _listed(gateway, request.query_params)
     listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
     return json_response({"object": "list", "data": listed["models"], **listed})

@@ -41,8 +41,8 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images. To have at most `most` tokens, only the text after the images is truncated.
-    If the other parts are longer, the row has more tokens.
+    """Return the row of a text with images. To have at most `most` tokens, the text after the images is truncated;
+    the text before them only if it alone has more. If the other parts are longer, the row has more tokens.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids

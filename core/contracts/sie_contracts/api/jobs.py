@@ -27,7 +27,8 @@ MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # maximum number of entries of `metadata`; OpenAI has the same limit
 MAX_KEEP = 100  # maximum number of input columns that are copied to the output
 MAX_WINDOWS = 16
-LATEST_S = 253_402_300_799  # end of the year 9999: a deadline in milliseconds is above it
+# latest deadline, in seconds: the end of the year 9999. A deadline in milliseconds, by mistake, is later and refused
+LATEST_S = 253_402_300_799
 # maximum number of bytes of a job or batch request; its record is in the memory of every gateway
 MAX_REQUEST_BYTES = 40 << 10
 

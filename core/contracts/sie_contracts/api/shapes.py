@@ -21,7 +21,7 @@ Timing = Annotated[dict[str, float], Meta(description="Milliseconds of each stag
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
 USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
-# members that several examples share
+# fields that are the same in the example replies of several routes (for the OpenAPI document)
 SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}
 MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
