@@ -254,7 +254,8 @@ def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> No
     assert node.place.names() == []
     with LocalCache(node.cache).lease("org/model", COMMIT):
         stays = node.run("rm", "org/model", "--local", "--yes", expected=1)
-    assert "is not removed, because a process of this node uses it: unload the model first" in stays.stderr
+    assert f"not removed, because a process of this node uses them: org/model@{COMMIT}; unload" in stays.stderr
+    assert f"removed from {node.cache}: 0 snapshots" in stays.stdout
     assert f"removed from {node.cache}: 1 snapshot" in node.run("rm", "org/model", "--local", "--yes").stdout
     assert json.loads(node.run("list", "--json").stdout) == []
 

@@ -370,11 +370,12 @@ def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Seq
     """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit` bytes. `name`: name
     of the field with the inputs. `positions`: indices of `items` in this field.
     """
+    remedy = "" if limit >= MAX_BODY_BYTES else "; with SIE_PAYLOAD_STORE_URL it may have more"
     lengths = [item.size for item in items]
     for position, size in zip(positions, lengths, strict=True):
         if size > limit:
             raise PayloadTooLarge(
-                f"{name}[{position}]: {size} bytes: one item may have at most {limit} bytes here",
+                f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}",
                 param=f"{name}[{position}]",
                 extras={"limit": limit},
             )
