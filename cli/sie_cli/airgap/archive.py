@@ -65,7 +65,7 @@ def encode(index: ArchiveIndex) -> bytes:
 def decode(data: bytes) -> ArchiveIndex:
     """Return the index in `data`. Raises CommandRefused."""
     try:
-        head = msgspec.json.decode(data, type=_TarHeader)
+        head = msgspec.json.decode(data, type=_IndexHead)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
@@ -88,7 +88,7 @@ def decode(data: bytes) -> ArchiveIndex:
     return index
 
 
-class _TarHeader(msgspec.Struct):
+class _IndexHead(msgspec.Struct):
     kind: Literal["sie-airgap"]
     version: int
 
