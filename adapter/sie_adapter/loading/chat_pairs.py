@@ -43,7 +43,9 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """Return the text of a pair, or an empty string if the template fails or changes one of the inserted texts."""
+    """Return the text of a pair, or an empty string if the template fails, or leaves out, repeats or changes one of the
+    inserted texts.
+    """
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)

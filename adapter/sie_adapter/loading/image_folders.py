@@ -14,12 +14,13 @@ from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
 from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_limit
 
-_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
-# prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
+# prompt of every text. Source: transformers, ColPaliProcessor
+_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
+# prompt of every text. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
 # largest number of blocks of a page. Source: colpali-engine, the class of ColQwen2.5 and the training of ColQwen3
 _QWEN_PAGE_BLOCKS = 768
-# prompt of a query. Source: colpali-engine 0.3.18, ColIdefics3Processor
+# prompt of every text. Source: colpali-engine 0.3.18, ColIdefics3Processor
 _IDEFICS_QUESTION = "{text}" + "<end_of_utterance>" * 10
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding

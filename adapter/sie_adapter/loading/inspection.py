@@ -56,7 +56,7 @@ _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 @dataclass
 class Inspection:
     """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that contains them.
-    `assumed`: values that are in no file.
+    `assumed`: choices that no file states, and checks that were not possible.
     """
 
     entry: dict[str, Any]
@@ -67,11 +67,12 @@ class Inspection:
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """Return the entry of `model`, whose files are in `folder`. `weights`: the source from which a load reads them.
 
-    With `current`, an entry of the catalogue for the same model, its options are kept and only the weights are new.
-    Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder that lacks files of a model, such as its
+    With `current`, an entry of the catalogue for the same model, the options of `current` are kept. The weights and
+    their digests are new, and so are the download size of weights from the hub, and a licence that the model card
+    names. Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder that lacks files of a model, such as its
     config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, whose files cannot be read, or
     whose weights are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that lacks tokens or does not
-    fit the weights.
+    fit the weights, and for static embeddings whose width is not outputs.dense of `current`.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -364,8 +365,8 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
     }  # read by getattr, which also finds a length that the model type stores under another name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # max_seq_length replaces the tokenizer's limit, even a lower one
-        limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
+    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
+        limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
     bounds = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
@@ -524,8 +525,8 @@ def _prompts(folder: Path, report: Inspection) -> None:
     unused = [name for name in (default, "passage", "corpus") if stored.get(name) and name not in ("query", "document")]
     if unused and not stored.get("document"):
         report.assumed.append(
-            f"documents get no prompt, as in encode_document of sentence-transformers: {unused[0]} applies only if "
-            f"a request names it as prompt_name, or the entry has it as prompts.document"
+            f"documents get no prompt, as in encode_document of sentence-transformers: {unused[0]} applies to "
+            f"a document only if a request names it as prompt_name, or the entry has it as prompts.document"
         )
 
 

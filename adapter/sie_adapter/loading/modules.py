@@ -25,8 +25,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# class name of a module -> settings of its file (config.json, or one of TRANSFORMER_FILES) that this adapter applies,
-# or that do not change the results
+# class name of a module -> settings of its file (config.json, or one of TRANSFORMER_FILES) that this adapter reads, or
+# that do not change the results; values that this adapter does not apply are refused
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -126,7 +126,7 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
     queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: the last step is a Normalize, or
+    tokenizer of queries. `normalizes`: the last step is a Normalize that follows the pooling, if there is one, or
     config.json of model2vec requests it.
     """
 
@@ -204,8 +204,9 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 def read_modules(folder: Path) -> Modules:
     """Return the modules that the folder lists. Without modules.json there are no layers. Raises ModelLoadFailed:
-    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, and for a Dense or a LayerNorm
-    without its weights; NOT_FOUND for a Pooling without its config.json.
+    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a folder outside of
+    `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling without its
+    config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):
@@ -319,13 +320,13 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. Classes from the model's own repository are
-    refused, because their code would have to run.
+    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as those in the model's
+    own repository, are refused, because their code would have to run.
     """
     if not name.startswith(_STOCK):
         raise incompatible(
-            f"modules.json lists {name}, a class of the model's own repository: it runs only if load.trust_remote_code "
-            "is allowed and an adapter package of yours has a family for it"
+            f"modules.json lists {name}, which is no class of sentence-transformers or PyLate: it runs only if "
+            "load.trust_remote_code is allowed and an adapter package of yours has a family for it"
         )
     return name.rpartition(".")[2]
 
@@ -425,7 +426,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     """Return whether texts are inserted into the chat template. Raises ModelLoadFailed INCOMPATIBLE if the module has a
-    task, or reads an output of the model, that this adapter does not support.
+    task, or reads an output of the model, that this adapter does not support. Without modality_config neither is
+    checked.
     """
     config = raw.get("modality_config")
     if not config:

@@ -207,5 +207,5 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:
-    """Return a scalar as a tensor [1]: open_clip may store the scale as a scalar, transformers has a tensor [1]."""
+    """Return a scalar as a tensor [1]: open_clip may store scale and bias as scalars, transformers has tensors [1]."""
     return tensor if tensor.ndim else tensor[None]

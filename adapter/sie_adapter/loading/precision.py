@@ -17,7 +17,8 @@ import torch
 
 from sie_contracts.models.entries import Precision
 
-# precision in an entry -> dtype of a forward pass, unless the CPU lacks bfloat16; int8 is the precision of weights only
+# precision in an entry -> dtype of a forward pass on a GPU; on a CPU, `resolve_precision` may replace 16-bit dtypes.
+# int8 is the precision of weights only.
 _DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,

@@ -91,8 +91,8 @@ def is_published(folder: Path) -> bool:
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
     """Return the model on the device, for inference. Raises ModelLoadFailed: INCOMPATIBLE for settings that the class
-    of transformers does not support, and for missing tensors, additional tensors and wrong shapes; NOT_FOUND without
-    *.safetensors or generation_config.json.
+    of transformers does not support, for missing tensors, additional tensors and wrong shapes, for a bias of the logits
+    that is not 0, and for tables of embeddings that differ; NOT_FOUND without *.safetensors or generation_config.json.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):

@@ -128,9 +128,9 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for an unreadable one, or
-    one to which load.append_eos can add no end token; CERTIFICATE if its files lack a token that it adds to texts, or
-    the unknown token of a WordPiece or WordLevel model.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for an unreadable one,
+    one without a fast backend, or one to which load.append_eos can add no end token; CERTIFICATE if its files lack a
+    token that it adds to texts, or the unknown token of a WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
