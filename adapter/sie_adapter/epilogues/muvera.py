@@ -35,8 +35,9 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
     """Return one encoding per item, float32 [items, parameters.width(dim)], on the device of the rows.
 
     `rows`: at least one float tensor [tokens, dim], with any number of tokens; the encoding of an item without tokens
-    is zeros. The values of an item do not depend on the other items of its batch. On CUDA the order of additions is not
-    fixed, so the last bits may differ. Raises InvalidInput if the result is too wide.
+    is zeros. The values of an item do not depend on the other items of its batch, except on MPS (see `_partitions_of`).
+    On CUDA the order of additions is not fixed, so the last bits may differ. Raises InvalidInput if the result is too
+    wide.
     """
     dim, device = rows[0].shape[1], rows[0].device
     width = parameters.width(dim)

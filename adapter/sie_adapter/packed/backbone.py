@@ -139,7 +139,7 @@ class Backbone:
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in packed order, in the precision of the weights, or
+        """Return hidden states of the last layer, [tokens, width], in packed order, in the dtype of `compute`, or
         float32 from SGLang.
         """
         if self._graphs is None or self._kernel is None or lora_acts():

@@ -54,8 +54,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
-    parent reads the weight. All layers of a shape stay if the blocked results of the first differ by more than
-    _RELATIVE_ERROR, because the kernels depend on the shape.
+    parent reads the weight. All layers of a shape stay if the first cannot be blocked, or if its blocked
+    results differ by more than _RELATIVE_ERROR, because the kernels depend on the shape.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [

@@ -5,8 +5,8 @@
             └─► new: encoded once ──► cached; the least recently used is dropped ┘
 
 Images with equal keys and sizes (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes.
-Outputs stay on the device and count as used memory. All outputs are dropped if memory is short, and those of a tower
-together with the tower.
+Outputs stay on the device and count as used memory. All outputs are dropped if memory is short. The outputs of a tower
+are freed together with the tower.
 """
 
 from __future__ import annotations
