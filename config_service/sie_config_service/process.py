@@ -78,8 +78,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     read = await store.snapshot()
     warn_of_others(folders, read)
     log_broken(read, await store.alias_index(), changes)
-    counts = len(folders.models), len(changes)
-    _logger.info("the model folders have %d models; seeding changed %d models of the catalogue", *counts)
+    _logger.info("the folders have %d models; seeding changed %d in the catalogue", len(folders.models), len(changes))
     return PreparedCatalogue(store, overlay, signature)
 
 

@@ -246,6 +246,18 @@ def test_any_other_router_is_refused(
         load(engine, place, tokenizer=folder("distilbert"))
 
 
+def test_a_router_without_weights_of_queries_is_refused(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
+    """With pickled weights alone, the error has the command that converts them."""
+    place = checkpoints.inference_free(tmp_path / "router", folder("distilbert"), beside=False)
+    (weights,) = place.glob("query_*/model.safetensors")
+    weights.unlink()
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors with the weights of queries is missing$"):
+        load(engine, place, tokenizer=folder("distilbert"))
+    (weights.parent / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelLoadFailed, match="is missing: convert it"):
+        load(engine, place, tokenizer=folder("distilbert"))
+
+
 class Largest(TorchDispatchMode):
     """Records the largest storage that any operator returned."""
 

@@ -10,17 +10,21 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from fake_adapter import SPECIAL, toy_entry
-from inprocess import InProcess, until
+from inprocess import InProcess, settings_of, until
 
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.replay.replay import Machine, plan_of, replay
 from sie_cli.replay.trace import read
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import BatchNote
 from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device import recording
 from sie_sidecar.intake.intake import WorkIntake
@@ -153,6 +157,24 @@ async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             for number in range(5):
                 assert (await gateway.encode(str(number))).status_code == 200
+
+
+def test_an_empty_text_is_recorded_as_a_token_and_a_batch_with_all_its_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model without a tokenizer has no tokens for it. A replay accepts no request without a token."""
+    monkeypatch.setattr(recording, "runnable", lambda work: ([SimpleNamespace(cost=0), SimpleNamespace(cost=7)], []))
+    lease = SimpleNamespace(delivery=SimpleNamespace(sent_s=1.0))
+    work = SimpleNamespace(item=SimpleNamespace(priority="bulk"), lease=lease)
+    batch: Any = SimpleNamespace(
+        entries=[SimpleNamespace(work=work)], key=SimpleNamespace(residency="toy/one", lora="")
+    )
+    trace_file = recording.Recording(tmp_path / "trace.jsonl", settings_of())
+    trace_file.ran(batch, BatchNote(tokens=7, attention=49), BatchDone("b", (), b"", 20.0, preprocess_ms=5.0), 1)
+    trace_file.close()
+    trace = read((tmp_path / "trace.jsonl").read_bytes().splitlines())
+    assert trace.requests[0].tokens == (1, 7)
+    assert trace.ran[0].seconds == 0.025
 
 
 async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(

@@ -84,6 +84,12 @@ def values_of(service: Served, field: str) -> dict[str, Any]:
     return {name: getattr(settings, field) for name, settings in service.settings.items()}
 
 
+def test_a_number_of_gpus_on_the_command_line_stays_on_a_cpu(tmp_path: Path) -> None:
+    on_cpu = ("--device", "cpu", "--machine-profile", "l4")
+    assert served(tmp_path, {}, *on_cpu, "--gpu-count", "2").settings["sidecar"].gpu_count == 2
+    assert served(tmp_path, {}, *on_cpu).settings["sidecar"].gpu_count == 0
+
+
 # the documented examples
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, SiglipConfig, SiglipModel
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.loading.checkpoint import filled, placed
-from sie_contracts.media.images import Filter, Normalisation, Recipe
+from sie_contracts.media.images import Filter, Normalisation, Recipe, UnknownProcessor, channels
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
@@ -107,10 +107,9 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
             "bilinear interpolation, and one number as image_size"
         )
     try:
-        (red, green, blue), (red_std, green_std, blue_std) = preprocessing["mean"], preprocessing["std"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG}: mean and std must be three numbers") from error
-    normalisation = Normalisation((red, green, blue), (red_std, green_std, blue_std))
+        normalisation = Normalisation(channels(preprocessing, "mean"), channels(preprocessing, "std"))
+    except UnknownProcessor as error:
+        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG}: {error}") from error
     return Recipe("squash", size, size, resample=resample), normalisation
 
 

@@ -54,8 +54,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
-    parent reads the weight. All layers of a shape stay if the first cannot be blocked, or if its blocked
-    results differ by more than _RELATIVE_ERROR, because the kernels depend on the shape.
+    parent reads the weight. All layers of a shape and dtype stay if the first cannot be blocked, or if its blocked
+    results differ by more than _RELATIVE_ERROR, because the kernels depend on shape and dtype.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -67,13 +67,13 @@ def block_linears(model: nn.Module) -> int:
         and id(child.weight) not in tied
         and not _reads_weight(parent, name)
     ]
-    exact: dict[torch.Size, bool] = {}
+    exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
     replaced = 0
     for parent, name, child in layers:
-        shape = child.weight.shape
-        if shape not in exact:
-            exact[shape] = _is_exact(child)
-        if exact[shape]:
+        kind = child.weight.shape, child.weight.dtype
+        if kind not in exact:
+            exact[kind] = _is_exact(child)
+        if exact[kind]:
             setattr(parent, name, BlockedLinear(child))
             replaced += 1
     return replaced

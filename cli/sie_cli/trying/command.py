@@ -93,11 +93,11 @@ def _served(cluster: Cluster, model: str) -> str:
     with gateway_client(cluster, "the scope read") as client, quiet_client():
         if not Path(model).is_dir() and _serves(client, model):
             return model
-        if cluster.local() is None and Path(model).is_dir():
-            raise CommandRefused(
-                f"{model} is a folder, and no `sie serve` of this machine runs, which could read it: start `sie serve`"
-            )
         if cluster.local() is None:
+            if Path(model).is_dir():
+                raise CommandRefused(
+                    f"{model} is a folder, and no `sie serve` of this machine runs that could read it: start one"
+                )
             # this raises the gateway's error for an unknown model: no `sie serve` here could read an added entry
             client.get_model(model)
         named = look_up(where_served(cluster), model)

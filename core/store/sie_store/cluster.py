@@ -97,8 +97,8 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """Return the faults of a snapshot, one line each: those in `stored`, and the files with a wrong digest. Every
-        file without a known fault is read. Raises FetchFailed.
+        """Return a line for each fault of a snapshot: the faults in `stored`, and the files with a wrong digest. Read
+        all files without a fault in `stored`. Raises FetchFailed.
         """
         if stored.manifest is None:
             return list(stored.wrong.values())

@@ -126,6 +126,10 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     rescale: float = 1 / 255
 
+    def __post_init__(self) -> None:
+        if 0 in self.std:
+            raise UnknownProcessor(f"the standard deviations are {self.std}, expected none of 0")
+
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
         """Return the conversion of a preprocessor_config.json. Raises UnknownProcessor."""
@@ -133,7 +137,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
         rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
         if not settings["do_normalize"]:
             return Normalisation(rescale=rescale)
-        return Normalisation(_channels(settings, "image_mean"), _channels(settings, "image_std"), rescale)
+        return Normalisation(channels(settings, "image_mean"), channels(settings, "image_std"), rescale)
 
 
 def check(recipe: Recipe, size: Size) -> None:
@@ -390,12 +394,15 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
-def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    value = settings[key]
-    values = [float(mean) for mean in value] if isinstance(value, list | tuple) else [float(value)] * 3
+def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    """Return the numbers of red, green and blue; a single number is that of all three. Raises UnknownProcessor."""
+    value = settings.get(key)
+    values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
     if len(values) != 3:
         raise UnknownProcessor(f"{key} has {len(values)} channels, images have 3")
-    return values[0], values[1], values[2]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
+        raise UnknownProcessor(f"{key} is {value!r}, expected a number or three numbers")
+    return float(values[0]), float(values[1]), float(values[2])
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:

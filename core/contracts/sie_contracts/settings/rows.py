@@ -92,7 +92,7 @@ def shown(row: SettingRow, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return public_url(value) if "://" in value or row.name.endswith(("_URL", "_ENDPOINT")) else value
+        return public_url(value) if "://" in value else value
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
