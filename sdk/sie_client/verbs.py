@@ -119,6 +119,20 @@ class _VerbRequest:
         yield HttpAnswer(count)
         return cast(_PartReply, reply)
 
+    def send_one_of_several(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply | SIEError]:
+        """Send one part. If all of its items failed, return the error: items of other parts may succeed."""
+        count = len(part.items)
+        try:
+            return (yield from self.send(part, by_place=by_place))
+        except SIEError as error:
+            failures = error.details.get("errors") or ()
+            places = [failure.get("index") for failure in failures if isinstance(failure, dict)]
+            fails = self.fixed["params"].get("on_item_error") == "fail"
+            if fails or places != list(range(part.start, part.start + count)):
+                raise
+            yield HttpAnswer(count)
+            return error
+
     def read(self, start: int, count: int, answer: Received) -> _PartReply:
         with reading(answer.headers):
             body = self.decode(answer.body)
@@ -178,13 +192,45 @@ def _send_parts(
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
     # a reply of score is sorted, and ids may occur twice: only positions show to which item an entry belongs
-    plans = (request.send(part, by_place=verb == "score") for part in itertools.chain([first], parts))
-    replies = yield Together(plans, session.concurrency)
+    plans = (request.send_one_of_several(part, by_place=verb == "score") for part in itertools.chain([first], parts))
+    outcomes: list[_PartReply | SIEError] = yield Together(plans, session.concurrency)
+    replies = [outcome for outcome in outcomes if isinstance(outcome, _PartReply)]
+    if not replies:
+        raise cast(SIEError, outcomes[0])
     with reading(replies[-1].shared["headers"]):
         usage = _summed(replies)
+    replies += [_failed_part(verb, error, items, replies[-1]) for error in outcomes if isinstance(error, SIEError)]
     for reply in replies:
         reply.shared["usage"] = usage
-    return cast("list[_PartReply]", replies)
+    return sorted(replies, key=lambda reply: reply.start)
+
+
+def _failed_part(verb: str, error: SIEError, items: Sequence[Any], other: _PartReply) -> _PartReply:
+    """Return the reply to a part of which all items failed, with the results that the server gives to failed items of
+    other parts. `other`: reply to another part.
+    """
+    slots = []
+    for failure in error.details["errors"]:
+        place = failure["index"]
+        slot = {name: value for name, value in failure.items() if name not in ("index", "id")}
+        slot = {"error": slot, "usage": {"prompt_tokens": 0, "total_tokens": 0, "truncated": False}}
+        own = {} if isinstance(items[place], str) else items[place]
+        echoed = ("metadata",) if verb == "score" else ("id", "metadata")
+        slot |= {name: own[name] for name in echoed if own.get(name) is not None}
+        if verb == "encode":
+            slot["outputs"] = {}
+        elif verb == "extract":
+            slot |= {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
+        elif verb == "score":
+            slot |= {"item_id": str(place), "score": None}
+        slots.append(slot)
+    shared = {name: other.shared[name] for name in ("model", "fingerprint")}
+    body = {"scores" if verb == "score" else "items": slots}
+    return _PartReply(
+        error.details["errors"][0]["index"],
+        body,
+        {**shared, "timing": {}, "request_id": error.request_id, "headers": {}},
+    )
 
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
@@ -310,10 +356,11 @@ def score(
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
     fixed = {"query": sent, "params": params}
     replies = yield from _send_parts("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
-    result = PrintableResult(replies[-1].body | replies[-1].shared)
+    last = [reply for reply in replies if "model" in reply.body][-1]  # only failed parts lack `model`
+    result = PrintableResult(last.body | last.shared)
     if len(replies) == 1:
         return cast(ScoreResult, result)
-    with reading(replies[-1].shared["headers"]):
+    with reading(last.shared["headers"]):
         result["scores"] = entries = [entry for reply in replies for entry in reply.body["scores"]]
         entries.sort(key=lambda entry: (entry["score"] is None, -(entry["score"] or 0.0), int(entry["item_id"])))
         for rank, entry in enumerate(entries):

@@ -497,6 +497,59 @@ def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
     ]
 
 
+def failed(count: int) -> Received:
+    """Return the response to a request of which all items failed."""
+    fault = {"code": "INVALID_INPUT", "message": "too long", "retryable": False}
+    document = {"error": {**fault, "request_id": "r3"}, "errors": [{"index": n, **fault} for n in range(count)]}
+    return Received(400, {}, json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("verb", ["encode", "extract", "redact"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_part_of_which_all_items_fail_leaves_the_results_of_the_other_parts(
+    verb: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
+    items: list[Any] = [{"id": "a", "text": "a"}, "b", {"id": "c", "text": "c", "metadata": {"n": 1}}]
+    steps = {
+        "encode": lambda: verbs.encode("m", items, {}, Session()),
+        "extract": lambda: verbs.extract("m", items, {"labels": ["x"]}, Session()),
+        "redact": lambda: verbs.redact("m", items, None, {}, Session()),
+    }[verb]()
+    usage = {"prompt_tokens": 1, "total_tokens": 1, "truncated": False}
+    whole = replied(items=[{"usage": usage}] * (1 if first else 2))
+    _, results = outcome(steps, *((failed(2), whole) if first else (whole, failed(1))))
+    failures = results[:2] if first else results[2:]  # type: ignore[index]
+    assert ["error" in result for result in results] == ([True, True, False] if first else [False, False, True])  # type: ignore[attr-defined]
+    for result in failures:
+        assert result["error"] == {"code": "INVALID_INPUT", "message": "too long", "retryable": False}
+        assert (result["request_id"], result["model"], result["fingerprint"]) == ("r3", "m", "f")
+        assert result["usage"] == {"prompt_tokens": 0, "total_tokens": 0, "truncated": False}
+    assert failures[0].get("id") == ("a" if first else "c")
+    assert first or failures[0]["metadata"] == {"n": 1}
+    assert {"encode": failures[0].get("outputs") == {}, "extract": failures[0].get("entities") == []}.get(verb, True)
+    assert results.usage == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}  # type: ignore[attr-defined]
+
+
+def test_documents_of_a_failed_part_come_last_in_a_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
+    scores = replied(query_id=None, scores=[entry("0", 0.5, 0)])
+    _, result = outcome(verbs.score("m", "q", ["a", {"id": "z", "text": "b"}], {}, Session()), scores, failed(1))
+    assert [(row["item_id"], row["score"], row["rank"]) for row in result["scores"]] == [  # type: ignore[index]
+        ("item-0", 0.5, 0),
+        ("z", None, 1),
+    ]
+    assert result["scores"][1]["error"]["code"] == "INVALID_INPUT"  # type: ignore[index]
+    assert (result["request_id"], result["query_id"]) == ("r2", None)  # type: ignore[index]
+
+
+def test_a_list_of_which_all_items_fail_or_that_may_have_no_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
+    for options, first in (({}, failed(2)), ({"on_item_error": "fail"}, answered(2))):
+        with pytest.raises(sie_client.InvalidInputError):
+            outcome(plan(["a", "b", "c"], **options), first, failed(1))
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"items": [{"dense": 3}]})]
 )
