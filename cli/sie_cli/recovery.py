@@ -27,6 +27,7 @@ from sie_cli.moments import moment
 from sie_cli.refusal import CommandRefused, refusing
 from sie_config_service.mirror import StoredModel
 from sie_config_service.store import open_store
+from sie_contracts.errors import NotReady
 from sie_contracts.wire import topology
 from sie_runtime import keys as key_records
 from sie_runtime.keys import Key, KeyBuckets
@@ -217,7 +218,7 @@ def repair(cluster: Cluster, stream: str) -> None:
     KV_sie_pools                               filled with the readable entries
     all others                                 empty: placement, demand, leases, poison, work and dead letters
 
-    A bucket that can be read stays as it is, except those of the catalogue. Salvaged entries are in a file of the
+    A bucket that can be read keeps its entries. Salvaged entries are in a file of the
     folder `damaged` until the stream is created again: `sie restore` writes them back if the command is interrupted.
 
     Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
@@ -293,10 +294,15 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
     stream = str(info.config["name"])
     bucket = stream.removeprefix("KV_")
     if bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
+        if not await damage(broker, info):
+            # a record that this version cannot decode makes the bucket unusable, although the broker can read it
+            with contextlib.suppress(NotReady):
+                lost = await _recover_catalogue(broker, cluster)
+                more = f"; {counted(len(lost), 'model')} that it lacked: written from its copy" if lost else ""
+                return f"{stream} can be read, so it stays as it is{more}"
         await remake(broker, info)
-        store = await open_store(broker, cluster.settings)
-        await retry_conflicts(store.recover)
-        return f"{stream} is made anew, with what was written over the API; the config service adds what folders have"
+        await _recover_catalogue(broker, cluster)
+        return f"{stream} is made anew, with the models of the API; the config service adds the models of folders"
     # a bucket whose entries are only fewer than those of another one is no better after it is created again
     if bucket != stream and not await damage(broker, info):
         more = "; `sie restore FILE` writes the entries that it lacks" if bucket in LASTING else ""
@@ -310,3 +316,11 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
         await remake(broker, info)
         written = await _write_missing(await broker.key_value(bucket), entries)
     return f"{stream} is made anew, with {counted(written, 'entry', 'entries')}"
+
+
+async def _recover_catalogue(broker: NatsBroker, cluster: Cluster) -> list[str]:
+    """Write the models that the catalogue or its copy lacks. Return those that the catalogue lacked. Raises NotReady if
+    a record of the catalogue cannot be decoded.
+    """
+    store = await open_store(broker, cluster.settings)
+    return await retry_conflicts(store.recover)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from diagnosis import Examined, commands
+from inprocess import settings_of
 from nats_server import NatsServer
 
 from sie_broker import BrokerUnavailable, Entry, Write
@@ -23,6 +24,8 @@ from sie_cli.access import Access
 from sie_cli.main import main
 from sie_cli.recovery import _write_missing
 from sie_cli.serve.readiness import unread_stream
+from sie_config_service.mirror import HeldModel
+from sie_config_service.store import CatalogueChange, open_store
 from sie_contracts.wire import topology
 from sie_runtime.keys import KeyBuckets, create, encode, readable
 
@@ -113,6 +116,24 @@ async def test_a_bucket_that_can_be_read_is_not_created_again(
     before = await jobs.epoch()
     assert "can be read, so it stays as it is" in await ran(server, tmp_path, "repair", "KV_sie_jobs")
     assert await jobs.epoch() == before
+
+
+async def test_a_catalogue_is_created_again_only_if_a_record_cannot_be_decoded(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path
+) -> None:
+    store = await open_store(broker, settings_of())
+    entry = {"id": "m", "bundle": "default", "weights": {"path": "/m"}, "family": "toy", "outputs": {"dense": 8}}
+    await store.write([CatalogueChange("m", HeldModel(), entry, "api", "put")])
+    bucket = await broker.key_value(topology.CATALOGUE_BUCKET)
+    records = await bucket.entries()
+    created = (await bucket.epoch()).rpartition(":")[0]
+    assert "can be read, so it stays as it is" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
+    await bucket.write([Write(record.key, None) for record in records])
+    assert "1 model that it lacked" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
+    assert (await bucket.epoch()).rpartition(":")[0] == created
+    await bucket.write([Write("history.a.1", b"{}", 0)])
+    assert "is made anew" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
+    assert [*(await (await open_store(broker, settings_of())).snapshot()).held] == ["m"]
 
 
 async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from_their_file(
