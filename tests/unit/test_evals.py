@@ -245,10 +245,18 @@ def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     same = Measurement("same", {"map": (good + rng.normal(0, 0.05, 300)).tolist()})
     worse = Measurement("worse", {"map": (good - 0.1 + rng.normal(0, 0.05, 300)).tolist()})
     near = quality.difference(baseline, same, "map")
-    assert near.low < 0 < near.high
+    assert near.interval is not None
+    assert near.interval[0] < 0 < near.interval[1]
     far = quality.difference(baseline, worse, "map")
-    assert 0.08 < far.low < far.value < far.high < 0.12
+    assert far.interval is not None
+    assert 0.08 < far.interval[0] < far.value < far.interval[1] < 0.12
     assert quality.difference(baseline, worse, "map") == far
+
+
+def test_a_difference_of_two_means_has_no_interval() -> None:
+    first, second = (Measurement(name, {"map": [value]}) for name, value in (("one", 0.5), ("two", 0.25)))
+    gap = quality.difference(first, second, "map")
+    assert (gap.value, gap.interval, gap.spread) == (0.25, None, "")
 
 
 def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def test_an_interval_of_a_ratio_comes_from_its_texts() -> None:
     half, none = (measured(task, [[(0, 1, "a")]] * count + [[]] * (50 - count)) for count in (25, 0))
     gap = quality.difference(half, none, LEAK)
     assert gap.value == -0.5
-    assert -0.65 < gap.low < gap.high < -0.35
+    assert gap.interval is not None
+    assert -0.65 < gap.interval[0] < gap.interval[1] < -0.35
 
 
 def test_a_report_has_a_row_of_each_kind_and_two_results_are_compared_by_them(tmp_path: Path) -> None:

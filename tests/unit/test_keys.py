@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from sie_broker import Entry, KeyValue, Subscription, Write
+from sie_broker import BrokerUnavailable, Entry, KeyValue, Subscription, Write
 from sie_broker.memory import MemoryServer
 from sie_contracts.wire import topology
 from sie_runtime import keys as records
@@ -326,6 +326,29 @@ async def test_a_gateway_that_is_ready_knows_its_keys(cluster: InProcess) -> Non
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     answer = await gateway.client.get("/v1/models", headers={"authorization": tokens[-1]})
     assert answer.status_code == 200
+
+
+async def test_keys_of_a_bucket_that_was_never_read_do_not_count_as_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(records, "RETRY_S", 0.02)
+    server, stop, attempts = MemoryServer(), Stop(), 0
+    key, token = records.create("a test", ("infer",), now_s=time.time())
+    await (await KeyBuckets.open(server.connect("operator"), 1)).write(key, 0)
+    keys = Keys(server.connect("gateway"), 1, clock_at())
+
+    async def unavailable() -> bool:
+        nonlocal attempts
+        attempts += 1
+        raise BrokerUnavailable("no leader")
+
+    monkeypatch.setattr(keys._records[0], "follow", unavailable)
+    following = asyncio.create_task(keys.run(stop))
+    await until(lambda: attempts >= 4, "four attempts")
+    stop.request()
+    await following
+    assert keys.find(token) == key
+    assert "it lost" not in caplog.text
 
 
 async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(

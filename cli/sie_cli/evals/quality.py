@@ -69,11 +69,20 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a metric between two sources, with the bounds of its interval at CONFIDENCE."""
+    """Difference of a metric between two sources. `interval`: its bounds at CONFIDENCE; None if there is one value for
+    all queries, as mteb returns it.
+    """
 
     value: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
+
+    @property
+    def spread(self) -> str:
+        """The interval as a text; empty if there is none."""
+        if self.interval is None:
+            return ""
+        low, high = self.interval
+        return f"{low:+.4f} to {high:+.4f} in {CONFIDENCE:.0%} of resamples"
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
@@ -102,24 +111,22 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
     return _retrieval(task, step, work)
 
 
-def has_interval(score: Measurement) -> bool:
-    """Return whether there is a value for each query, which an interval needs. mteb returns only means."""
-    return min(map(len, score.values.values())) > 1
-
-
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
     """Return the difference of a metric between two results. Its interval is a paired bootstrap over queries or pairs;
     the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
     13 (percentile interval).
     """
     count = len(score.values[metric])
-    rng = np.random.default_rng(0)
     every = np.arange(count)
+    value = score.score(metric, every) - reference.score(metric, every)
+    if count == 1:
+        return Difference(value, None)
+    rng = np.random.default_rng(0)
     drawn = [rng.integers(0, count, count) for _ in range(RESAMPLES)]
     spread = [score.score(metric, sample) - reference.score(metric, sample) for sample in drawn]
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.nanpercentile(spread, (tail, 100 - tail)).tolist()
-    return Difference(score.score(metric, every) - reference.score(metric, every), low, high)
+    return Difference(value, (low, high))
 
 
 def _labelled(task: FactTask, step: EvalStep, work: EvalWork) -> Measurement:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from sie_cli.evals.perf import CLIENT_LIMIT, LoadPoint
-from sie_cli.evals.quality import CONFIDENCE, Measurement, difference, has_interval
+from sie_cli.evals.quality import Measurement, difference
 from sie_cli.evals.targets import Targets
 
 if TYPE_CHECKING:
@@ -130,10 +130,8 @@ def of_quality(
     differences = [
         (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
     ]
-    is_spread = has_interval(first)
     notes = [
-        f"{first.source} - {alternative.source}, {metric}: {gap.value:+.4f}"
-        + (f", between {gap.low:+.4f} and {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples" if is_spread else "")
+        f"{first.source} - {alternative.source}, {metric}: {gap.value:+.4f}" + (f", {gap.spread}" if gap.spread else "")
         for alternative, metric, gap in differences
         if metric == metrics[0]
     ]
@@ -157,8 +155,8 @@ def of_quality(
                 "reference": alternative.source,
                 "metric": metric,
                 "value": gap.value,
-                "low": gap.low,
-                "high": gap.high,
+                "low": gap.interval and gap.interval[0],
+                "high": gap.interval and gap.interval[1],
             }
             for alternative, metric, gap in differences
         ],

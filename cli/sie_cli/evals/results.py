@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 import sie_contracts
-from sie_cli.evals.quality import CONFIDENCE, Measurement, difference
+from sie_cli.evals.quality import Measurement, difference
 from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
@@ -141,7 +141,7 @@ def _row_compared(
                 Measurement(key[0], row["values"], row["gold"], weights=row.get("weights", {})) for row in (old, new)
             )
             gap = difference(now, was, metric)
-            change = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
+            change = f"{gap.value:+.4f}" + (f" ({gap.spread})" if gap.spread else "")
             notes += _fallen(key, metric, was, now, queries)
         elif before:
             change = f"{after / before - 1:+.1%}"

@@ -241,14 +241,15 @@ class Keys:
                             _logger.info("%s was read, %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                lost = self.lost()
-                # a key counts as lost only after two checks in a row, because the watches of the two buckets may
-                # deliver a change at different times
-                if {key.id for key in lost} & before:
-                    damage.met(damage_of(lost))
-                elif not lost:
-                    damage.passed()
-                before = {key.id for key in lost}
+                if not self._records[0].is_stale:  # keys of a bucket that was not read are not lost
+                    lost = self.lost()
+                    # a key counts as lost only after two checks in a row, because the watches of the two buckets may
+                    # deliver a change at different times
+                    if {key.id for key in lost} & before:
+                        damage.met(damage_of(lost))
+                    elif not lost:
+                        damage.passed()
+                    before = {key.id for key in lost}
                 pause_s = RETRY_S if any(record.is_stale for record in self._records) else CHECK_S
         finally:
             for record in self._records:
