@@ -7,19 +7,14 @@ python tests/errors_page.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from sie_client.errors import codes
 from sie_contracts.errors import (
     FAMILIES,
-    AllItemsFailed,
-    InferenceFailed,
-    InvalidInput,
-    LoraLoadFailed,
-    QueueFull,
     SIEError,
     catalogue,
+    each_error,
     envelope,
 )
 from sie_gateway.dialects import tei
@@ -28,18 +23,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 # Of writes of configurations, which the config service alone serves.
 CONFIG_ONLY = ("VALIDATION_ERROR",)
-
-
-def _rows(leaf: type[SIEError]) -> Iterator[SIEError]:
-    """An example of each status that a code has."""
-    if issubclass(leaf, LoraLoadFailed):
-        yield from (leaf("m", reason=reason) for reason in ("lora_rejected", "lora_not_found", ""))
-        return
-    if not issubclass(leaf, AllItemsFailed):
-        yield leaf("m")
-        return
-    for failure in (InvalidInput("m"), InferenceFailed("m"), QueueFull("m")):
-        yield leaf("m", failures=(failure,))
 
 
 def _row(error: SIEError) -> str:
@@ -56,9 +39,12 @@ def _row(error: SIEError) -> str:
 
 
 def table() -> str:
-    """The codes, in the order of the tree."""
+    """Return the table of the codes: one row for each status, in the order of the classes."""
     head = "| code | status | `Retry-After` | type | at TEI routes | raised by our client | when |"
-    return "\n".join([head, "|---" * 7 + "|", *(_row(error) for leaf in catalogue() for error in _rows(leaf))])
+    examples = {(error.code, error.status): error for error in each_error()}
+    order = [leaf.code for leaf in catalogue()]
+    rows = sorted(examples.values(), key=lambda error: (order.index(error.code), error.status))
+    return "\n".join([head, "|---" * 7 + "|", *map(_row, rows)])
 
 
 ROUTES = {

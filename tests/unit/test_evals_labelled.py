@@ -140,6 +140,7 @@ def test_answers_are_kept_until_the_evaluation_ends(tmp_path: Path) -> None:
         cache = ResultCache(tmp_path)
         measurement = quality.measure(task, EvalStep(source, DENSE), EvalWork(cache, lambda done: None))
         assert measurement.scores["f1"] == 1
+        quality.measure(task, EvalStep(source, DENSE), EvalWork(cache, lambda done: None))
         assert (cache.reused_texts, source.asked) == (reused, 1)
 
 

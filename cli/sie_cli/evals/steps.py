@@ -54,8 +54,9 @@ class ResultCache:
         with contextlib.suppress(FileNotFoundError, ValueError):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                self.reused_texts += len(texts)
-                self._files.append(file)
+                if file not in self._files:  # an earlier step of this evaluation may have written or read it
+                    self.reused_texts += len(texts)
+                    self._files.append(file)
                 return earlier
         answers = compute()
         try:

@@ -323,11 +323,13 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield one error of each class, one AllItemsFailed for each class of failure, and one InvalidInput for each reason
-    that changes the status in some API format.
+    """Yield one error of each class, one AllItemsFailed for each class of failure, and one InvalidInput or
+    LoraLoadFailed for each reason that changes the status in some API format.
     """
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
+    for reason in ("lora_not_found", "lora_rejected"):
+        yield LoraLoadFailed("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
     yield from leaves
     yield from (AllItemsFailed("message", failures=[failure]) for failure in leaves)
