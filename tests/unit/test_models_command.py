@@ -28,6 +28,7 @@ from sie_cli.main import main
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
 from sie_cli.models.service import ConfigServiceClient, WriteOptions
+from sie_cli.refusal import CommandRefused
 from sie_cli.serve.ports import free_port
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
@@ -174,6 +175,26 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
     assert "has no file that ends in .yaml or .yml" in sie("import", str(tmp_path / "empty"), *at).output
     done("rm", "org/public", *at)
     done("rm", "org/own", *at)
+
+
+def test_an_import_that_stops_in_the_middle_prints_the_stored_files(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = ConfigServiceClient.add
+
+    def add_first(service: ConfigServiceClient, model: str, *arguments: Any, **options: Any) -> Any:
+        if model == "org/b":
+            raise CommandRefused("the config service does not answer")
+        return add(service, model, *arguments, **options)
+
+    monkeypatch.setattr(ConfigServiceClient, "add", add_first)
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.yaml").write_text(ENTRY.replace("org/one", f"org/{name}"))
+    result = sie("import", str(tmp_path), "--url", served.url)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == ["org/a: added", "1 added"]
+    assert "does not answer" in result.stderr
+    done("rm", "org/a", "--url", served.url)
 
 
 def test_an_import_ends_at_once_where_the_service_takes_no_file(served: Served, tmp_path: Path) -> None:

@@ -36,9 +36,13 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
     if not files:
         raise click.UsageError(f"{source} has no file that ends in {' or '.join(_SUFFIXES)}")
     write = WriteOptions(cluster, dry_run=dry_run, output=output, force=force)
-    with write.service() as service:
-        rows = [_imported(write, service, file) for file in files]
-    print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
+    rows: list[dict[str, Any]] = []
+    try:
+        with write.service() as service:
+            rows.extend(_imported(write, service, file) for file in files)
+    finally:  # after Ctrl-C, or if the config service stops, the user sees which files are stored
+        if rows:
+            print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
     if rejected := sum("rejected" in row for row in rows):
         raise CommandRefused(
             f"{rejected} of {len(rows)} files are rejected: correct the fields above and import these files again"
