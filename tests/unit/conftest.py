@@ -30,13 +30,13 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 @pytest.fixture(params=["moto", "seaweed", "google"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A prefix of its own in a bucket: the same cases on each store."""
+    """Return a prefix of its own in a bucket. Each test runs once on each store."""
     return Place.at(request.getfixturevalue(request.param), monkeypatch)
 
 
 @pytest.fixture
 def faulty(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """One whose faults are this test's."""
+    """Return a place on moto with faults that only this test sets."""
     moto.faults = Faults()
     yield Place.at(moto, monkeypatch)
     moto.faults = Faults()

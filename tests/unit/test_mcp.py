@@ -1,4 +1,4 @@
-"""`sie mcp` at a real gateway: each tool by the client of the package `mcp`, and what callers are refused."""
+"""`sie mcp` at a real gateway: each tool, called by the client of the package `mcp`, and refused calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.fixture
 async def keys(cluster: InProcess) -> dict[str, str]:
-    """Tokens by the scopes of their keys."""
+    """Return the token of each key by the key's name."""
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     tokens = {}
     for name, scopes in {
@@ -84,7 +84,7 @@ async def running(cluster: InProcess, gateway: GatewayProcess) -> AsyncIterator[
 
 
 def structured(answer: Any) -> dict[str, Any]:
-    """The structured content of an answer, which is in its text as well."""
+    """Return the structured content of an answer. The text of the answer holds the same content."""
     assert not answer.is_error, answer.content
     assert msgspec.json.decode(answer.content[0].text) == answer.structured_content
     content: dict[str, Any] = answer.structured_content
@@ -310,7 +310,7 @@ async def test_a_call_in_progress_is_answered_before_the_server_ends(
     running: Door, keys: dict[str, str], mode: str
 ) -> None:
     async with running.client(keys["both"], mode) as client:
-        await client.list_tools()  # by whose schemas the client checks answers
+        await client.list_tools()  # the client checks answers by these schemas
         call = asyncio.create_task(client.call_tool("rerank", {"query": "q", "documents": ["d"], "model": HELD}))
         await started(running.worker, HELD)
         running.stop.request()
@@ -340,7 +340,7 @@ async def test_documents_wait_for_their_turn_and_not_for_ever(
 async def test_a_call_takes_no_longer_than_its_time_limit(
     cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str]
 ) -> None:
-    """Also while the gateway has no capacity: the client would ask it again when the limit has passed."""
+    """The call ends while the gateway waits for a worker. Otherwise the client would repeat the request."""
     async with door(cluster, gateway, CONFIG, timeout_s=1.5) as running, running.client(keys["both"]) as client:
         answer = await client.call_tool("rerank", {"query": "q", "documents": ["a"], "model": HELD})
     assert sentence(answer) == server.TOO_LONG
@@ -400,8 +400,8 @@ def bearer(key: str) -> dict[str, str]:
 async def test_two_sessions_see_nothing_of_each_other(
     running: Door, keys: dict[str, str], mode: str, second: str
 ) -> None:
-    """A session of another key sees nothing, whatever it knows; one of the same key nothing without the reference, and
-    in revisions with sessions nothing with it.
+    """A session of another key cannot read a result, even with its reference. Another session of the same key needs the
+    reference. In protocol revisions with sessions it cannot read the result even then.
     """
     async with running.client(keys["both"], mode) as first_client, running.client(keys[second], mode) as two:
         answer = structured(await first_client.call_tool("encode", CALLS["encode"]))["vectors"]
@@ -524,7 +524,7 @@ async def test_a_model_that_leads_to_another_route_is_a_sentence_and_is_not_sent
         return httpx.Response(500, request=request)
 
     async with running.client(keys["both"]) as client:
-        assert structured(await client.call_tool("encode", CALLS["encode"]))  # the key is checked before
+        assert structured(await client.call_tool("encode", CALLS["encode"]))  # the check of the key is cached now
         monkeypatch.setattr(httpx.AsyncClient, "send", record)
         for model in ("../jobs/0198c0de/cancel", "../models/toy/one/unload", "%2e%2e/pools", "a\\..\\b", ".."):
             for name, arguments in calls.items():
@@ -566,7 +566,7 @@ async def test_no_argument_and_no_key_is_logged(
     assert not [line for line in own if secret in line or any(key in line for key in keys.values())]
 
 
-# parts of it
+# parts of `sie mcp`
 
 
 def test_pages_of_a_text_end_at_lines_and_join_to_the_text() -> None:

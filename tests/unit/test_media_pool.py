@@ -1,4 +1,4 @@
-"""The processes that decode: what one of them breaks is one file, and none outlives the sidecar."""
+"""The processes that decode images and sounds: a crash costs one file, and no process outlives the sidecar."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from sie_sidecar.prepare.media_pool import MediaPool
 
 SMALL = Recipe("crop", height=16, width=16, shorter=16)
 GOOD = encoded(picture())
-LARGE = png(9000, 9000, colour=2, bits=8, body=GOOD)  # 324 MB, before it turns out to be damaged
-MANY = 100_000  # mutated files, 100 s of a processor
-KEPT_BYTES = 64 << 20  # by the allocator of the C library at most, of what it was given back
+LARGE = png(9000, 9000, colour=2, bits=8, body=GOOD)  # the decoder takes 324 MB before it sees the damage
+MANY = 100_000  # mutated files: 100 s of CPU time
+KEPT_BYTES = 64 << 20  # the most freed memory that the allocator of the C library keeps
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +55,7 @@ async def refusal(pool: MediaPool, data: bytes) -> str:
 
 
 async def frozen(pool: MediaPool) -> int:
-    """The only worker, which does not run until it is told to, and so has whatever it is given next."""
+    """Stop the only worker with SIGSTOP, so that it keeps the next file that it gets, and return its process id."""
     await pool.prepare(GOOD, SMALL)
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
@@ -75,7 +75,7 @@ async def test_an_image_becomes_the_pixels_that_the_function_makes() -> None:
 
 
 async def test_a_sound_becomes_the_features_that_the_function_makes_beside_images() -> None:
-    """By the same processes."""
+    """The same processes prepare sounds and images."""
     counted: list[tuple[str, str]] = []
     recipe = SoundRecipe(8000, 8000, 400, 160, 20, 500, high=4000.0)
     sound = sound_files.encoded(sound_files.tone(0.4), "FLAC")
@@ -106,7 +106,7 @@ async def test_no_worker_starts_before_an_image_comes_and_no_more_than_are_neede
 async def test_as_many_images_are_prepared_at_once_as_there_are_image_workers(
     variable: dict[str, str], workers: int
 ) -> None:
-    """SIE_IMAGE_WORKERS: so many processes have an image each while they are frozen, and the rest waits."""
+    """Each of the SIE_IMAGE_WORKERS processes holds one image while it is frozen, and the other images wait."""
     async with pool_of(settings_of(**variable).image_workers) as pool:
         await asyncio.gather(*(pool.prepare(GOOD, SMALL) for _ in range(4 * workers)))
         assert len(pool.pids) == workers
@@ -132,7 +132,7 @@ async def test_an_unusable_file_says_why_and_its_neighbours_are_prepared() -> No
 
 
 async def test_a_decoder_that_crashes_costs_one_image() -> None:
-    """The worker has an image. It dies of SIGSEGV. That image fails, those behind it do not."""
+    """The worker that holds an image dies of SIGSEGV. That image fails, and the images that wait do not."""
     async with pool_of() as pool:
         pid = await frozen(pool)
         first, *waiting_tasks = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
@@ -191,7 +191,7 @@ async def test_a_worker_has_so_much_memory_and_no_more() -> None:
 
 
 async def test_a_caller_that_leaves_costs_no_worker_and_mixes_up_no_answers() -> None:
-    """Images of ten colours, of which every other caller leaves while they wait or are at a worker."""
+    """Every other caller of ten different images leaves while its image waits or is at a worker."""
     files = [encoded(picture(90, 60, seed)) for seed in range(10)]
     expected = [images.prepare(data, SMALL).digest() for data in files]
     async with pool_of(2) as pool:
@@ -272,7 +272,7 @@ LIES = {
 
 @pytest.mark.parametrize("name", LIES)
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
-    """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
+    """A worker that a malicious file controls may answer anything. The pool ends it, and the image is unusable."""
     image = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
     message = {"type": "PreparedImage", **msgspec.structs.asdict(image)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
@@ -313,7 +313,7 @@ asyncio.run(main())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere only a worker that waits ends")
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_worker_outlives_a_sidecar_that_is_killed(busy: bool) -> None:
-    """Also one that hangs in a decoder, and so does not see that its socket has no peer any more."""
+    """A worker that hangs in a decoder ends too, although it cannot see that its socket has no peer."""
     sidecar = subprocess.Popen([sys.executable, "-c", OF_A_SIDECAR], stdout=subprocess.PIPE, text=True, env=paths())
     with sidecar:
         assert sidecar.stdout is not None
@@ -331,7 +331,7 @@ def paths() -> dict[str, str]:
 
 
 def test_a_worker_imports_little() -> None:
-    """It starts while somebody waits, and there may be many of them."""
+    """A worker starts while a request waits, and there may be many workers."""
     program = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     modules = {*done.stdout.split()}

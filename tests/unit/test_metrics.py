@@ -1,5 +1,5 @@
-"""Promises of metrics whatever is served: bounded labels, counts that outlive an adapter, no series for what is
-gone.
+"""Properties of metrics under any traffic: bounded labels, counts that outlive an adapter, no series of workers and
+models that are gone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 def result(*codes: str) -> WorkResult:
-    """A chunk's result, with a failed outcome for each code."""
+    """Return the result of a chunk with one outcome for each code. An empty code is a success."""
     errors = {"QUEUE_FULL": QueueFull("full"), "INTERNAL_ERROR": InternalFailure("broken")}
     return WorkResult("r", 0, "w", tuple(Failed(errors[code].info()) if code else Ok({}) for code in codes))
 
@@ -89,7 +89,7 @@ def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 
 
 def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
-    """Also the same one again; and in the last resort all share one."""
+    """A label set that comes again keeps its place. When all places are taken, new label sets share one."""
     fold = Fold(Metric("m", "counter", "", ("model", "status"), most=6, rest=3))
     label_sets = [fold((model, status)) for model in "abcab" for status in "xy"]
     assert label_sets[:2] == [("a", "x"), ("a", "y")]
@@ -100,12 +100,12 @@ def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> No
 
 
 class Scraped:
-    """Metrics of a worker, by a clock of the test's, and what a Prometheus makes of them that scrapes them."""
+    """Metrics of a worker on a clock that the test sets, and the increases that Prometheus computes from scrapes."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.make = MetricMaker("worker", lambda: self.now_s)
-        self.whole: Counter[str] = Counter()  # by metric, what all its series grew by
+        self.whole: Counter[str] = Counter()  # by metric, the increase of all its series
         self._last: dict[tuple[str, ...], float] = {}
 
     def scrape(self, after_s: float = 15.0) -> dict[tuple[str, ...], float]:
@@ -130,7 +130,7 @@ class Scraped:
 
 @pytest.mark.long
 def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
-    """Zipf's traffic over a thousand models, of which others are popular in the second half."""
+    """The traffic has Zipf's distribution over a thousand models. In the second half other models are popular."""
     metrics = Scraped()
     requests, seconds = (
         metrics.make.counters("sie_requests"),
@@ -207,7 +207,7 @@ def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None
 
 @pytest.mark.parametrize("process", TABLE)
 def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
-    """By what is declared, and by thousands of values of every label of every metric."""
+    """Neither the declared limits nor thousands of values of every label of every metric exceed the bound."""
     table = TABLE[process]
     assert sum(metric.series for metric in table.values()) <= MAX_SERIES
     make, scrape = MetricMaker(process), Scrape(process)
@@ -246,7 +246,7 @@ def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
 
 
 def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
-    """One worker ran all of them, and one gateway requested them, with as many keys."""
+    """One worker runs all models. One gateway receives requests for all of them, with as many keys."""
     worker, gateway = SidecarMetrics(), GatewayMetrics()
     done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
     for number in range(10_000):
@@ -271,7 +271,7 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
 async def test_many_models_that_were_served_are_a_bounded_number_of_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the whole way through a gateway and a worker; and the one that is asked most has its name."""
+    """The requests go through a gateway and a worker. The model with the most requests has its own name."""
     models = [f"toy/{number}" for number in range(60)]
     monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
     async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
@@ -280,7 +280,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
             assert (await gateway.encode("x", model=model)).status_code == 200
         for _ in range(4):
             assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        await sidecar.get("/metrics")  # from here on the busiest one has its name
+        await sidecar.get("/metrics")  # from this scrape on the busiest model has its own name
         assert (await gateway.encode("x", model=models[-1])).status_code == 200
         counted = "sie_request_duration_seconds_count"
         await until_told(
@@ -296,7 +296,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
 
 
 def test_the_contract_s_names_and_labels_are_there() -> None:
-    """Dashboards of users need them."""
+    """Dashboards of users need these names and labels."""
     for name, labels in CONTRACT.items():
         (metric,) = [
             series_per_name
@@ -333,7 +333,7 @@ def test_a_chunk_is_counted_by_what_became_of_its_inputs(codes: tuple[str, ...],
 
 
 def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> None:
-    """One list of buckets for each model, whatever its endpoints; phases are parts of the total and are not added to
+    """Each model has one list of buckets, whatever its endpoints. Phases are parts of the total and are not added to
     it.
     """
     metrics = SidecarMetrics()
@@ -360,7 +360,7 @@ def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
 
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
-    """A counter never falls: an adapter that starts counts from zero."""
+    """A counter never falls, although a new adapter counts from zero."""
     oom_counts = OomCounts()
     oom_counts.update(described(1, Shortages("m", cache_clears=2)))
     oom_counts.update(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
@@ -379,7 +379,7 @@ def test_the_epoch_is_told_as_the_number_that_grows() -> None:
 
 
 def test_what_may_never_happen_has_its_series_from_the_start() -> None:
-    """An alert on a rate needs the zero before the first one."""
+    """An alert on a rate needs a zero before the first event."""
     for metrics, name in (
         (GatewayMetrics(), "sie_gateway_queue_ack_failures_total"),
         (GatewayMetrics(), "sie_gateway_provisioning_responses_total"),
@@ -412,7 +412,7 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     assert (await gateway.encode("x")).status_code == 200
 
     async def told() -> dict[str, Any] | None:
-        """With both workers: a machine that stands still lets heartbeats be overdue for a moment."""
+        """Return the samples once they have both workers: on a slow machine heartbeats may be overdue for a moment."""
         samples = await scraped(gateway)
         beating = {labels["worker"] for labels, _ in samples.get("sie_gateway_worker_queue_depth", [])}
         return samples if "sie_gateway_model_workers" in samples and beating == {"w0", "w1"} else None

@@ -1,4 +1,4 @@
-"""Metrics of what goes on: the age of the queue, who used what, exemplars, certificates, padding, the
+"""Metrics of work in progress: the age of the queue, the use by each key, exemplars, certificates, padding, the
 config service.
 """
 
@@ -41,18 +41,18 @@ WAIT_S = 30
 
 
 async def eventually(gateway: GatewayProcess, name: str, value: float | None = None, **labels: str) -> float:
-    """Wait until a metric has this value, or any above 0."""
+    """Wait until a metric has this value, or without a value is above 0."""
     async with asyncio.timeout(WAIT_S):
         while True:
             reading = await gateway.metric(name, **labels)
             if reading == value if value is not None else reading > 0:
-                return reading  # else once more: the scrape awaits
+                return reading  # otherwise scrape again; a scrape awaits
 
 
 async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No worker serves the priority; the age is zero again, not absent, once it is served."""
+    """The adapter holds the only request of the priority. Once it is answered, the age is zero, not absent."""
     monkeypatch.setattr(lag, "EVERY_S", 0.1)
     model, lane = "toy/with.dots_and-More", {"pool": "_default", "machine_profile": "cpu", "bundle": "default"}
     async with InProcess(tmp_path, toy_entry(model)) as cluster:
@@ -80,7 +80,7 @@ async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
 
 
 async def test_what_cannot_be_asked_is_absent() -> None:
-    """Never zero."""
+    """Figures of a backlog that is no longer fresh are absent, not zero."""
     now_s = 0.0
     server = MemoryServer()
     broker = server.connect("gateway")
@@ -115,7 +115,7 @@ def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
 
 
 async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: Path) -> None:
-    """No metric holds a token, or a text from which it could be guessed."""
+    """No metric holds a token or the start of its digest."""
     tokens = ("the-first-secret", "the-second-secret")
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=",".join(tokens), SIE_ADMIN_TOKEN=ADMIN)
@@ -167,7 +167,7 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
 
 
 async def exemplars(url: str, name: str) -> set[str]:
-    """The trace ids at a histogram, as Prometheus asks for them."""
+    """Return the trace ids of the exemplars of a histogram. The request is that of Prometheus."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WAIT_S) as client:
         answer = await client.get(
             "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"}
@@ -178,7 +178,7 @@ async def exemplars(url: str, name: str) -> set[str]:
 
 
 async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> None:
-    """With a zero before the first one."""
+    """The counter is zero before the first failure."""
     async with InProcess(tmp_path) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         assert await sidecar.metric("sie_certificates_total", result="failed") == 0
@@ -227,7 +227,7 @@ def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path
 
 
 async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -> None:
-    """The epoch that gateways and workers are compared with; absent, not zero, before it is known."""
+    """The epoch, with which those of gateways and workers are compared, is absent, not zero, before it is known."""
     bundles = {"default": BundleEntry("default", families=("toy",))}
     api = config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), SIE_ADMIN_TOKEN=ADMIN)
 
@@ -260,7 +260,7 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
         return pieces.pop(0)
 
     async def send(_message: Any) -> None:
-        """Nobody is there."""
+        """Drop the message: the client has disconnected."""
 
     headers = [(b"authorization", f"Bearer {ADMIN}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/configs/models", "query_string": b"", "headers": headers}

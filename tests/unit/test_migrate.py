@@ -1,4 +1,4 @@
-"""`sie migrate`: which steps are left, what is gone back to, how a job is found again, samples, and figures."""
+"""`sie migrate`: the remaining steps, the way back, how an earlier job is found again, samples, and figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from sie_store.datasets.templates import Template
 from sie_store.sinks.live import LiveRow, LiveState, ScannedPage, Side
 from sie_store.sinks.sink import Output
 
-# ---- what is left
+# ---- the remaining steps
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ class RefusingEncoder:
 
 
 class RecordedWrites:
-    """A collection of rows that are always pending, and what was written to it."""
+    """A collection whose rows are always pending. It records the ids of writes."""
 
     def __init__(self, texts: list[str | None]) -> None:
         self.rows = [LiveRow(str(number), {"body": text}) for number, text in enumerate(texts)]

@@ -28,14 +28,14 @@ CHECKED = ("alias", "history", "status", "write", "model", "aliased", "encode", 
 
 
 class MigrationServer(JobServer):
-    """A gateway and a config service. `mutate` changes the value of each reply, by what it is."""
+    """A gateway and a config service. `mutate` gets the kind and the value of a reply and returns the value to send."""
 
     def __init__(self) -> None:
         super().__init__()
         self.RequestHandlerClass = MigrationHandler
         self.mutate: Callable[[str, Any], Any] = lambda kind, value: value
         self.raw: dict[str, tuple[int, dict[str, str], bytes]] = {}
-        self.vector: Callable[[int], Any] | None = None  # of the place of an item, at the new model
+        self.vector: Callable[[int], Any] | None = None  # the new model's vector by the place of the item
         self.target, self.shadow, self.revision = "old/m", "", 1
         self.script = [
             {"state": "completed", "ended_at": 2.0, "counts": {"rows": 60, "done": 60}, "fingerprint": "f-new"}
@@ -162,7 +162,7 @@ def migrated(server: MigrationServer, corpus: Path, *more: str) -> Result:
 
 
 def check_end(done: Result, case: object, limit: int = 10_000) -> None:
-    """Done, or refused in lines that a terminal only shows."""
+    """Check that the command was done or refused, and that a terminal only shows its lines."""
     assert done.exception is None or isinstance(done.exception, SystemExit), (case, repr(done.exception))
     assert done.exit_code in (0, 1, 2), (case, done.output)
     assert all(letter.isprintable() or letter == "\n" for letter in done.output), (case, done.output[:2000])
@@ -171,7 +171,7 @@ def check_end(done: Result, case: object, limit: int = 10_000) -> None:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The value and all places in it; of lists the first."""
+    """Yield the paths of the value and of all places in it. Of a list only the first element is entered."""
     yield path
     if isinstance(value, dict):
         for name in value:
@@ -206,7 +206,7 @@ def replaced_by(kind: str, path: tuple[Any, ...], new: Any) -> Callable[[str, An
 )
 @pytest.mark.timeout(900)
 def test_a_reply_of_another_form_ends_in_lines(server: MigrationServer, corpus: Path, kind: str, every: bool) -> None:
-    """Each place of a reply of this kind with another value in turn, or with each; and without it."""
+    """Each place of a reply of this kind gets one wrong value, or with `every` all of them, and is left out too."""
     assert migrated(server, corpus, "--sample", "0").exit_code == 0
     value, turn = copy.deepcopy(server.kinds[kind]), itertools.cycle((ESCAPE, None, -1, [], ...))
     cases = 0
