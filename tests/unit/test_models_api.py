@@ -19,7 +19,7 @@ LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 
 
 def told(precision: str | None, *served: ServedPrecision | None) -> dict[str, Any]:
-    """`precision` of a model whose entry asks for one, with a worker that reports each of `served`."""
+    """Return the field `precision` of a model whose entry has this precision, with one worker for each of `served`."""
     entry = toy_entry("toy/one", load={"precision": precision} if precision else {})
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
     for number, served_precision in enumerate(served):

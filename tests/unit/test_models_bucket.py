@@ -1,4 +1,4 @@
-"""SIE_MODELS_DIR in a bucket: what is read of it, and what is told when that does not work."""
+"""SIE_MODELS_DIR in a bucket: which objects are read, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def put(place: Place, name: str, text: str) -> None:
 
 
 def own(bucket_overlay: Overlay) -> dict[str, int]:
-    """The models of the overlay, without the packaged ones, whose reading takes a second."""
+    """Return the models of the overlay without the packaged ones, which take a second to read."""
     return {
         entry.id: entry.max_tokens for entry in bucket_overlay._documents().values() if isinstance(entry, ModelEntry)
     }
@@ -44,8 +44,8 @@ def overlay(place: Place) -> Overlay:
 
 
 def test_models_of_a_bucket_are_laid_over_the_packaged_catalogue(place: Place) -> None:
-    """SIE_MODELS_DIR: s3:// and gs://, folders below the prefix too; what is hidden, or no file of models, is not
-    looked at.
+    """SIE_MODELS_DIR may be s3:// or gs://. Folders below the prefix are read too. Hidden files and files that are not
+    YAML are ignored.
     """
     put(place, "a.yaml", ENTRY.format("org/a", 8))
     put(place, "deep/er/b.yml", ENTRY.format("org/b", 9))
@@ -57,7 +57,7 @@ def test_models_of_a_bucket_are_laid_over_the_packaged_catalogue(place: Place) -
 
 
 def test_only_what_changed_is_read_again(faulty: Place) -> None:
-    """A second look costs a list; a changed, a new and a removed object are noticed."""
+    """A second look reads no object again that is unchanged. It notices changed, new and removed objects."""
     for name in "abc":
         put(faulty, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
     bucket_overlay = overlay(faulty)
@@ -87,8 +87,8 @@ def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place
 
 
 def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(place: Place) -> None:
-    """The first bytes of a longer object would often be YAML too; an empty one may have become any length, and any one
-    empty.
+    """The first bytes of a longer object would often be valid YAML. An object that was empty may have any length now,
+    and any object may be empty now.
     """
     longer = ENTRY.format("org/a", 123456)
     for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
@@ -112,7 +112,7 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
     ids=["field", "syntax", "empty", "large"],
 )
 def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message: str) -> None:
-    """All files are read or none."""
+    """One broken file stops the reading of all files."""
     put(place, "good.yaml", ENTRY.format("org/good", 8))
     put(place, "new/a.yaml", text)
     with pytest.raises(ValidationFailed, match=message):
@@ -170,7 +170,9 @@ def folder_at(url: str) -> BucketFolder:
 
 
 def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within bounds of time, in the list and in the bodies; when it comes back the same object reads on."""
+    """The error comes within a bounded time, for the list and for the bodies. When the store is back, the same folder
+    object reads again.
+    """
     place = Place.at(seaweed, monkeypatch)
     put(place, "a.yaml", "x")
     folder = folder_at(place.url)
@@ -198,8 +200,8 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
 async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     faulty: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A change becomes a write; what is broken, or a store that refuses, changes nothing, and what comes afterwards is
-    followed again.
+    """A change becomes a write. A broken file or a store that refuses changes nothing. Later changes are followed
+    again.
     """
     monkeypatch.setattr(reload, "BUCKET_LOOK_S", 0.05)
     monkeypatch.setattr(reload, "IDLE_SHARE", 1.0)
@@ -233,7 +235,7 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
         faulty.server.faults.refuse = lambda _: None
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 10))
         await has(10)
-        # lists are answered
+        # the store answers lists and refuses bodies
         faulty.server.faults.refuse = lambda request: (
             ("403 Forbidden", "AccessDenied") if request.method == "GET" and request.path.endswith(".yaml") else None
         )

@@ -1,6 +1,4 @@
-"""`sie models` against a config service over HTTP, and what everything that can go wrong says: the field, and what to
-do next.
-"""
+"""`sie models` against a config service over HTTP. Each error names the field and says what to do next."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def done(*arguments: str, stdin: str | None = None, **environ: str) -> str:
 
 @pytest.fixture
 def url_of_one(served: Served) -> Iterator[str]:
-    """The service's URL, with org/one at a first revision of this test."""
+    """Return the URL of the service, which has org/one as in ENTRY."""
     done("add", "-", "--force", "--url", served.url, stdin=ENTRY)
     yield served.url
     sie("rm", "org/one", "--url", served.url)
@@ -339,7 +337,7 @@ def test_an_entry_that_cannot_be_read_or_written_is_refused_in_one_line(
 
 
 class Others(BaseHTTPRequestHandler):
-    """Servers at a URL that is not a config service's: a gateway, and pages."""
+    """Servers that are no config service: a gateway, and web pages."""
 
     def _answer(self) -> None:
         refused = {"error": {"code": "METHOD_NOT_ALLOWED", "message": "this path takes GET here"}}
@@ -371,7 +369,7 @@ def other() -> Iterator[str]:
 
 
 class Flaky(httpx.BaseTransport):
-    """Answers after some attempts of which nobody knows what became."""
+    """A transport that has these outcomes in turn and records the idempotency keys."""
 
     def __init__(self, outcomes: Sequence[httpx.Response | Exception]) -> None:
         self.outcomes = list(outcomes)
@@ -530,7 +528,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_refusal_names_the_field_and_says_what_to_do(name: str, url_of_one: str, tmp_path: Path) -> None:
-    """The commands as a new user would get them wrong."""
+    """Each command has a mistake that a new user makes."""
     arguments, status, says = COMMANDS[name]
     stale = revision_of(url_of_one)
     done("set", "org/one", "max_tokens=8", "--url", url_of_one)
@@ -671,7 +669,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_error_of_the_api_says_what_is_expected(name: str, url_of_one: str) -> None:
-    """Envelope of section 22.1, and `detail.error` beside it."""
+    """The reply has the common envelope of errors, and `detail.error` beside it."""
     method, path, headers, body, status, says = CALLS[name]
     with httpx.Client(
         headers={"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", "X-Request-ID": "mine"}
@@ -718,7 +716,7 @@ def preload(name: str, bundle: str = "default") -> object:
 
 
 def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    """SIE_MODELS_DIR, SIE_MODEL_FILTER, SIE_PRELOAD_MODELS, SIE_BUNDLE."""
+    """The settings are SIE_MODELS_DIR, SIE_MODEL_FILTER, SIE_PRELOAD_MODELS and SIE_BUNDLE."""
     own = tmp_path / "bundles"
     own.mkdir()
     (own / "x.yaml").write_text(

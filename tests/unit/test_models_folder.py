@@ -203,7 +203,7 @@ async def test_files_are_added_changed_and_removed(
 
 
 async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The good file beside it waits too."""
+    """The valid file beside the broken one waits too."""
     put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path) as service:
         before = (await service.store.snapshot()).epoch
@@ -237,8 +237,8 @@ async def test_a_change_waits_for_a_broker_that_is_away(
 async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file copied with mode 0600 is such a file: `chmod` mends it without another size or time; root may read it
-    nevertheless.
+    """A file with mode 0600 is such a file: `chmod` changes neither its size nor its time. The test refuses the reads,
+    because root may read such a file.
     """
 
     def refused(path: Path) -> bytes:
@@ -261,7 +261,7 @@ async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
 async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_MODEL_FILTER."""
+    """SIE_MODEL_FILTER names a model whose file is moved away twice."""
     file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
         for times in (1, 2):
@@ -291,8 +291,8 @@ async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
 async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An alias is written over models of files; a file is removed, or gives other vectors; the log names that alias
-    alone.
+    """Aliases of the API name models of files. A file is removed, or its model gives other vectors. The log names only
+    the alias of that model.
     """
     for name in "abc":
         put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
@@ -362,7 +362,7 @@ async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
 
 
 async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that lags is named, one that has it ends the wait."""
+    """The log names a worker that lacks the change. The wait ends when the worker has it."""
     async with following(tmp_path) as service:
         workers = service.reload.workers
         assert workers is not None
@@ -385,7 +385,7 @@ async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 async def test_the_filter_holds_for_files_that_come_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SIE_MODEL_FILTER."""
+    """SIE_MODEL_FILTER names another model than the file that comes later."""
     put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
         put(tmp_path, "b.yaml", ENTRY.format("org/b", 8))

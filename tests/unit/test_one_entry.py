@@ -1,5 +1,5 @@
-"""A request is served by one entry of its model: who does not know it yet waits for it, who knows a newer one sends the
-work back.
+"""A request is served by one entry of its model. A worker without this entry waits for it. A worker with a newer entry
+sends the work back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def test_a_worker_reads_what_a_gateway_knows_already_and_sends_back_what_i
     assert is_right(second, newer, 0)
     assert (cluster.source.exports, len({first.fingerprint, second.fingerprint, ""})) == (2, 3)
     assert reasons(await cluster.result(await cluster.publish("c", config_revision=1))) == CHANGED
-    assert reasons(await cluster.result(await cluster.publish("d"))) == [""]  # of a gateway that says nothing of it
+    assert reasons(await cluster.result(await cluster.publish("d"))) == [""]  # the gateway names no revision
     await cluster.left(0)
 
 
@@ -108,8 +108,8 @@ def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
 async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer. It
-    never comes to know it: the client is told to come again.
+    """The worker has the changed entry. The gateway reads it when the work comes back, and the client sees one answer.
+    If the gateway does not get the entry, the client gets 503 with Retry-After.
     """
     monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 0.05)
     own, workers = Source(ENTRY), Source(ENTRY)

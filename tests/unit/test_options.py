@@ -242,7 +242,7 @@ def test_a_width_that_no_entry_lists_is_refused_with_the_command_that_lists_it()
 
 
 def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None:
-    """0 means the model's own."""
+    """In the options of a run 0 means the model's native width."""
     assert [options({"dimensions": width}).run.dimensions for width in (128, 256, 384, 128.0)] == [128, 256, 0, 128]
     assert options({"dimensions": 64}, "org/rich:short").run.dimensions == 64
     for width, spec in ((64, "org/rich"), (256, "org/rich:short"), (128, "org/Model"), (385, "org/rich")):
@@ -285,7 +285,7 @@ def test_truncation_has_three_ways_and_two_old_spellings(truncation: Any, expect
     ],
 )
 def test_a_bad_parameter_is_refused_by_its_path_at_every_level(name: str, value: Any, reason: str) -> None:
-    """And the message repeats no text of the client."""
+    """The message repeats no text of the client."""
     for level in LEVELS:
         error = refused(at(level, name, value))
         assert (error.reason, error.param) == (reason, level + name)
@@ -357,7 +357,7 @@ def test_is_query_of_a_profile_yields_to_the_request_in_either_spelling() -> Non
     assert options({"is_query": True, "params": {"input_type": "document"}}).run.is_query, "is_query wins at any level"
 
 
-MUVERA = Muvera(num_repetitions=10, seed=1)  # the entry's own over the contract's
+MUVERA = Muvera(num_repetitions=10, seed=1)  # the keys of the entry over those of the contract
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ MUVERA = Muvera(num_repetitions=10, seed=1)  # the entry's own over the contract
 def test_muvera_is_merged_key_by_key_from_the_contract_to_the_request(
     spec: str, value: Any, expected: Muvera | None
 ) -> None:
-    """The contract's, the entry's, the profile's, the request's. A profile that says false takes all of it away."""
+    """The order is contract, entry, profile, request. False in a profile removes all, unless the request sets it."""
     for level in LEVELS:
         run = options(at(level, "muvera", value), spec).run
         assert run.muvera == expected
@@ -461,7 +461,7 @@ def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contra
 
 
 def test_parameters_are_layered_key_by_key() -> None:
-    """The model's, the profile's it extends, its own, the request's."""
+    """The order is the model, the profile that a profile extends, the profile itself, the request."""
     score_parameters = {
         spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")
     }
@@ -691,7 +691,7 @@ def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> Non
 
 @pytest.mark.parametrize("operation", ["encode", "extract"])
 def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
-    """With their JSON types, and without a warning: it checks its own."""
+    """The options keep their JSON types. No warning is given, because the family checks its own options."""
     body = {
         "colour": ["blue"],
         "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"},
@@ -796,7 +796,7 @@ def test_a_model_without_templates_takes_the_instruction_before_the_text() -> No
 
 @given(st.text(st.sampled_from("{}intrucotex_. 0!:"), min_size=1, max_size=60))
 def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
-    """A template is cut at its own places, and nothing is ever formatted."""
+    """A template is cut at its own placeholders, and no text is ever formatted."""
     run = options({"is_query": True, "instruction": instruction}).run
     assert run.prefix == "Instruct: " + instruction + "\nQuery: "
     assert run.suffix == " ?"
@@ -813,7 +813,6 @@ def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None:
-    """At each level."""
     body = {"is_query": False} | at(level, "temperature", 0.5)
     assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich here",)
     error = refused(body, strict=True)
@@ -856,7 +855,7 @@ def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None
 
 
 def test_the_options_of_what_the_tokenizer_answers() -> None:
-    """The options that an encode would read count; no other of its options does."""
+    """The options of an encode do not count, except its prompt."""
     run = RunOptions(("sparse",), "query: ", " ?", "NONE", "cls", False, 16, 8, "lora", "int8", True)
     assert counting(run) == RunOptions((), "query: ", " ?", parameters={"count": True})
     assert tokenizing() == decoding() == RunOptions(())

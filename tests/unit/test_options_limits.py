@@ -68,7 +68,7 @@ def test_a_least_score_is_a_fraction_or_that_of_a_logit(least: float) -> None:
 
 
 def test_a_template_that_repeats_an_instruction_is_refused_before_it_is_filled() -> None:
-    """10,000 times 100 KB would be 1 GB, of a request of 230 KB."""
+    """The filled template would have 1 GB, from a request of 230 KB."""
     template, instruction = "{instruction}" * 10_000 + "{text}", "canary" * 16_000
     tracemalloc.start()
     try:

@@ -27,7 +27,7 @@ LISTED = ("sie.example.com", "*.example.org", "port.example.com:8443")
 
 
 def refused(names: HostNames, host: str | None, *headers: tuple[str, str], method: str | None = "POST") -> str:
-    """The reason, or nothing. Method None is a websocket."""
+    """Return the reason of the refusal, or an empty string. Method None is a websocket."""
     pairs = [*([("host", host)] if host is not None else []), *headers]
     scope = {
         "type": "http" if method else "websocket",
@@ -206,7 +206,7 @@ async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
 
 
 async def nobody(*_: object, **__: object) -> None:
-    """A broker that is not there."""
+    """Fail as a connection to a broker that is away."""
     raise BrokerUnavailable("nobody listens")
 
 
@@ -216,7 +216,9 @@ async def nobody(*_: object, **__: object) -> None:
 async def test_every_listener_checks_the_names_that_the_setting_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
 ) -> None:
-    """SIE_ALLOWED_HOSTS; a foreign Host and a foreign page at API, metrics port, worker and config service."""
+    """SIE_ALLOWED_HOSTS: the API, the metrics port, the worker and the config service refuse a foreign Host and a
+    foreign page.
+    """
     environ = {"SIE_ALLOWED_HOSTS": listed} if listed else {}
     monkeypatch.setattr("sie_broker.nats.connect", nobody)
     stop = Stop()
@@ -262,7 +264,9 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(
 
 
 async def test_pages_of_listed_origins_read_answers(tmp_path: Path) -> None:
-    """SIE_CORS_ORIGINS, with tokens on; a page that is not listed, and the metrics port, are as before."""
+    """SIE_CORS_ORIGINS, with tokens: a page that is not listed gets no CORS header, and no page gets one at the metrics
+    port.
+    """
     page, foreign = "https://search.example.com", "https://search.example.com.evil.com"
     readable = "access-control-allow-origin"
     async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
@@ -286,7 +290,7 @@ async def test_pages_of_listed_origins_read_answers(tmp_path: Path) -> None:
         answer = await client.get(url, headers={"origin": page, **key})
         assert (answer.status_code, answer.headers[readable]) == (200, page)
         assert "access-control-allow-credentials" not in answer.headers
-        answer = await client.get(url, headers={"origin": page})  # why it failed, a page can read too
+        answer = await client.get(url, headers={"origin": page})  # a page can read why its request failed
         assert (answer.status_code, answer.headers[readable]) == (401, page)
         answer = await client.get(url, headers={"origin": foreign, **key})
         assert (answer.status_code, answer.headers.get(readable)) == (200, None)

@@ -1,4 +1,4 @@
-"""Schemas of an extraction as parts, their limits and refusals, and the values that become of spans and scores."""
+"""Schemas of an extraction as parts, their limits and refusals, and the values that are made of spans and scores."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def test_examples_may_name_labels_by_group() -> None:
 
 
 def test_a_schema_counts_as_one_pass_for_each_part() -> None:
-    """And its classes count as bytes of the result."""
+    """The classes of a schema count as bytes of the result."""
     items, limits = [RequestItem("x" * 400)], ChunkLimits(1 << 20, 1 << 20, 1 << 20)
     costs, sizes = [], []
     for params in ({"labels": ["x"]}, {"output_schema": of({"a": ENUM, "b": {"type": "boolean"}})}):
@@ -528,7 +528,7 @@ VALUES = st.recursive(
 
 
 def path_of(read: Callable[[], object]) -> str | None:
-    """The parameter that is refused; PATH if none is."""
+    """Return the parameter that is refused, or PATH if none is refused."""
     try:
         read()
     except InvalidInput as error:

@@ -62,7 +62,7 @@ def compressed(body: Any) -> int:
 
 
 def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: ClusterStatus) -> None:
-    """It asks for the state each second, for history and requests each ten seconds."""
+    """The page asks for the state each second, and for the history and the requests each ten seconds."""
     now_s = 1_790_000_000.0
     history = RequestHistory(lambda: now_s)
     for _ in range(STEPS):
@@ -152,7 +152,7 @@ def test_the_tail_of_the_log_is_bounded() -> None:
 
 
 async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cluster: InProcess) -> None:
-    """Long before its heartbeat is overdue. What answers again is healthy again; where work goes stays as it was."""
+    """The page shows the end long before a heartbeat is overdue. The routing of work follows heartbeats alone."""
     gateway = await cluster.gateway()
     sidecar = await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="60000", SIE_HEARTBEAT_TIMEOUT_MS="600000")
 
@@ -210,7 +210,7 @@ async def test_long_answers_are_compressed_for_whoever_takes_that(
 
 
 async def test_the_doctor_reports_as_the_command_does() -> None:
-    """Two who ask at once get one examination, which looks at the gateway that runs it."""
+    """Two concurrent requests share one examination, which looks at the gateway that runs it."""
     doctor = Doctor("0.0.0.0", free_port(), None)
     report, second_report = await asyncio.gather(doctor.report(), doctor.report())
     assert report is second_report
