@@ -131,8 +131,8 @@ async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_fo
 
 
 async def test_the_old_goes_and_nothing_else(url: str) -> None:
-    """SIE_PAYLOAD_TTL_S: a redelivery at the age limit of the stream still reads; whatever is no payload stays for
-    ever.
+    """SIE_PAYLOAD_TTL_S: a redelivery at the age limit of the stream can still read its payload. An object that is no
+    payload stays for ever.
     """
     store = opened(url)
     now_s = time.time()
@@ -180,8 +180,8 @@ async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None
 
 
 class Objects(BaseHTTPRequestHandler):
-    """Part of the XML interface of Google's store that one object needs; no emulator that can be installed sends all
-    its headers.
+    """The part of the XML interface of Google Cloud Storage that one object needs. No emulator that can be installed
+    sends all its headers.
     """
 
     kept: ClassVar[dict[str, bytes]] = {}
@@ -211,8 +211,8 @@ class Objects(BaseHTTPRequestHandler):
 async def test_a_bucket_of_google_is_reached_by_its_own_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gs://: endpoint and credentials from the file that GOOGLE_SERVICE_ACCOUNT names, the object under bucket and
-    prefix.
+    """The endpoint and the credentials of gs:// come from the file that GOOGLE_SERVICE_ACCOUNT names. The object lies
+    under bucket and prefix.
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), Objects) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -237,8 +237,8 @@ async def test_a_bucket_of_google_is_reached_by_its_own_interface(
 
 
 def test_the_life_of_an_object_is_longer_than_that_of_its_message() -> None:
-    """SIE_PAYLOAD_TTL_S: unset it is the age limit of the stream and an hour; at or under that limit it is a start
-    error.
+    """Without SIE_PAYLOAD_TTL_S the life is the age limit of the stream and an hour. A value at or below that limit is
+    a start error.
     """
     assert life_s(settings_of(), MAX_AGE_S) == 720 + 3600
     assert life_s(settings_of(SIE_PAYLOAD_TTL_S="721"), MAX_AGE_S) == 721
@@ -248,7 +248,7 @@ def test_the_life_of_an_object_is_longer_than_that_of_its_message() -> None:
 
 @pytest.mark.parametrize("life", [721, 4320])
 async def test_an_object_lives_as_long_as_it_should_also_when_it_is_written_again(tmp_path: Path, life: int) -> None:
-    """SIE_PAYLOAD_TTL_S, on a virtual clock: files age, the writer's clock goes on."""
+    """SIE_PAYLOAD_TTL_S on a virtual clock: the test sets the times of files and the clock of the writer."""
     store, now_s = opened(str(tmp_path)), 1e9
     offload = Offload(store, life, Metrics(), lambda: now_s)
 
@@ -275,8 +275,8 @@ async def test_an_object_lives_as_long_as_it_should_also_when_it_is_written_agai
 
 
 async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(tmp_path: Path) -> None:
-    """The second waits until the first is let go; one above the bound is taken alone; a budget that ends in the wait is
-    a typed error.
+    """The second fetch waits until the first input is let go. An input above the bound is fetched alone. A budget that
+    ends during the wait is a typed error.
     """
     store, now_s = opened(str(tmp_path)), time.monotonic
     fetching = PayloadFetching(store, now_s, max_bytes=50_000)
@@ -320,8 +320,8 @@ def stored(tmp_path: Path) -> list[Path]:
 
 
 async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Path) -> None:
-    """SIE_PAYLOAD_STORE_URL: an object appears, the message stays small, small texts take the short way, two texts stay
-    two outcomes.
+    """SIE_PAYLOAD_STORE_URL: the text becomes an object, and the message stays small. Small texts stay in their
+    message. Each text has an outcome of its own.
     """
     url = str(tmp_path / "payloads")
     text = WORDS * 25_000
@@ -360,7 +360,7 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
 async def test_a_large_text_is_encoded_beside_the_event_loop_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Short requests do not wait for it."""
+    """Short requests do not wait for the encoding."""
     in_loop: list[int] = []
     loop_thread, encode = threading.get_ident(), messages.encode
 
@@ -400,8 +400,8 @@ def test_a_lone_surrogate_in_any_piece_is_no_text() -> None:
 async def test_the_inline_limit_decides_what_goes_through_the_store(
     tmp_path: Path, limit: dict[str, str], size: int
 ) -> None:
-    """SIE_INLINE_PAYLOAD_BYTES: unset what a broker of 64 KiB takes, else the setting; what fits stays
-    in the message.
+    """Without SIE_INLINE_PAYLOAD_BYTES the limit is what a broker of 64 KiB takes. Inputs within the limit stay in the
+    message.
     """
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url) as running:
@@ -433,7 +433,7 @@ async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> 
 
 
 async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
-    """Never inline instead, which cannot fit."""
+    """The text is not sent inline instead, because it cannot fit."""
     url = tmp_path / "payloads"
     async with cluster(tmp_path, str(url)) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
@@ -468,7 +468,7 @@ async def test_an_object_that_comes_back_within_the_budget_is_read(tmp_path: Pat
         (file,) = stored(tmp_path)
         data = file.read_bytes()
         file.unlink()
-        file.symlink_to(file)  # whoever reads it gets an error, not an absence
+        file.symlink_to(file)  # a read fails, and not because the object is absent
         await running.sidecar(SIE_PAYLOAD_STORE_URL=str(url))
         await asyncio.sleep(0.3)  # some attempts fail
         file.unlink()
@@ -477,7 +477,9 @@ async def test_an_object_that_comes_back_within_the_budget_is_read(tmp_path: Pat
 
 
 async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_the_end(tmp_path: Path) -> None:
-    """Another worker may have it: four times with a pause, then a typed error that names the setting."""
+    """Another worker may have the store. The worker hands the work back four times with a pause, then answers with a
+    typed error that names the setting.
+    """
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
@@ -490,8 +492,8 @@ async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_th
 
 @pytest.mark.serial
 async def test_a_blocked_store_delays_no_other_work(tmp_path: Path, s3: S3) -> None:
-    """The store stands still; texts of the same model, and of another, are answered as before, and the large one
-    after it.
+    """While the store does not answer, texts of the same model and of another one are answered as before. The large
+    text is answered afterwards.
     """
     url = f"s3://bucket/{tmp_path.name}"
     async with cluster(tmp_path, url) as running:
@@ -525,7 +527,7 @@ async def test_a_query_that_no_message_holds_goes_with_its_items(tmp_path: Path)
     async with cluster(tmp_path, url, outputs={"dense": 32, "score": 0}) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
         request = gateway.client.post("/v1/score/toy/one", json={"query": WORDS * 10_000, "items": ["a"] * 5})
-        answer = asyncio.create_task(request)  # nobody serves it: what was queued is what counts
+        answer = asyncio.create_task(request)  # no worker serves the request: the test reads what was queued
         await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
         payloads = [messages.decode_payload(path.read_bytes()) for path in stored(tmp_path)]
         assert {payload.query for payload in payloads} == {Input(WORDS * 10_000)}

@@ -22,7 +22,7 @@ LANE = Lane("_default", "_default", "default")
 
 class Known:
     """Admission of a gateway alone, at a device that takes half a second for 12 messages of 8 tokens, one batch after
-    the other; the clock is the caller's.
+    the other. The test sets the clock.
     """
 
     def __init__(self, batch_items: int = 12) -> None:
@@ -64,7 +64,7 @@ class Known:
 
 
 def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_result() -> None:
-    """Twelve run and twelve wait. The twelve that run are given up: those that wait are not in front for that."""
+    """Twelve run and twelve wait. When those that run are given up, the wait stays the same: their batch runs on."""
     gateway = Known()
     permits = [gateway.enter(number) for number in range(24)]
     gateway.now_s += 0.01
@@ -81,7 +81,7 @@ def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_re
 
 
 def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> None:
-    """The batch of requests that timed out is over: a new one waits for nothing but its own."""
+    """The batch of the requests that timed out is over: a new request waits only for its own batch."""
     gateway = Known()
     permits = [gateway.enter(number) for number in range(12)]
     gateway.now_s += 0.01
@@ -102,7 +102,7 @@ def test_all_chunks_of_a_request_that_finds_an_empty_queue_run() -> None:
 
 
 def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
-    """Batches had 12 messages, since no more were there, and may have 24: 20 that wait are all in the next one."""
+    """Batches had 12 messages, because no more were there, and may have 24: all 20 that wait are in the next batch."""
     gateway = Known(batch_items=24)
     refused: list[QueueFull] = []
     for number in range(20):
@@ -131,7 +131,7 @@ def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_
 
 
 def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left() -> None:
-    """By doubt about predictions, and by work that was promised to others."""
+    """Doubt about predictions makes the wait longer, and so does work that was promised to others."""
     for promises in (0, 40):
         gateway = Known()
         permits = [gateway.enter(number) for number in range(60)]

@@ -47,7 +47,7 @@ def scaled(
     return replicas(prev, demand, 100.0, age_s, resident, now_s, most=most, adopt_after_s=2.0, load_s=5.0)
 
 
-# how many
+# the number of hosts
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 50))
@@ -84,7 +84,7 @@ def test_a_moment_of_demand_starts_the_minute_anew() -> None:
     assert scaled(scale, now_s=71.0).count == 2
 
 
-# where
+# the hosts
 
 models, workers = st.integers(0, 24).map("m{}".format), st.integers(0, 7).map("w{}".format)
 
@@ -225,7 +225,7 @@ def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
 
 
 def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_its_cost() -> None:
-    """50 messages in 5 s: of the usual 32 tokens they are more than one worker takes in, of none they are nothing."""
+    """50 messages in 5 s: with the usual 32 tokens each they are too many for one worker, without tokens they fit."""
     usual_planner, cheap_planner = Planner(2.0), Planner(2.0)
     usual_planner.note({"m": (1, 0, 0)})
     table = usual_planner.step(None, [beat("w1"), beat("w2")], [], {}, 0.0)
@@ -298,7 +298,7 @@ def test_an_idle_lane_is_written_once_and_a_busy_one_is_kept_fresh() -> None:
     assert planner.step(table, live, [], {"m": ModelBacklog(1, 0.0)}, REFRESH_S + 1.0) is not None
 
 
-# who writes it
+# the gateways that write the table
 
 
 class Clock:
@@ -377,7 +377,7 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_wi
 
 @pytest.mark.parametrize("drops_first", [True, False])
 async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bool) -> None:
-    """Its table is removed from the bucket before or after this gateway drops the pool."""
+    """The table of the pool is removed from the bucket before or after this gateway drops the pool."""
     server, clock = MemoryServer(), Clock()
     lane = replace(LANE, pool="reserved")
     broker = server.connect("g")
@@ -416,7 +416,7 @@ async def test_ages_hold_nothing_of_a_pool_that_was_deleted() -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_table_that_cannot_be_read_is_computed_and_written_anew(reads: bool) -> None:
-    """Whether the gateway reads it at its start, or when its own write is refused for it."""
+    """The gateway reads the table at its start, or its own write is refused because of the table."""
     server, clock = MemoryServer(), Clock()
     bucket = await server.connect("other").key_value(topology.PLACEMENT_BUCKET)
     if reads:
@@ -453,7 +453,7 @@ async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places
     assert now.hosts == {"of-w1": ("w1",), "of-w2": ("w1",)}
 
 
-# what it is worth
+# the table in simulation
 
 
 @pytest.mark.long

@@ -47,7 +47,7 @@ async def table(cluster: InProcess) -> Placement | None:
 
 
 async def put(cluster: InProcess, hosts: dict[str, tuple[str, ...]], at_s: float = 1e12) -> None:
-    """Write a table as if a gateway had; one that comes after its time is never old."""
+    """Write a table as a gateway does. With the default of `at_s` it is never old."""
     bucket = await cluster.server.connect("writer").key_value(topology.PLACEMENT_BUCKET)
     await bucket.write([Write(topology.lane_key(LANE), messages.encode(Placement(at_s, hosts)))])
 
@@ -71,7 +71,7 @@ def test_only_a_host_pulls_and_only_the_first_one_asks_for_work_before_it_has_th
 
 
 class Host:
-    """An Assignment with the facts that it asks for."""
+    """A HostAssignment with the facts that it reads."""
 
     def __init__(self, server: MemoryServer) -> None:
         self.now_s = 100.0
@@ -153,8 +153,8 @@ async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -
 
 
 async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that_waits(tmp_path: Path) -> None:
-    """The table is older than 15 s and names another host. Work waits at two looks. It is pulled; with a fresh table it
-    is not.
+    """The table is older than 15 s and names another host. Work that waits at two looks is pulled. With a fresh table
+    it is not.
     """
     async with InProcess(tmp_path) as cluster:
         await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=100.0)
@@ -228,7 +228,7 @@ async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the
     slow, quick = [await cluster.adapter(f"{name}.sock") for name in ("slow", "quick")]
     sidecars = [await cluster.sidecar(adapter) for adapter in (slow, quick)]
     model = ENTRIES[0].id
-    await gateway.end()  # the table is ours from now on
+    await gateway.end()  # from here on only the test writes the table
     await put(cluster, {model: ("w1",)})
     gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
     assert (await gateway.encode("first", model=model)).headers["X-SIE-Worker"] == "w1"
@@ -289,7 +289,7 @@ async def test_work_of_a_model_that_moved_away_is_finished_where_it_was_pulled(c
 
 
 async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(cluster: InProcess) -> None:
-    """The load may drop them before all others."""
+    """The load may drop such models before all others."""
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     await cluster.sidecar(adapter)
     mine, moved, new_model = (entry.id for entry in ENTRIES[:3])
@@ -311,8 +311,8 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
 
 
 async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None:
-    """The first model runs a batch, and is closed for the second one's load. The batch ends, the load goes on. What
-    comes for the first stays in the queue, where another host may take it: here it would wait for two loads.
+    """The first model runs a batch and is closed for the load of the second one. The batch ends, the load goes on. New
+    work of the first model stays in the queue, where another host may take it: this worker would need two loads first.
     """
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     sidecar = await cluster.sidecar(adapter, SIE_SWAP_AFTER_MS="1")
@@ -358,8 +358,8 @@ async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None
 async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only host asks for one message, whose sender knows an older entry: it is sent back. So are the next ones, and
-    what comes behind them is answered, without the look of once a second.
+    """The only host pulls a message whose sender knows an older entry, and sends it back. It sends back the next two as
+    well, and answers the message behind them without waiting for the look of once a second.
     """
     monkeypatch.setattr(process, "REFILL_S", 3600.0)
     async with Direct(tmp_path) as cluster:
@@ -420,7 +420,7 @@ class Assigner:
 async def test_only_assigned_pools_are_served_and_the_read_token_is_shown(
     cluster: InProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_GATEWAY_URL."""
+    """SIE_GATEWAY_URL names the gateway that assigns pools to the worker."""
     async with Assigner() as assigner:
         assigner.pools = ["team"]
         gateway = await cluster.gateway()
@@ -443,7 +443,7 @@ async def test_only_assigned_pools_are_served_and_the_read_token_is_shown(
 
 @pytest.mark.parametrize("environ", [{"SIE_POOL_ADMISSION_ENABLED": "false"}, {}])
 async def test_without_admission_nothing_is_asked(cluster: InProcess, environ: dict[str, str]) -> None:
-    """SIE_POOL_ADMISSION_ENABLED; and without SIE_GATEWAY_URL there is nobody to ask."""
+    """The worker asks no gateway with SIE_POOL_ADMISSION_ENABLED=false, and none without SIE_GATEWAY_URL."""
     async with Assigner() as assigner:
         assigner.pools = []
         if environ:
@@ -469,7 +469,7 @@ async def test_the_gateway_tells_a_worker_its_pool_and_takes_the_read_token_for_
 
 @pytest.mark.long
 async def test_a_model_gets_one_more_host_when_work_waits_longer_than_allowed(cluster: InProcess) -> None:
-    """SIE_ADOPT_AFTER_MS."""
+    """SIE_ADOPT_AFTER_MS is the allowed wait."""
 
     async def hosts(adopt_after_ms: str, within_s: float) -> int:
         gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS=adopt_after_ms)

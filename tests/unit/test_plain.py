@@ -120,7 +120,7 @@ def test_a_message_repeats_nothing_of_what_was_sent() -> None:
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.name)
 def test_a_body_of_many_values_is_refused_before_they_are_made(bomb: Bomb) -> None:
-    """At most twice its own size is taken on the way, where the objects would take up to 70 times as much."""
+    """The refusal takes at most twice the size of the body. The objects would take up to 70 times that size."""
     body = bomb.body(20 * MIB)
     tracemalloc.start()
     try:
@@ -147,7 +147,7 @@ def test_as_many_values_as_are_allowed_are_decoded(make: Any) -> None:
 
 
 def test_marks_in_a_text_are_no_values() -> None:
-    """A table, a program or JSON as a text has many of them."""
+    """A table, a program or JSON as a text has many such marks."""
     text = '{"a": [1, 2, "\\"], }' * 100_000
     for value in ({"text": text}, {"texts": [text[:200]] * 5000}, {"text": "\\" * 1_000_001 + text}):
         assert from_json(msgspec.json.encode(value)) == value
@@ -171,7 +171,7 @@ VALUES = st.recursive(
 
 
 def marks_of(value: Any) -> int:
-    """The commas, colons and openings of its JSON."""
+    """Return the number of commas, colons and opening brackets in the JSON of a value."""
     if not isinstance(value, dict | list):
         return 0
     is_map = isinstance(value, dict)
@@ -180,7 +180,7 @@ def marks_of(value: Any) -> int:
 
 
 def values_of(value: Any) -> int:
-    """A list or map counts as one more than its values and keys."""
+    """Return the number of values. A list or map counts as one more than its values and keys."""
     if not isinstance(value, dict | list):
         return 0
     if isinstance(value, list):
@@ -221,7 +221,7 @@ def test_values_of_each_size_are_counted_in_msgpack(odd: Any) -> None:
 
 
 def test_whatever_the_bytes_are_they_are_counted_or_refused() -> None:
-    """Cut off, or with another first byte."""
+    """The data are cut off, or have another byte in front. Nothing is raised."""
     whole = msgspec.msgpack.encode({"a": [1, "x" * 300, [2.5] * 20, {"b": b"x" * 70_000}], "c": None})
     for data in itertools.chain((whole[:end] for end in range(700)), (bytes([first]) + whole for first in range(256))):
         body_values.of_msgpack(data)

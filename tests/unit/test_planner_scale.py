@@ -1,4 +1,4 @@
-"""A lane of 1,000 workers and 10,000 models: what a look costs, and what the gateway's event loop notices of it."""
+"""A lane of 1,000 workers and 10,000 models: the cost of a look, and its effect on the event loop of the gateway."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _WEIGHTS = np.arange(1, MODELS + 1) ** -1.1
 ARRIVING = dict(
     zip(NAMES, np.minimum(0.56 * WORKERS * RATE * _WEIGHTS / _WEIGHTS.sum(), 0.6 * RATE).tolist(), strict=True)
 )
-# Of passes over all models, which take 2 ms where the first table takes 0.5 s and a look 3 ms: three times that. How
-# fast a processor is, and what it shares with others, changes all three.
+# The limits are numbers of passes over all models, three times what was measured: a pass took 2 ms, the first table
+# 0.5 s, a look 3 ms. The speed and the load of a processor change all three.
 FIRST, STEADY = 3 * 250, 3 * 1.5
 
 
 def beat(number: int, models: Mapping[str, int], rng: random.Random) -> Heartbeat:
-    """Return the heartbeat of a worker with these models loaded, each of them on so many workers."""
+    """Return the heartbeat of a worker that has loaded `models`. The values of `models` are numbers of workers."""
     statuses = tuple(
         ModelStatus(m, "loaded", load_s=5.0, cost_rate=ARRIVING[m] / n * rng.uniform(0.97, 1.03))
         for m, n in models.items()
@@ -114,7 +114,7 @@ async def test_the_event_loop_takes_its_turns_while_the_first_table_is_made() ->
 
     async def turn() -> None:
         nonlocal turns, longest_s
-        before_s = time.process_time()  # which stands still with the machine
+        before_s = time.process_time()  # CPU time, because the machine may stand still
         while not done:
             await asyncio.sleep(0)
             now_s = time.process_time()

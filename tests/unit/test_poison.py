@@ -1,4 +1,4 @@
-"""Inputs that end adapters: judged by their second death, refused from then on, and nobody else pays with an answer."""
+"""Inputs that end adapters: the second death is the verdict, and then they are refused. All others are answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 
 
 async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster: Direct) -> None:
-    """Mates in the same work item, in the same batch and in other batches are all answered rightly."""
+    """Inputs in the same work item, in the same batch and in other batches get right answers."""
     adapter = await cluster.deadly("bad")
     adapter.hold_batches = True
     await cluster.sidecar(adapter)
@@ -55,7 +55,7 @@ async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster:
 
 
 async def test_a_known_poison_is_refused_before_it_runs(cluster: Direct) -> None:
-    """By this worker, by one that starts later, and also among other inputs."""
+    """This worker and one that starts later refuse the poison among other inputs."""
     adapter = await cluster.deadly("bad")
     sidecar = await cluster.sidecar(adapter)
     first = await cluster.publish("bad")
@@ -84,7 +84,7 @@ async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Dire
 
 
 async def test_an_innocent_is_never_judged_by_the_deaths_it_was_near(cluster: Direct) -> None:
-    """However often it shares a batch with poison: each time it is cleared by being answered alone."""
+    """An input that often shares a batch with poison is cleared each time, because it is answered alone."""
     adapter = await cluster.deadly(*(f"bad {number}" for number in range(4)))
     await cluster.sidecar(adapter)
     for number in range(4):
@@ -97,7 +97,7 @@ async def test_an_innocent_is_never_judged_by_the_deaths_it_was_near(cluster: Di
 
 
 async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enough(cluster: Direct) -> None:
-    """The count survives whoever counted: a sidecar that was killed between the two deaths, say."""
+    """The count outlives the worker that counted, such as a sidecar that was killed between the two deaths."""
     item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
     bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
     at_s = await cluster.broker.server_time(cluster.stream.name)
@@ -152,8 +152,8 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
 
 
 async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(cluster: Direct) -> None:
-    """A holder gets the same work five times and does nothing with it; a worker answers it: no death, no mark, no dead
-    letter.
+    """A consumer gets the same work five times and gives it back. Then a worker answers it, without a death, a mark or
+    a dead letter.
     """
     items = [await cluster.publish(f"text {number}") for number in range(3)]
     stopped = cluster.server.connect("stopped")

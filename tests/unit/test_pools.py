@@ -1,4 +1,4 @@
-"""Reservations: who gets which worker, what a spec may be, and their whole life before gateways and sidecars of one
+"""Reservations: which workers they get, which specs are valid, and their whole life with gateways and sidecars in one
 process.
 """
 
@@ -79,7 +79,7 @@ def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_n
         if worker in workers and pool in specs and workers[worker].fits(specs[pool]):
             assert assignment[worker] == pool  # what fits stays
     assert assign(reservations, workers, assignment) == assignment
-    # whatever the order of what was heard
+    # the order of reservations and workers does not matter
     assert assign(reversed(reservations), dict(reversed(workers.items())), before) == assignment
 
 
@@ -98,8 +98,8 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
             continue
         assert held <= {worker for worker, pool in before.items() if pool == name}
         if not reservation.takes_last:
-            continue  # what was free may have been the last of its bundle
-        # nor would it be met with all that is free, or was taken by younger ones
+            continue  # a free worker may have been the last of its bundle
+        # the free workers and those that younger reservations took would not meet it
         younger = {successor.spec.name for successor in order[place + 1 :]}
         moved_workers = {
             worker for worker, pool in assignment.items() if pool in younger and before.get(worker) != pool
@@ -112,7 +112,7 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
 def test_of_each_bundle_one_worker_stays_for_everybody(
     case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
-    """Unless it was gone before, or a reservation took it that may."""
+    """The exceptions: no worker was left before, or a reservation that may take the last one took it."""
     reservations, workers, before = case
     assignment = assign(reservations, workers, before)
     may = {entry.spec.name for entry in reservations if entry.takes_last}
@@ -134,7 +134,7 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
 def test_what_is_asked_for_would_meet_a_reservation(
     case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
-    """Also with no worker at all."""
+    """The cases include clusters without any worker."""
     reservations, workers, _ = case
     for reservation in reservations:
         held = [worker for worker in workers.values() if worker.fits(reservation.spec)]
@@ -235,7 +235,7 @@ def test_a_spec_is_written_one_way_with_its_defaults() -> None:
 
 
 def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:
-    """64 of them are at most four times what one pool of its own reserves at the broker."""
+    """All 64 reservations together reserve four times as much at the broker as one pool of an installation."""
     settings = Settings()
     own, reserved = work_spec(settings, "_default").max_bytes, work_spec(settings, "team", reserved=True).max_bytes
     assert MAX_RESERVATIONS * reserved == 4 * own
@@ -245,7 +245,7 @@ def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:
 
 SPEC = {"name": "team", "gpus": {"l4": 1}}
 L4 = {"SIE_GATEWAY_CONFIGURED_GPUS": "l4,h100"}
-# no worker is gone because the machine stood still
+# the time-out is long, so that a worker is not lost when the machine stands still
 FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10000"}
 
 
@@ -263,7 +263,7 @@ class Town(InProcess):
     gateways: tuple[GatewayProcess, GatewayProcess]
 
     async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
-        """One whose client is an administrator, whose reservations may take the last worker."""
+        """Start a gateway whose client is an administrator: its reservations may take the last worker."""
         gateway = await super().gateway(source, ready=ready, SIE_ADMIN_TOKEN="admin", **environ)
         gateway.client.headers["authorization"] = "Bearer admin"
         return gateway
@@ -281,11 +281,11 @@ class Town(InProcess):
             return {info["name"]: info["pool"] for info in health["workers"]}.get(worker) == pool
 
         await until(told, f"{worker} serves {pool}")
-        for gateway in self.gateways:  # which may hear of it later
+        for gateway in self.gateways:  # a gateway may hear of it later
             await eventually(gateway, "/health", known)
 
     async def state(self, expected: str, name: str = "team") -> dict[str, Any]:
-        """The Pool object at both gateways, once it has this state."""
+        """Return the Pool object at both gateways once it has this state."""
         path = f"/v1/pools/{name}"
         pools = [
             await eventually(town_gateway, path, lambda pool: pool.get("status", {}).get("state") == expected)
@@ -295,11 +295,13 @@ class Town(InProcess):
         return pools[0]
 
     async def events(self, event: str) -> float:
-        """How often both gateways together counted it."""
+        """Return how often both gateways together counted the event."""
         return sum([await gateway.metric("sie_gateway_pool_events_total", event=event) for gateway in self.gateways])
 
     async def counted(self, event: str) -> None:
-        """The leader of the gateways counts a change at its next look, which may be after it shows in a Pool object."""
+        """Wait until the event is counted. The leader counts a change at its next look, which may be after the Pool
+        object shows it.
+        """
         async with asyncio.timeout(30):
             while not await self.events(event):  # noqa: ASYNC110  a state of another process
                 await asyncio.sleep(0.02)
@@ -320,7 +322,7 @@ def placers() -> list[Placer]:
 
 def code(answer: httpx.Response) -> tuple[int, str]:
     body = answer.json()
-    assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads it there, of a map
+    assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads the message there
     return answer.status_code, body["code"]
 
 
@@ -442,8 +444,8 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
-    """Two are reserved with nobody there: pending, and two workers are wanted. A request is told to wait. One worker
-    comes: it is left to the others. The second comes: active.
+    """Two workers are reserved while there is none: the reservation is pending, and two workers are wanted. Requests
+    are told to come again. The first worker stays in the default pool. With the second one the reservation is active.
     """
     first_gateway, two = town.gateways
     assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
@@ -480,7 +482,7 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
 
 
 async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> None:
-    """A request waits in the queue of a reservation without workers; when its lease is over it fails at once, with the
+    """Requests wait in the queue of a reservation without workers. When its lease is over they fail at once, with the
     reason.
     """
     first_gateway, two = town.gateways
@@ -507,9 +509,9 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
 
 
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
-    """Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is
-    wanted. A second worker comes: active, the first one goes on serving everybody. An administrator's reservation takes
-    that one too.
+    """A caller without the scope admin reserves the only worker. The pool is pending and says why, and one worker more
+    is wanted. With a second worker the pool is active, and one worker still serves everybody. The reservation of an
+    administrator takes that one too.
     """
     first_gateway, two = town.gateways
     await town.worker()
@@ -548,7 +550,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
 async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its adapter may be back within seconds."""
+    """The adapter of such a worker may be back within seconds."""
     monkeypatch.setattr(pool_reconciler, "UNREADY_S", 2.0)
     patient = {**FAST, **L4, "SIE_HEARTBEAT_TIMEOUT_MS": "30000"}
     async with Town(tmp_path, toy_entry()) as town:
@@ -645,7 +647,7 @@ async def test_a_reservation_has_what_it_asks_for_and_nothing_else(town: Town) -
 async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_workers_come_back(town: Town) -> None:
     """SIE_STREAM_STORAGE=memory: the bucket is made anew, and its revisions begin again."""
     await town.worker()
-    for number in range(3):  # so that the revisions of before are higher than those after
+    for number in range(3):  # the revisions of before are then higher than those after
         await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"other{number}"})
         await town.gateways[0].client.delete(f"/v1/pools/other{number}")
     await town.gateways[0].client.post("/v1/pools", json=SPEC)
@@ -664,8 +666,8 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
 
 
 async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_somebody_repairs_them(town: Town) -> None:
-    """A reservation is there; its record is damaged: the last known one stays, and no change is written over the
-    damage; the record is removed, and reservations can be made again.
+    """The record of a reservation is damaged. The last known one stays, and no change is written over the damage. After
+    the record is removed, reservations can be made again.
     """
     client = town.gateways[0].client
     assert (await client.post("/v1/pools", json=SPEC)).status_code == 201

@@ -1,4 +1,4 @@
-"""No port is given twice: what would listen on it starts only later."""
+"""No port is given out twice, although the process that listens on it starts later."""
 
 import contextlib
 import os

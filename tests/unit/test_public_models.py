@@ -1,4 +1,4 @@
-"""Model files of the public SIE as entries of ours: what each field becomes, and what is named instead."""
+"""Model files of the public SIE as entries: what each field becomes, and which fields are reported instead."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ STREAM = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes
 
 @dataclass
 class Taking:
-    """A worker that keeps what it gets, and says what waits before its device."""
+    """A worker that keeps its deliveries and reports the load before its device."""
 
     broker: MemoryBroker
     loads: dict[bool, Load] = field(default_factory=lambda: {False: Load(0, 0, 1), True: Load(0, 0, 1)})
@@ -75,7 +75,7 @@ async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(brok
 
 
 async def test_a_consumer_that_is_gone_without_a_notice_is_forgotten(broker: MemoryBroker) -> None:
-    """Notices may be lost; what is asked of a consumer that is no more is refused, again and again."""
+    """Notices may be lost. The broker refuses every pull from a consumer that was deleted."""
     taking = Taking(broker)
     await publish(broker, "bulk", 0)
     await publish(broker, "interactive", 0)
@@ -91,7 +91,7 @@ async def test_a_consumer_that_is_gone_without_a_notice_is_forgotten(broker: Mem
 
 
 async def test_a_reconnect_before_the_start_pulls_nothing(broker: MemoryBroker) -> None:
-    """The broker may come back while the worker still starts: nobody would renew what came then."""
+    """The broker may come back while the worker still starts. The leases of work that comes then are not renewed."""
     taking = Taking(broker)
     await publish(broker, "interactive", 1)
     await taking.pulling.refresh_consumers()
@@ -122,7 +122,7 @@ async def test_what_cannot_be_read_does_not_use_up_the_probe(cluster: Direct) ->
 
 
 async def test_an_estimate_that_was_too_high_is_no_credit_lost(cluster: Direct) -> None:
-    """20 texts of 3 tokens that were taken for 60 each fit into two batches of 100 tokens: all are here while the
+    """20 texts of 3 tokens, each estimated at 60, fit into two batches of 100 tokens. All are delivered while the
     device is busy.
     """
     adapter = await cluster.adapter()
