@@ -1,4 +1,4 @@
-"""Tokens per minute of a key: what may go, when to come again, and that what was estimated wrongly is put right."""
+"""Tokens per minute of a key: what is admitted, when a client may retry, and the correction of wrong estimates."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_key_may_use_its_tokens_at_once_and_then_as_they_come_back() -> None:
     assert (caught.value.retry_after_s, caught.value.extras) == (6, {"limit": 1000})
     clock.now_s += 6
     charge_of(quotas, "a", KeyLimits(tokens_per_minute=1000)).spend(100)
-    charge_of(quotas, "b", KeyLimits(tokens_per_minute=1000)).spend(1000)  # another key has its own
+    charge_of(quotas, "b", KeyLimits(tokens_per_minute=1000)).spend(1000)  # another key has its own quota
 
 
 def test_a_time_to_retry_after_is_when_it_goes() -> None:
-    """Exact to the second, for any sequence of requests."""
+    """The time is exact to the second, for any sequence of requests."""
     chance, clock = random.Random(7), Clock()
     quotas, refused = quotas_of(clock), 0
     for _ in range(300):
@@ -78,7 +78,7 @@ def test_an_estimate_is_settled_by_what_was_used(used: int) -> None:
     charge = charge_of(quotas, "a", limits)
     charge.spend(500)
     charge.settle(used)
-    charge.settle(0)  # counts once
+    charge.settle(0)  # only the first settlement counts
     charge.refund()
     if used < 1000:
         charge_of(quotas, "a", limits).spend(1000 - used)
@@ -115,7 +115,7 @@ def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
             continue
         used += cost
     assert 0.9 * 60_000 <= used <= 60_000 + 6000 + 4 * 2000
-    charge_of(quotas_of(clock, 4), "b", limits).spend(6000)  # above a part, allowed by the quota
+    charge_of(quotas_of(clock, 4), "b", limits).spend(6000)  # more than one part, and within the quota
 
 
 def test_a_gateway_that_leaves_gives_its_part_to_the_others() -> None:

@@ -1,5 +1,5 @@
-"""Files that a broker could not read are set aside while it does not run, and its output says whose they are. Buckets
-of keys are repaired from each other.
+"""Files that a broker could not read are set aside while it does not run. The output of the broker names their stream.
+Buckets of keys are repaired from each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def test_the_stream_that_a_broker_does_not_end_reading_is_known_by_what_it_print
 
 
 def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: Path) -> None:
-    """`sie serve` wrote down which stream its broker does not end reading. It is stopped, the command is run."""
+    """`sie serve` has written down which stream its broker does not finish reading. The command runs while `sie serve`
+    is stopped.
+    """
     data_dir = tmp_path / "data"
     files = data_dir / "nats" / "jetstream" / "$G" / "streams" / "KV_sie_keys"
     (files / "msgs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`POST /v1/redact/{model}`: what it refuses, what it asks of the model, and what it answers to the entities."""
+"""`POST /v1/redact/{model}`: its refusals, the options that the model gets, and the reply that its entities make."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def post(gateway: GatewayProcess, model: str, body: Any, **headers: str) -
 
 
 async def message_of(cluster: InProcess, sequence: int) -> Any:
-    """The stream of work, once it has had this many messages."""
+    """Return the stream of work once it has had this many messages."""
 
     def stream() -> Any:
         work = cluster.server.streams.get(STREAM)
@@ -216,7 +216,7 @@ async def test_what_any_of_several_models_finds_is_replaced(
 async def test_text_that_fails_with_one_of_several_models_has_no_text(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
-    """Otherwise a failure would mean less redaction, without a word."""
+    """Otherwise a failure would mean less redaction, and the client would not know."""
     failed = Failed(InferenceFailed("not finite", reason="non_finite").info())
     body = {"items": ["Ada met", "Bob met"], "kinds": ["person"], "models": [FIXED]}
     reply = asyncio.create_task(post(gateway, LABELLED, body))

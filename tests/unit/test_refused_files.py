@@ -1,5 +1,5 @@
-"""Model folders whose tokenizer or weights cannot be right are refused by `inspect`, `add` and a load alike, with what
-to do.
+"""Model folders whose tokenizer or weights cannot be right are refused by `inspect`, `add` and a load alike. Each
+refusal says what to do.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """A model of a kind and its entry, made once."""
+    """Return a function that gives the model folder of a kind and its entry. Each is made once."""
     root = tmp_path_factory.mktemp("good")
     cache: dict[str, tuple[Path, dict[str, Any]]] = {}
 
@@ -78,7 +78,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     return made
 
 
-# what was done to the folder
+# faults of a folder
 
 
 def files_of_tokenizer(folder: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def of_unreal_words(folder: Path) -> None:
 
 
 def larger(folder: Path) -> None:
-    """Tokens were added and the table was not resized: what blamed the client of the first text that held one."""
+    """Add tokens without resizing the table of the weights."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"new{number}" for number in range(5000)])
     tokenizer.save_pretrained(folder)
@@ -136,7 +136,7 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def without_markers(folder: Path) -> None:
-    """No token before a text, and none between two."""
+    """Leave out the special tokens before a text and between two."""
     edited(folder, lambda state: state.update(post_processor=None))
 
 
@@ -173,12 +173,12 @@ def some_matrix(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def with_nan(folder: Path) -> None:
-    """One number, in the row of one token: no sample that a load computes has to meet it."""
+    """Change one number, in the row of one token: a sample that a load computes need not contain this token."""
     changed(folder, lambda tensors: tensors[some_matrix(tensors)].__setitem__((-1, -1), float("nan")))
 
 
 def quantised(dtype: torch.dtype) -> Callable[[Path], None]:
-    """Numbers without the scale that makes weights of them, which config.json would tell."""
+    """Return a fault: a matrix has this dtype, and config.json has no quantization_config with its scale."""
 
     def without_scale(folder: Path) -> None:
         changed(folder, lambda tensors: tensors.update({some_matrix(tensors): tensors[some_matrix(tensors)].to(dtype)}))
@@ -342,7 +342,7 @@ def test_an_entry_with_the_digest_of_another_file_is_not_added(
 def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
     good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Published models have such, for images for instance: no client is blamed for a text that holds one."""
+    """Published models have such tokens, for images for instance. A text that holds one is no fault of its client."""
     source, entry = good("dense")
     folder = shutil.copytree(source, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -357,7 +357,7 @@ def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
 
 
 def test_a_vocabulary_of_one_script_or_smaller_than_the_table_is_good(tmp_path: Path) -> None:
-    """English alone, and a table that was padded, as many published models have it."""
+    """Many published models have a vocabulary of English alone, or a padded table."""
     folder = add_modules(
         build(tmp_path / "padded", ARCHITECTURES["bert"], vocab_size=4096), modules_of(ARCHITECTURES["bert"])
     )

@@ -1,5 +1,5 @@
-"""Remote servers: what is proven, what leaves the cluster, what a remote server may do wrong. They are gateways of a
-second cluster, called over HTTP on their own routes.
+"""Remote servers: their proof, the requests that leave the cluster, and faults of a remote server. The remote servers
+are gateways of a second cluster, called over HTTP on their own routes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ Change = Callable[[bytes], bytes]
 
 
 class Relay:
-    """HTTP server before another one. `change` makes another body of each answer; `status` answers without it."""
+    """An HTTP server before another one. `change` changes the body of each answer. With `status` the other one is not
+    called.
+    """
 
     def __init__(self, url: str) -> None:
         self._to = httpx.URL(url)
@@ -106,7 +108,7 @@ class Relay:
 
 
 def moved(by: float, times: float = 1.0) -> Change:
-    """Another body whose fractions are all moved."""
+    """Return a change that multiplies each float of a body by `times` and adds `by`."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, float):
@@ -187,7 +189,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def proven(start: Start, kind: str = "sie", **more: Any) -> Fallback:
-    """A cluster whose worker has had the model, and has gone after the proof."""
+    """Return a cluster whose worker had the model and has left after the proof."""
     fallback = await start(kind, **more)
     assert (await fallback.gateway.encode("warm")).headers["x-sie-served-by"] == "local"
     await fallback.ready()
@@ -201,7 +203,7 @@ def dense(answer: httpx.Response) -> Any:
 
 @pytest.mark.parametrize("kind", ["sie", "tei", "openai"])
 async def test_a_refused_request_has_the_vectors_of_the_proven_remote_server(start: Start, kind: str) -> None:
-    """SIE_REMOTES names it."""
+    """SIE_REMOTES names the remote server."""
     fallback = await proven(start, kind)
     answer = await fallback.gateway.encode("a text", "another", x_sie_explain="1")
     assert answer.status_code == 200, answer.text
@@ -279,7 +281,7 @@ async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_ba
 async def test_an_answer_of_another_model_than_in_the_proof_is_not_used(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, field: str
 ) -> None:
-    """The server is replaced by one with another model of the same width, then by the first one."""
+    """The server is replaced by one with another model of the same width, which is not used later either."""
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     fallback = await proven(start, kind)
     negative, report = moved(0.0, -1.0), {field: "another"}

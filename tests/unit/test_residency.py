@@ -30,7 +30,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def served(cluster: InProcess) -> tuple[GatewayProcess, FakeAdapter]:
-    """A gateway, and the adapter of the one worker that it has."""
+    """Return a gateway and the adapter of its only worker."""
     gateway, adapter = await cluster.gateway(**TOKENS), await cluster.adapter()
     await cluster.sidecar(adapter)
     await placing(cluster)
@@ -117,7 +117,7 @@ async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again
     reply = await asked(gateway, "unload")
     assert (reply.status_code, reply.json()["state"]) == (202, "unloading")
     assert reply.json()["lanes"][0]["workers"][0]["worker"] == "w0"
-    assert (await asked(gateway, "unload")).status_code == 202  # also twice
+    assert (await asked(gateway, "unload")).status_code == 202  # a second unload is accepted too
     assert adapter.releases == []
     adapter.hold_batches = False
     adapter.let_go()

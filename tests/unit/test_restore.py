@@ -39,7 +39,7 @@ def loaded(revision: int) -> ModelStatus:
     ("statuses", "former"),
     [
         ([failed(2, 1)], 1),
-        ([failed(3, 1), failed(3, 2), failed(3, 0)], 2),  # the last one that any of them had
+        ([failed(3, 1), failed(3, 2), failed(3, 0)], 2),  # the latest revision that any worker had loaded
         ([failed(2, 1, model=f"{MODEL}:small")], 1),
         ([failed(2, 1), loaded(1)], 1),  # a worker that has not seen the change
         ([failed(2, 1), loaded(2)], None),  # the fault is of one worker

@@ -1,4 +1,4 @@
-"""Rows of every layout against what the fast tokenizers of transformers give, of each kind and with the templates of
+"""Rows of every layout against those of the fast tokenizers of transformers, of each kind and with the templates of
 their models.
 """
 
@@ -76,7 +76,7 @@ def rows_of(kind: str, layout: Layout | Rows, item: WorkItemInput) -> list[Token
 
 
 def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
-    """Against the library where it can cut one of the two alone; `truncated` and the count always."""
+    """Check `truncated` and the count. Compare the row with the library where it can cut one of the two texts alone."""
     whole = library(kind)([left], [right])
     length = len(whole["input_ids"][0])
     special = length - len(plain(kind, left)) - len(plain(kind, right))
@@ -86,7 +86,7 @@ def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, trun
     assert len(row.ids) == min(length, limit)
     if len(uncut_ids) <= int(
         QUERY_SHARE * (limit - special)
-    ):  # what is not cut fits its share, so the library can do it too
+    ):  # the text that is not cut fits its share, so the library can do it too
         expected = library(kind, side_of(truncate))(
             [left], [right], truncation=strategy, max_length=limit, return_token_type_ids=True
         )
@@ -173,7 +173,7 @@ def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
 @given(query=TEXTS, text=TEXTS, limit=st.integers(40, MODEL_LIMIT))
 @example(query="river " * 60, text="paper", limit=40)
 def test_a_query_beside_the_document_is_cut_to_its_share(kind: str, query: str, text: str, limit: int) -> None:
-    """One text, as the template of Qwen3-Reranker has it: what is shown of the query is a beginning of it."""
+    """Query and document are one text, as in the template of Qwen3-Reranker. A beginning of the query is shown."""
     pieces = (("<",), ("", "query", "\nsee: ", "document", ""), (">",))
     (row,) = rows_of(kind, "pieces", work([text], query, pieces=pieces, max_tokens=limit))
     share = int(QUERY_SHARE * limit)
@@ -188,7 +188,7 @@ def test_a_query_beside_the_document_is_cut_to_its_share(kind: str, query: str, 
 
 
 def test_a_template_is_whole_even_where_it_passes_the_limit() -> None:
-    """No answer could be read from less; the adapter refuses what passes the model's own limit."""
+    """No answer could be read from a part of it. The adapter refuses rows above the model's own limit."""
     pieces = (("search index query vector",), ("document", "document", ""), ("river mountain engine",))
     (row,) = rows_of("wordpiece", "pieces", work(["paper " * 9], "", pieces=pieces, max_tokens=2))
     assert row.ids.tolist() == plain("wordpiece", "search index query vector river mountain engine")
@@ -250,8 +250,8 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
 def test_passages_are_pairs_with_the_places_of_their_text(
     kind: str, texts: list[str], instruction: str, limit: int
 ) -> None:
-    """The instruction is paired with the text as the library does; where the library would cut the instruction, it is
-    cut as a query is.
+    """The instruction and the text are a pair as in the library. Where the library would cut the instruction, it is cut
+    as a query is.
     """
     token_rows = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
     pairs = rows_of(kind, "pair", work(texts, instruction, max_tokens=limit))
@@ -281,7 +281,7 @@ def test_a_side_without_special_tokens_has_the_text_alone() -> None:
 @pytest.mark.parametrize("layout", ["text", "pair", "hypotheses", "pieces", "sides", "spans", "passages", "raw"])
 @pytest.mark.parametrize("truncate", CUTS)
 def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Truncate) -> None:
-    """Also where they share texts, labels and pieces, or have none of their own."""
+    """The work items share texts, labels and pieces, or have none of their own."""
     pieces = (("system",), ("ask ", "query", ""), ("see ", "document", "."), ("end",))
     items = [
         work(

@@ -1,5 +1,5 @@
-"""Inputs that are more than a text: token ids, pairs and vectors as rows, and what does not suit a model refused by
-itself.
+"""Inputs that are more than a text: token ids, pairs and vectors become rows. An input that does not suit the model is
+refused alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def vectors(count: int, width: int = WIDTH, seed: int = 0) -> Vectors:
 @given(text=TEXTS, limit=LIMITS, truncate=TRUNCATE)
 @example(text="", limit=6, truncate="END")
 def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit: int, truncate: Truncate) -> None:
-    """With its special tokens, without them, and with those of one end: what is missing is added, and nothing twice."""
+    """The ids have all special tokens, none, or those of one end. Those that are missing are added, and none twice."""
     (expected,) = rows_of(kind, ENCODE, work(Input(text), truncate=truncate, max_tokens=limit))
     bare, full = plain(kind, text), whole(kind, text)
     first, last = ours(kind).first, ours(kind).last
@@ -102,12 +102,12 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
 def test_a_prompt_stands_around_ids_as_around_their_text(
     kind: str, truncate: Truncate, prefix: str, suffix: str
 ) -> None:
-    """The case is a word that keeps its ids behind the prompt, as after every prompt of a template."""
+    """The cases are texts that keep their ids behind the prompt, as after every prompt of a template."""
     options = {"prefix": prefix, "suffix": suffix, "truncate": truncate}
     for text in ("river mountain", "paper " * 100):
         joint, bare = plain(kind, prefix + text + suffix), plain(kind, text)
         at = next(iter(at for at in range(len(joint)) if joint[at : at + len(bare)] == bare), None)
-        if at is None:  # without a space before it a word is another one where spaces belong to words
+        if at is None:  # where tokens hold spaces, a word without a space before it has other ids
             assert kind.startswith("byte-level") or prefix.endswith("\n")
             continue
         by_text, by_ids = rows_of(kind, ENCODE, work(Input(text), Input(tokens=tuple(whole(kind, text))), **options))
@@ -147,7 +147,7 @@ def test_an_id_that_is_no_token_is_an_error_of_its_own_input(ids: tuple[int, ...
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
 def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(layout: Layout) -> None:
-    """And a query that is one, which all of them need."""
+    """The whole work item is refused for a query of such a kind, because all inputs need the query."""
     options = {"labels": ("a",), "pieces": (("", "query", " ", "document", ""),), "outputs": ("multivector",)}
     strange = (Input(tokens=(5,)), Input("river", pair="music"), Input(vectors=vectors(2)))
     query = Input("search") if layout in ("pair", "pieces", "sides") else None
@@ -179,7 +179,7 @@ def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(lay
 def test_a_pair_is_what_the_library_makes_of_it(
     kind: str, left: str, right: str, alone: str, limit: int, truncate: Truncate
 ) -> None:
-    """Beside a text that is alone."""
+    """The pair lies beside a text without a pair."""
     options = {"truncate": truncate, "max_tokens": limit}
     single, pair = rows_of(kind, CLASSES, work(Input(alone), Input(left, pair=right), **options))
     check_pair(kind, pair, left, right, limit, truncate, "only_second")

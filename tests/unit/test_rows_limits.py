@@ -49,7 +49,7 @@ def ids(work_rows: WorkRows) -> list[list[int]]:
 def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
     layout: Layout, excess: WorkItemInput, named: str
 ) -> None:
-    """A product of what a client sends: each factor alone fits a message."""
+    """The excess is a product of what a client sends: each factor alone fits a message."""
     mate = work("paper river", "music", query="who", labels=("one", "two"), pieces=BESIDE_QUERY)
     before, refused, after = make(TOKENIZER, Rows(layout), [mate, excess, mate])
     (alone,) = make(TOKENIZER, Rows(layout), [mate])
@@ -62,7 +62,7 @@ def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
 
 
 def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the rows would have after truncation, exactly."""
+    """The bound counts exactly the tokens that the rows have after truncation."""
     item = work("paper river " * 60, "music", labels=LABELS[:20])
     (work_rows,) = make(TOKENIZER, Rows("hypotheses"), [item])
     tokens = sum(len(row.ids) for row in work_rows.rows)
@@ -103,7 +103,7 @@ def test_a_model_that_reads_a_text_for_each_question_is_bounded_in_tokens(monkey
 def test_a_model_that_tokenises_itself_gets_a_long_text_whose_tokens_are_counted_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tokens of a whole text took 400 bytes for each of its characters."""
+    """The tokens of a whole text would take 400 bytes for each of its characters."""
     text = "paper river " * 60_000
     monkeypatch.setattr(long_text, "MAX_CALL_CHARACTERS", long_text.MAX_PIECE_CHARACTERS + 100)
     (work_rows,) = make(TOKENIZER, Rows("raw"), [work(text)])
@@ -111,7 +111,7 @@ def test_a_model_that_tokenises_itself_gets_a_long_text_whose_tokens_are_counted
 
 
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
-    """Ids, types and lengths of the most that is made of one work item."""
+    """The frame holds the ids, types and lengths of the largest work item."""
     assert 5 * layouts.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES
 
 
@@ -138,7 +138,7 @@ def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout:
 
 @pytest.mark.parametrize("layout", ["raw", "spans", "passages"])
 def test_text_that_travels_beside_few_tokens_has_its_cost(layout: Layout) -> None:
-    """White space has no tokens, and still it is what a frame holds."""
+    """White space has no tokens, but it takes room in a frame."""
     blank = " " * (1 << 17)
     (work_rows,) = make(TOKENIZER, Rows(layout), [work(f"a{blank}b")])
     assert work_rows.rows[0].cost == (1 << 17) // rows.COST_CHARACTERS
@@ -174,7 +174,7 @@ async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(
 
 
 async def let_go(cluster: InProcess, worker: str) -> None:
-    """Until a heartbeat that is yet to come says that nothing is held."""
+    """Wait for a further heartbeat that says that the worker holds nothing."""
     beat_count = len(cluster.beats)
     await until(
         lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[beat_count:]),
@@ -198,14 +198,14 @@ class Refusing(FakeAdapter):
 
 
 async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -> None:
-    """It is nobody's suspect, for the device never had it; so only its budget keeps it from going round for ever."""
+    """The work is no suspect, because the device never had it. Only its budget ends its retries."""
     async with InProcess(tmp_path) as cluster:
         adapter = Refusing(tmp_path / "refusing.sock")
         await adapter.start()
         cluster.adapters.append(adapter)
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
         answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1900")
-        # as ready as the worker is then
+        # the code depends on the state of the worker at that moment
         assert answer.json()["code"] in (
             "GATEWAY_TIMEOUT",
             "PROVISIONING",
