@@ -1,4 +1,4 @@
-"""Entities that a client names in an item: what is read of them, what is refused, and their way to the adapter."""
+"""Entities that a client names in an item: how they are read, which are refused, and their way to the adapter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`sie migrate` at a cluster that answers anything: each field of each reply in another form, text that a terminal
-would obey, replies that stop in the middle, and files of an earlier run that are damaged.
+would obey, replies that stop in the middle, vectors without a meaning, and a corpus that changes.
 """
 
 from __future__ import annotations

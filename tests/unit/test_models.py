@@ -14,7 +14,7 @@ NAMES = ("toy/a", "toy/b", "toy/c", "toy/d")
 
 
 class Device:
-    """Four models on a clock that the test sets; a model is closed for another one after 1 s."""
+    """Four models on a clock that the test sets. After 1 s a model is closed for another one."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

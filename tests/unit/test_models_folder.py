@@ -1,4 +1,4 @@
-"""SIE_MODELS_DIR: what is read of it, what is refused, and how its changes become writes while the service runs."""
+"""SIE_MODELS_DIR: which files are read, which are refused, and how changes become writes while the service runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ollama's routes: what they refuse and in what form, the names of models, vectors as the native route has them, and
-what lists of models say.
+"""Ollama's routes: refusals and their form, the names of models, the same vectors as the native route, and lists of
+models.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inputs that no message holds: the store's URL, what is written, read, removed, and what happens when the store does
-not answer.
+"""Inputs that no message holds: the URL of the store, writes, reads and removals of objects, and a store that does not
+answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The placement table: the two functions that make it, the gateways that write it, and what it is worth
-in simulation.
-"""
+"""The placement table: the two functions that make it, the gateways that write it, and its effect in simulation."""
 
 from __future__ import annotations
 
@@ -334,7 +332,7 @@ async def test_of_two_gateways_the_first_writes_and_the_other_goes_on_from_there
     stale = [placer.table(LANE) for placer, _ in placers]
     assert stale == [None, None]
     await placers[0][0].step()
-    placers[1][0]._tables.clear()  # as if the news had not come yet
+    placers[1][0]._tables.clear()  # as if the table of the other gateway had not come yet
     await placers[1][0].step()
     await placers[1][0].step()
     entry = await bucket.get(topology.lane_key(LANE))

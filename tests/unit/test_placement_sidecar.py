@@ -180,7 +180,7 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
         await host.assignment.stop()
 
 
-# the whole way
+# gateways and sidecars together
 
 
 @pytest.mark.parametrize("workers", [2, 4])

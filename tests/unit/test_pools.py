@@ -591,8 +591,8 @@ async def test_a_pinned_model_that_was_unloaded_is_loaded_again(town: Town, monk
 
 
 async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town) -> None:
-    """Both pools' streams count from 1: the worker holds the first message of each at once, and answers and removes
-    both.
+    """The streams of both pools count from 1. The worker holds the first message of each at once, and answers and
+    removes both.
     """
     first_gateway, two = town.gateways
     await town.worker()

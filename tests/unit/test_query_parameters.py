@@ -1,4 +1,4 @@
-"""Query parameters of control routes: a value that is none of the kind is refused by name."""
+"""Query parameters of control routes: a value of another kind is refused by the name of its parameter."""
 
 from __future__ import annotations
 

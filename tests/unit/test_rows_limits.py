@@ -188,7 +188,7 @@ def right(answer: httpx.Response, text: str) -> None:
 
 
 class Refusing(FakeAdapter):
-    """Closes the connection on a batch that holds `poison`, before it says that it has begun."""
+    """An adapter that closes the connection on a batch that holds `poison`, before it says that the batch has begun."""
 
     async def _run(self, batch: Any, writer: Any) -> None:
         if "poison" in texts_of(batch):
