@@ -1,4 +1,4 @@
-"""How commands find the `sie serve` of their user, and to whom they show what it told them."""
+"""Commands find the `sie serve` of their user, and send its credentials to its own addresses alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Access(
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The default data directory, of a `sie serve` that runs."""
+    """Publish the access file of a running `sie serve` in the default data directory, and return that directory."""
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     with published(tmp_path, HERE):
         yield tmp_path
@@ -50,7 +50,9 @@ def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
 
 @pytest.mark.parametrize("where", ["flags", "environ"])
 def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> None:
-    """One that looks alike gets nothing, and with it the others are not of this machine either."""
+    """An address that only resembles one of the local server gets no credentials. The other addresses are then not
+    those of the local server either.
+    """
     for name, field, value in (
         ("SIE_NATS_URL", "nats_url", "nats://127.0.0.1:902"),
         ("SIE_NATS_URL", "nats_url", "nats://other:9002"),
@@ -71,7 +73,7 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
 
 
 def test_an_address_of_the_local_one_gets_its_credentials(home: Path) -> None:
-    """The address is the one that `sie serve` or /health of a gateway reports."""
+    """The address may be one that `sie serve` or /health of a gateway reports."""
     for flags in (
         {"SIE_NATS_URL": HERE.broker_url},
         {"SIE_CONFIG_SERVICE_URL": "http://127.0.0.1:9001/"},

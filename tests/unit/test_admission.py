@@ -57,7 +57,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 def beat(worker: str = "ghost", *, model: str = "toy/one", state: Any = "loaded", **more: Any) -> Heartbeat:
-    """A worker of this lane, by its heartbeat alone: it takes nothing."""
+    """Return the heartbeat of a worker of this lane. No such worker runs, and nothing takes its work."""
     status = ModelStatus(model, state, load_s=more.pop("load_s", 0.0))
     return Heartbeat(worker, "_default", "_default", "default", True, "0", models=(status,), **more)
 
@@ -101,8 +101,8 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
 
 
 async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_refused() -> None:
-    """Steps: 1. Two gateways, work of one in the queue, a client refused there. 2. They announce. 3. The other counts
-    that work, and expects the client. 4. A gateway that is alone tells nothing.
+    """Steps: 1. One of two gateways has work in the queue and refuses a client. 2. Both announce their state. 3. The
+    other gateway counts that work and expects the client. 4. A gateway that is alone announces no work.
     """
     server, now_s = MemoryServer(), 100.0
     brokers = [server.connect(f"g{number}") for number in range(2)]
@@ -144,8 +144,8 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
 
 
 def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_next() -> None:
-    """One of them finds out. The others come again when an adapter may be there again. After a result
-    all is as before.
+    """One request is admitted as a probe. Others are refused until an adapter may be back. A result of the probe ends
+    the refusals.
     """
     now_s = 100.0
     settings = settings_of()
@@ -182,7 +182,7 @@ def test_a_queue_learns_the_ratio_of_actual_to_estimated_tokens_only_from_result
 
 
 class Alone:
-    """The gateway's request path without HTTP, over a broker in memory, before a worker that takes nothing."""
+    """The gateway's request path without HTTP, over a broker in memory. No worker takes its messages."""
 
     def __init__(self, server: MemoryServer, settings: Settings) -> None:
         self.server = server
@@ -219,11 +219,11 @@ class Alone:
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.long)])
 async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) -> None:
-    """Each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a
-    time.
+    """Each request is cancelled some steps of the event loop after it began, at whatever point it then is. A key may
+    have few tokens in the queue.
 
-    Steps: 1. Rounds of 100 requests of three keys, of one to six chunks. 2. All cancelled, at random steps. 3.
-    Nothing is held, nothing waits, nothing is in the queue or in the inbox.
+    Steps: 1. A round has 100 requests of three keys, of one to six chunks. 2. All are cancelled, at random steps. 3. No
+    permit is held, and nothing is left in the queue or in the inbox.
     """
     server = MemoryServer()
     gateway = Alone(
@@ -233,7 +233,7 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
     chance = random.Random(7)
     peak = 0
     for round_number in range(rounds):
-        gateway.fleet.note(beat(credit_cost=2000, credit_items=20))  # all rounds take longer than one heartbeat holds
+        gateway.fleet.note(beat(credit_cost=2000, credit_items=20))  # a heartbeat expires before all rounds are over
         tasks = []
         for number in range(100):
             request = gateway.ask(round_number * 100 + number, "abc"[number % 3], chance.randint(1, 6))
@@ -257,7 +257,7 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
 
 
 async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
-    """The stream takes so many of its chunks; the others, and those stored, are gone."""
+    """The stream has room for some of the chunks of the request. They are removed again."""
     gateway = await cluster.gateway(
         SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20)
     )
@@ -269,9 +269,7 @@ async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_it
 
 
 async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluster: InProcess) -> None:
-    """2,048 texts where a key may have three chunks in the queue: all are answered, in order, and the window holds all
-    the time.
-    """
+    """A request of 2,048 texts is answered in order, while its key may have three chunks in the queue."""
     await cluster.sidecar(ready=False)
     gateway = await cluster.gateway(SIE_CHUNK_COST="260", SIE_KEY_WINDOW_TOKENS="800")
     most = 0
@@ -299,8 +297,8 @@ async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluste
 async def overloaded(
     cluster: InProcess, *, requests: int, **environ: str
 ) -> tuple[GatewayProcess, list[asyncio.Task[Any]]]:
-    """So many requests of 100 tokens before a worker that runs one after the other, twenty a second; returned when
-    eight are answered.
+    """Send `requests` requests of 100 tokens to a worker that runs one at a time, twenty a second. Return when eight
+    are answered.
     """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 5e-4)
     await adapter.start()
@@ -319,7 +317,7 @@ async def overloaded(
 
 
 async def test_what_would_wait_past_its_budget_is_refused_at_once_and_told_when_to_come(cluster: InProcess) -> None:
-    """Some 2.5 s of work are ahead. A budget of 1 s is refused for about as long, one of 40 s is not."""
+    """About 2.5 s of work are ahead. A request with a budget of 1 s is refused, and one with 40 s is answered."""
     gateway, open_ones = await overloaded(cluster, requests=60)
     answer = await gateway.encode("y" * 98, X_SIE_Timeout_Ms="1000")
     assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_FULL")
@@ -334,7 +332,7 @@ async def test_what_would_wait_past_its_budget_is_refused_at_once_and_told_when_
 
 
 async def test_nothing_is_refused_without_a_measured_wait(cluster: InProcess) -> None:
-    """A worker says of itself that it is slow, and holds ten requests: no result has come that tells anything."""
+    """A worker reports a low rate, and ten requests wait. No result has arrived yet."""
     gateway = await cluster.gateway()
     await tell(cluster, beat(rate=1.0, batch_cost=4096, credit_cost=16_384, credit_items=256, pipeline=2))
     open_ones = [asyncio.create_task(gateway.encode("x" * 392)) for _ in range(10)]
@@ -346,8 +344,8 @@ async def test_nothing_is_refused_without_a_measured_wait(cluster: InProcess) ->
 
 
 async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_over(cluster: InProcess) -> None:
-    """Sixty requests of 6 s of work with budgets of 3 s, all before anything is known: the first are answered, the
-    others told early.
+    """Sixty requests need 6 s together and have budgets of 3 s. The first are answered. The others are refused before
+    their budgets end.
     """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 1e-3)
     await adapter.start()
@@ -375,8 +373,8 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
 
 
 async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess) -> None:
-    """Twenty requests are in progress, about as many end in a second. It grows with those who were
-    refused before.
+    """Twenty requests are in progress, and about twenty end in a second. `Retry-After` grows with the number of clients
+    that were refused before.
     """
     gateway, open_ones = await overloaded(cluster, requests=20, SIE_MAX_CONCURRENT_REQUESTS="20")
     more = [asyncio.create_task(gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="60000")) for number in range(100)]
@@ -395,8 +393,8 @@ async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess
 
 
 async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(cluster: InProcess) -> None:
-    """503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at
-    every gateway.
+    """An SDK whose version expects 202 gets it, and other clients get 503. The work is withdrawn. Every gateway reports
+    the demand.
     """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
     plain, reply = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4"))
@@ -443,7 +441,7 @@ async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start
 
 
 async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never_a_time_out(cluster: InProcess) -> None:
-    """The estimate is what is left of the time that its last load took."""
+    """The estimate is at most 10 s, the default before a load was measured."""
     adapter = await cluster.adapter()
     adapter.hold_loads = True
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="1")
@@ -486,7 +484,7 @@ def test_the_time_that_is_left_of_a_load_is_told_by_the_last_one() -> None:
 
 
 def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
-    """Asked for at 0, ready by 40; asked for again at 1,000."""
+    """The lane is requested at 0 s and has a worker at 40 s. It is requested again at 1,000 s."""
     now_s = 0.0
     settings, server = settings_of(), MemoryServer()
     fleet = Fleet(server.connect("x"), settings, lambda: now_s)
@@ -514,7 +512,7 @@ def test_work_at_a_worker_is_waited_for_until_no_worker_of_the_lane_is_left() ->
     cold = ColdStarts(fleet, demand, Metrics(), lambda pool: "", lambda: now_s)
     fleet.note(beat())
     assert cold.check(LANE, "toy/one")
-    for again in (replace(beat(), ready=False), replace(beat(), leaving=True)):  # it starts again, another one comes
+    for again in (replace(beat(), ready=False), replace(beat(), leaving=True)):  # the worker restarts, or is replaced
         fleet.note(again)
         assert cold.check(LANE, "toy/one", was_hosted=True)
         with pytest.raises(NotProvisioned):
@@ -596,8 +594,8 @@ def test_work_at_a_worker_is_waited_for_while_the_broker_is_away() -> None:
 
 
 async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:
-    """200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the
-    other at most a batch late; then the first are answered by their first delivery.
+    """200 requests wait for a model whose load is held. Meanwhile each of 40 requests for another model runs in the
+    next batch. Then the 200 are answered by their first delivery.
     """
     async with InProcess(tmp_path, toy_entry(), toy_entry("toy/slow")) as cluster:
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
@@ -629,14 +627,14 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
         (1, 0, 0, 0, 0, False, 1),
         (0, 0, 0, 0, 0, True, 1),
         (1, 0, 0, 3, 0, False, 3),  # no rate yet: one, or those that are ready
-        (0, 0, 1000, 0, 2, False, 2),  # what is reserved
+        (0, 0, 1000, 0, 2, False, 2),  # the reserved workers
         (0, 700, 1000, 1, 0, False, 1),
         (0, 710, 1000, 1, 0, False, 2),
-        (0, 7000, 1000, 3, 0, False, 10),  # by what comes in
+        (0, 7000, 1000, 3, 0, False, 10),  # for the arriving tokens
         (21_000, 0, 1000, 0, 0, False, 1),
         (210_000, 0, 1000, 4, 0, False, 10),
-        (210_000, 700, 1000, 4, 0, False, 11),  # and what is there
-        (0, 1, 1000, 1, 0, False, 0),  # what fades out
+        (210_000, 700, 1000, 4, 0, False, 11),  # for the arriving tokens and the backlog
+        (0, 1, 1000, 1, 0, False, 0),  # below 0.01 worker
     ],
 )
 def test_wanted_replicas_follow_from_work_and_rate(
@@ -672,7 +670,7 @@ def test_more_work_never_wants_fewer_workers(
 
 
 async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_written_again_when_it_ages() -> None:
-    """By the broker's clock. A broker that is away delays the record and does not lose it."""
+    """The age of a record is that of the broker's clock. A broker that is away delays a record and does not lose it."""
     server, now_s = MemoryServer(), 1000.0
     brokers = [server.connect(f"g{number}") for number in range(2)]
     writer, reader = (DemandRecords(broker, lambda: now_s, storage="memory", replicas=1) for broker in brokers)
@@ -710,7 +708,7 @@ async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_wr
 
 
 async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() -> None:
-    """By lane and priority, waiting and leased, models that share a consumer included."""
+    """Messages are counted by lane and priority. Models that share a consumer are included."""
     server, now_s = MemoryServer(), 0.0
     broker = server.connect("g")
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
@@ -811,9 +809,7 @@ async def test_scaling_needs_a_token_on_the_main_port_and_none_on_that_of_metric
 
 
 class TimedAdapter(FakeAdapter):
-    """A device that runs one batch after the other, each in a time by its tokens. `waits` says what each batch found
-    before it.
-    """
+    """Adapter whose device runs one batch at a time, for a time in proportion to its tokens."""
 
     def __init__(self, path: Path, token_s: float) -> None:
         super().__init__(path)
@@ -834,9 +830,9 @@ def tokens_of(batch: ipc.RunBatch) -> int:
 
 
 async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
-    """Key a has 12,288 texts of 60 tokens before it, key b asks one at a time. Steps: 1. six requests of a; 2. when
-    the device is busy, requests of b; most run after at most what two full batches hold, of the 180 that are to come.
-    A full batch takes 40 ms, longer than the process may pause.
+    """Key a sends six requests of 2,048 texts of 60 tokens. When the device is busy, key b sends 25 requests, one at a
+    time. Half of them run after at most two full batches, of the 180 that the texts of a fill. A full batch takes 40
+    ms, longer than the process may pause.
     """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 1e-5)
     await adapter.start()
@@ -846,7 +842,7 @@ async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next
     a, b = ({"Authorization": f"Bearer key-{name}"} for name in "ab")
     assert (
         await gateway.encode(*["x" * 58] * 40, **a)
-    ).status_code == 200  # a token of this tokenizer is a byte: that is learnt
+    ).status_code == 200  # the gateway learns that a token of this tokenizer is a byte
     await until(
         lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
     )

@@ -37,7 +37,7 @@ def shares(report: Report) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("case", IDLE, ids=str)
 def test_what_can_be_answered_is_not_refused(case: Case) -> None:
-    """Cold, after one tiny request, and after a stall."""
+    """The cases start cold, after one tiny request, or after a stall."""
     false, steady, onset = shares(World(case).run())
     assert false <= 0.01
     assert steady <= 0.01
@@ -66,7 +66,7 @@ BUNCHES = (
 
 @pytest.mark.parametrize("case", BUNCHES, ids=str)
 def test_hundreds_that_are_refused_at_once_are_served_when_they_were_told_to_come(case: Case) -> None:
-    """With a budget of a second, and on a device that became ten times slower."""
+    """The cases have a budget of 1 s, or a device that became ten times slower."""
     report = World(case).run()
     served, came = report.returns()
     assert came > 100

@@ -1,4 +1,4 @@
-"""`sie airgap`: models from wherever a worker finds them, into one archive, and out of it to where nothing else is."""
+"""`sie airgap`: models of any source are archived, and loaded where nothing but the archive is available."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class Site:
 
 
 def _heed_ctrl_c() -> None:
-    """In the child: a shell has what it starts in the background ignore it, and so has all that is
-    started from there.
+    """Restore the default action of SIGINT in the child. A shell makes its background jobs and all that they start
+    ignore SIGINT.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def begun(folder: Path) -> Site:
-    """An office with one model, that of a folder. Downloads are off."""
+    """Return a site with one model, whose weights are in a folder. Downloads are off."""
     site = Site(
         folder, {"HF_HOME": str(folder / "cache"), "SIE_HF_FALLBACK": "false", "SIE_MODELS_DIR": str(folder / "models")}
     )
@@ -116,7 +116,7 @@ def begun(folder: Path) -> Site:
 
 @dataclass(frozen=True)
 class Archive:
-    """One of my/path, and the index that `create` printed."""
+    """Archive of my/path, and the index that `create` printed."""
 
     path: Path
     index: str
@@ -165,7 +165,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def served(folder: Path) -> Site:
-    """A worker with the settings that a loaded folder says."""
+    """Return a site with the settings in `serve.env` of a loaded folder."""
     return Site(folder, dict(line.split("=", 1) for line in (folder / "serve.env").read_text().splitlines()))
 
 
@@ -176,8 +176,8 @@ def gone(office: Site) -> None:
 
 
 def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site, site: Site) -> None:
-    """Entries, fingerprints and bytes are equal, and weights are found where there is no cache, no package, no hub and
-    no first place.
+    """Fingerprints, revisions and bytes are equal. Weights are found without the cache, the package, the hub and the
+    folder that they were archived from.
     """
     before = office.entries()
     archive, folder = site.folder / "models.tar", site.folder / "airgap"
@@ -208,7 +208,7 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
 
 @pytest.mark.long
 def test_equal_models_are_equal_archives(office: Site, tmp_path: Path) -> None:
-    """Whatever their dates and the order in which they are named."""
+    """Neither the dates of files nor the order of the names matters."""
     first_path, two = tmp_path / "1.tar", tmp_path / "2.tar"
     first = office.sie("create", "--models", "my/path,my/hub", "-o", str(first_path))
     for path in (office.folder / "weights").rglob("*"):
@@ -243,9 +243,7 @@ def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site)
 
 @pytest.mark.long
 def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site) -> None:
-    """Files that their snapshot's manifest describes are read once, while they are written, and must be
-    what it says.
-    """
+    """A file that differs from the manifest of its snapshot is refused while it is written into the archive."""
     folder = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
     names = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
     facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in names}
@@ -258,7 +256,7 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site
     refused = office.sie("create", "--models", "my/hub", "-o", str(archive), "--force", status=1)
     assert "weights/my_2fhub/model.safetensors does not match its checksum" in refused.output
     assert list(site.folder.glob(".models*")) == []
-    site.sie("verify", str(archive))  # the old one is still there
+    site.sie("verify", str(archive))  # the old archive is still there
 
 
 def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repaired(
@@ -302,7 +300,7 @@ def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Sit
 
 
 def test_a_profile_comes_along_with_all_profiles_above_it_unchanged(office: Site, site: Site) -> None:
-    """The parent of a parent gives nothing to the profile, but the parent names it."""
+    """A profile inherits nothing from the parent of its parent, but its parent names it."""
     profiles: dict[str, Any] = {name: {"run": {"instruction": name}} for name in ("a", "b", "c", "d")}
     profiles["a"]["extends"], profiles["b"]["extends"] = "b", "c"
     office.add("layered", weights={"path": str(office.folder / "weights" / "path")}, profiles=profiles)
@@ -334,7 +332,7 @@ def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it
 
 @pytest.mark.long
 def test_backbones_that_a_gliner_only_names_come_along(office: Site, site: Site) -> None:
-    """Below its own folder, where a load looks first."""
+    """The backbone is below the folder of the model, where a load looks first."""
     backbone = office.folder / "cache" / "hub" / "models--org--backbone"
     model_files(backbone / "snapshots" / COMMIT)
     (backbone / "refs").mkdir()
@@ -393,7 +391,7 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
 
 
 def test_the_index_that_create_printed_can_be_asked_for(archive: Archive, site: Site) -> None:
-    """A chain of custody without signatures: one line to be carried apart from the file."""
+    """The index gives a chain of custody without signatures: one line that is carried apart from the file."""
     folder, index = site.folder / "airgap", archive.index
     assert "--index is" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
     assert not folder.exists()
@@ -486,7 +484,7 @@ def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anyt
 
 @pytest.mark.long
 def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
-    """`sie airgap create -o - | ssh site sie airgap load -`: no file between."""
+    """`sie airgap create -o - | ssh site sie airgap load -` needs no file in between."""
     environ = {"PYTHONPATH": str(office.folder / "site"), **office.environ}
     create = Site(office.folder, environ).start(
         "create", "--models", "my/path,my/package", "-o", "-", stdout=subprocess.PIPE
@@ -507,7 +505,7 @@ def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
 def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
     archive: Archive, site: Site, number: int
 ) -> None:
-    """Ctrl-C leaves nothing at all; kill -9 what the next load removes."""
+    """Ctrl-C leaves nothing. SIGKILL leaves a partial folder, which the next load removes."""
     folder, data = site.folder / "airgap", archive.path.read_bytes()
     loading = site.start("load", "-", stdin=subprocess.PIPE)
     assert loading.stdin is not None
@@ -527,7 +525,7 @@ def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
 
 @pytest.mark.long
 def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) -> None:
-    """Ctrl-C while the weights are being read, 8 GiB of them."""
+    """Ctrl-C comes while 8 GiB of weights are read. Before that, a second `create` of the same archive is refused."""
     weights = office.folder / "weights" / "path" / "model.safetensors"
     os.truncate(weights, 8 << 30)
     growing = tmp_path / ".models.tar.part"
@@ -544,7 +542,7 @@ def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) 
 
 @pytest.mark.long
 def test_an_archive_has_only_plain_files(office: Site, tmp_path: Path) -> None:
-    """Links of a hub's cache are followed here, not there."""
+    """`create` follows the links in the cache of the hub and archives their targets."""
     snapshot = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
     blobs = snapshot.parents[1] / "blobs"
     blobs.mkdir()

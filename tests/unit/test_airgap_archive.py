@@ -1,4 +1,4 @@
-"""The format of air-gap archives, and a load that is all or nothing: whole, damaged, cut and hostile ones."""
+"""The format of air-gap archives, and a load that is all or nothing: whole, damaged, truncated and hostile archives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_was_written_is_loaded(folder: Path) -> None:
 
 
 def test_other_tars_read_it_and_sha256sum_checks_it(tmp_path: Path) -> None:
-    """No program of ours is needed to look into an archive."""
+    """`sie` is not needed to look into an archive."""
     with tarfile.open(fileobj=io.BytesIO(made())) as tar:
         assert tar.getnames() == [INDEX, SUMS, *sorted(FILES)]
         tar.extractall(tmp_path, filter="data")
@@ -93,14 +93,14 @@ def test_equal_contents_are_equal_bytes_in_any_order() -> None:
 
 
 def test_a_file_above_8_gib_has_a_header_that_tars_read() -> None:
-    """Octal digits end there; weights do not."""
+    """The octal digits of a tar header end at 8 GiB."""
     for size in ((1 << 33) - 1, 1 << 33, 30 << 30):
         member = tarfile.TarInfo.frombuf(archive._header("weights/m/model.safetensors", size), "utf-8", "strict")
         assert (member.name, member.size, member.type) == ("weights/m/model.safetensors", size, tarfile.REGTYPE)
 
 
 def test_it_is_read_from_a_pipe(folder: Path) -> None:
-    """In pieces of any size, and without a step back."""
+    """A pipe returns pieces of any size and cannot go back."""
     pieces = random.Random(3)
 
     class Pipe(io.RawIOBase):
@@ -130,7 +130,7 @@ def test_every_cut_changes_nothing(folder: Path) -> None:
 
 
 def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
-    """Loaded bytes are right, wherever the archive was damaged."""
+    """A damaged archive is refused, or all its files are loaded unchanged."""
     name = "weights/my_2fmodel/model.safetensors"
     data = made({name: FILES[name]})
     load(data, folder)
@@ -148,11 +148,13 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
         loads += 1
         assert held(folder) == whole, at
         shutil.rmtree(folder)
-    assert loads < len(data) / 47 / 2  # most of it is no padding
+    assert loads < len(data) / 47 / 2  # most of an archive is no padding
 
 
 def tampered(change: Callable[[tarfile.TarFile, str, bytes], bool]) -> bytes:
-    """An archive whose members `change` writes, where it says so, in the place of its own."""
+    """Return an archive. `change` may write members before each of its members, and returns true to replace that
+    member.
+    """
     raw = encode(index_of())
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -165,7 +167,7 @@ def tampered(change: Callable[[tarfile.TarFile, str, bytes], bool]) -> bytes:
 
 
 def instead(**fields: Any) -> Callable[[tarfile.TarFile, str, bytes], bool]:
-    """Another header in the place of that of the configuration."""
+    """Return a change that writes config.json with these fields of its header."""
 
     def change(tar: tarfile.TarFile, name: str, data: bytes) -> bool:
         if name != "weights/my_2fmodel/config.json":
@@ -181,7 +183,7 @@ def instead(**fields: Any) -> Callable[[tarfile.TarFile, str, bytes], bool]:
 
 
 def before(**fields: Any) -> Callable[[tarfile.TarFile, str, bytes], bool]:
-    """One member more in front of the configuration."""
+    """Return a change that adds a member before config.json."""
 
     def change(tar: tarfile.TarFile, name: str, data: bytes) -> bool:
         if name == "weights/my_2fmodel/config.json":
@@ -240,7 +242,7 @@ def test_anything_but_the_files_of_the_index_in_their_order_is_refused(
 
 
 def resealed(**changes: Any) -> bytes:
-    """An archive whose index says something else, with checksums that agree: made on purpose, not damaged."""
+    """Return an archive with a changed index and checksums that match it, as an attacker creates it."""
     index = index_of(**changes)
     raw = encode(index)
     out = io.BytesIO()
@@ -337,7 +339,7 @@ def test_what_a_killed_load_left_is_replaced(folder: Path) -> None:
 
 
 def test_two_loads_at_once_do_not_mix(folder: Path) -> None:
-    """The one that comes second is refused while the first one writes, and its attempt harms nothing."""
+    """The second load is refused while the first one writes, and does not harm it."""
     refused = []
 
     def told(_: int) -> None:
@@ -352,7 +354,7 @@ def test_two_loads_at_once_do_not_mix(folder: Path) -> None:
 
 
 def test_an_error_of_the_disk_leaves_nothing(folder: Path) -> None:
-    """A file where a folder should be: what `load` meets when a disk fails, fills up or is read-only."""
+    """A file in the place of a folder stands for a disk that fails, fills up or is read-only."""
 
     def told(_: int) -> None:
         (folder.with_name(".airgap.loading") / "weights").write_bytes(b"")
@@ -363,7 +365,7 @@ def test_an_error_of_the_disk_leaves_nothing(folder: Path) -> None:
 
 
 def test_a_link_in_the_place_of_the_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    """Somebody else's link at the name that a load will use leads nowhere."""
+    """A load refuses another user's link at the name of its partial folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_bytes(b"1")

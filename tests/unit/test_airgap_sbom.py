@@ -1,4 +1,4 @@
-"""The bill of materials of an air-gap archive against the standard's own schema, and what it says of the software."""
+"""The bill of materials of an air-gap archive: the standard's own schema, licences, and the software that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aliases: what they may say, which target a key gets, how names go through them."""
+"""Aliases: their documents, the target of a key, and names that resolve through them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def refused(raw: dict[str, Any]) -> dict[str, Any]:
     return fault
 
 
-# ---- what it may say
+# ---- documents
 
 
 def test_the_short_forms_are_the_long_ones() -> None:
@@ -246,7 +246,7 @@ def test_a_profile_of_the_body_keeps_the_alias() -> None:
 
 
 def test_a_gone_target_is_an_error_that_names_the_alias() -> None:
-    """Also where an alias has taken the target's name: no name goes through two."""
+    """The same error comes where an alias has taken the target's name, because no name resolves through two aliases."""
     with pytest.raises(ModelNotFound) as caught:
         having(alias("org/gone"), alias("search", name="org/gone")).resolve("search")
     assert caught.value.message == "search is an alias of org/gone: no model named 'org/gone'"
@@ -294,7 +294,9 @@ def split(*parts: int, name: str = "search") -> Alias:
 @settings(max_examples=20)
 @given(weights)
 def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
-    """Five standard deviations of a binomial: a right implementation fails once in a million runs."""
+    """The bound is five standard deviations of a binomial: a correct implementation exceeds it once in a million
+    checks.
+    """
     search_alias = split(*parts)
     counts = dict.fromkeys((target.model for target in search_alias.alias), 0)
     for key in KEYS:
@@ -307,9 +309,7 @@ def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
 @settings(max_examples=60)
 @given(weights, st.text(max_size=30), st.data())
 def test_a_key_keeps_its_target(parts: list[int], key: str, data: st.DataObject) -> None:
-    """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no
-    key away.
-    """
+    """The order of the targets, their revisions and the shadow do not matter. A higher weight costs a target no key."""
     search_alias = split(*parts)
     chosen = choose(search_alias, key)
     mixed = data.draw(st.permutations(search_alias.alias))
@@ -335,7 +335,7 @@ def test_other_aliases_share_out_other_keys_and_nobody_gets_the_heaviest() -> No
 
 
 def test_the_target_of_a_key_is_the_same_on_every_gateway_and_in_every_version() -> None:
-    """These were written down: another hash would move the keys of those who have them."""
+    """The targets are recorded: another hash would move keys in use to other targets."""
     search_alias = alias({"model": "org/one", "weight": 90}, {"model": "org/two", "weight": 10}, force=True)
     assert "".join(choose(search_alias, f"key {number}").model[-1] for number in range(40)) == GOLDEN
 

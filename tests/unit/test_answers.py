@@ -229,7 +229,7 @@ def test_the_bound_holds_and_the_bytes_are_those_of_the_answers(seed: int) -> No
 
 
 def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
-    """Measured with tracemalloc: entry, key, order and table."""
+    """tracemalloc measures the entry, its key, the order and the table."""
     import tracemalloc
 
     memory, count = AnswerMemory(1 << 30, 60.0), 20_000

@@ -19,7 +19,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_runtime.http.routes import FORM
 
-# declared, for clients that send them, and without a meaning here
+# fields that are declared because clients send them, and that have no effect
 IGNORED = {
     "EmbeddingsRequest": {"user"},
     "TeiSimilarityParameters": {"model"},
@@ -41,7 +41,7 @@ ROUTES = [
 
 
 class Recorded(dict[str, Any]):
-    """A body that knows which of its fields were looked for. `below`: the same of its maps."""
+    """Body that records which of its fields were read. `below` has the same for the maps in it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         super().__init__(body)
@@ -61,7 +61,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
         cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs={"dense": WIDTH, "sparse": 10}))
         cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
-        # nobody answers: a body is read before that matters
+        # without a worker each request ends with 503, after its body was read
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="60")
 
 
@@ -78,7 +78,7 @@ async def test_dialects_read_the_fields_that_are_declared_and_no_others(
         body = Recorded({**example, **more, "model": model})
         monkeypatch.setattr(bodies, "decode", lambda raw, *, msgpack, body=body: body)
         answer = await gateway.client.post(route.path.replace("{model:path}", model), json={})
-        assert answer.status_code == 503, answer.text  # read to its end
+        assert answer.status_code == 503, answer.text  # the body was read to its end
         assert body.asked == _fields(declared), route.path
         for name, below in body.below.items():
             (inner,) = (struct for struct in _types(declared, name) if hasattr(struct, "__struct_fields__"))

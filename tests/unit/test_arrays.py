@@ -83,7 +83,7 @@ def test_every_accepted_dtype_is_read_with_either_kind_of_keys(array: np.ndarray
 
 
 def test_order_and_endianness_of_memory_do_not_travel() -> None:
-    """C order, little endian, whatever lies in memory."""
+    """An array travels in C order and little endian, whatever its layout in memory."""
     plain = np.arange(12, dtype="<f4").reshape(3, 4)
     for same in (np.asfortranarray(plain), plain.astype(">f4"), np.repeat(plain, 2, axis=1)[:, ::2], plain[::-1][::-1]):
         assert encoded(same) == encoded(plain)
@@ -99,7 +99,7 @@ def test_what_is_read_belongs_to_the_caller() -> None:
     "dtype", ["<f8", "<i8", "<i2", "<u2", "<u4", "<u8", "|b1", "O", "S3", "<U3", "<c8", "V4", "M8[s]"]
 )
 def test_a_dtype_that_clients_cannot_read_is_not_sent(dtype: str) -> None:
-    """Int64 breaks JavaScript."""
+    """JavaScript has no exact int64."""
     with pytest.raises(ValueError, match="cannot be sent"):
         arrays.pack(np.zeros(2, dtype))
 
@@ -138,7 +138,6 @@ def test_a_dtype_that_clients_cannot_read_is_not_sent(dtype: str) -> None:
     ],
 )
 def test_a_map_that_is_not_an_array_of_numbers_is_refused(changes: dict[str, Any]) -> None:
-    """Unknown dtypes, object and structured arrays, lengths and shapes that do not fit; nothing is unpickled."""
     for fields in (a_map(**changes), {key.encode(): value for key, value in a_map(**changes).items()}):
         with pytest.raises(ValueError, match=r"^array"):
             decoded(msgspec.msgpack.encode({"items": [fields]}))
@@ -230,7 +229,7 @@ def test_hostile_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
     )
 )
 def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> None:
-    """An array, its map with keys of either kind, and nested lists."""
+    """The forms are an array, its map with keys of either kind, and nested lists."""
     with np.errstate(over="ignore"):
         expected = array.astype("<f4")
     if not np.isfinite(expected).all():

@@ -57,7 +57,7 @@ class Client:
 
 
 class Runs:
-    """Runs of a table, each a task that waits to be told its end."""
+    """Runs of a table. Each run is a task that waits for its future in `ends`."""
 
     def __init__(self, **limits: float) -> None:
         self.table: Attachments[str] = Attachments(**{"window_s": 60.0, **limits})
@@ -82,7 +82,7 @@ class Runs:
         return asyncio.create_task(run())
 
     async def away(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
-        """A run whose client has left."""
+        """Start a run whose client leaves. Return when the table counts it, or when it has ended."""
         count = self.table.count
         task = self.start(client, body)
         client.gone.set()
@@ -118,7 +118,7 @@ async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
     ids=str,
 )
 async def test_another_path_or_header_is_another_request(change: dict[str, Any]) -> None:
-    """Nobody gets what another token asked for, nor in another form."""
+    """A client gets no answer to a request with another token or for another form of reply."""
     runs = Runs()
     task = await runs.away(Client())
     assert runs.table.find(Client(**change), b"body") is None
@@ -133,7 +133,7 @@ async def test_another_path_or_header_is_another_request(change: dict[str, Any])
 
 @pytest.mark.parametrize(("key", "is_joined"), [("", False), ("of-a-credential", True)])
 async def test_a_client_without_a_credential_joins_only_from_its_own_address(key: str, is_joined: bool) -> None:
-    """Its address selects the target of an alias."""
+    """The address of such a client selects the target of an alias."""
     runs = Runs()
     task = await runs.away(Client(client="10.0.0.1", key=key))
     assert runs.table.find(Client(client="10.0.0.1", key=key), b"body") is not None
@@ -145,7 +145,7 @@ async def test_a_client_without_a_credential_joins_only_from_its_own_address(key
 async def test_nobody_joins_a_client_that_is_still_there() -> None:
     runs = Runs()
     task = runs.start(Client())
-    await asyncio.sleep(0.05)  # beyond the time at which it is watched
+    await asyncio.sleep(0.05)  # longer than the time until a client is watched
     assert runs.table.find(Client(), b"body") is None
     runs.ends[0].set_result("answer")
     assert await task == "answer"
@@ -212,7 +212,7 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 
 
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many runs, and bytes of bodies, wait at most."""
+    """The number of runs without a client is bounded, and so are the bytes of their bodies."""
     runs = Runs()
     tasks = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
@@ -231,7 +231,7 @@ async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.Monke
 
 
 async def test_once_closed_nobody_is_waited_for() -> None:
-    """A gateway that drains: who comes back comes to another one."""
+    """A gateway that drains waits for no client: a client that comes back reaches another gateway."""
     runs = Runs()
     away = await runs.away(Client())
     runs.table.close()
@@ -267,7 +267,7 @@ class Connection:
         body: Any = None,
         **headers: str,
     ) -> Connection:
-        """Post an encode request, or another `body`; of it only `sent` bytes, if given."""
+        """Post an encode request, or another `body`. Send only its first `sent` bytes, if `sent` is not None."""
         host, port = gateway.url.removeprefix("http://").split(":")
         connection = cls(*await asyncio.open_connection(host, int(port)))
         content = json.dumps(body or {"items": list(texts)}).encode()
@@ -305,7 +305,7 @@ async def cancels(cluster: InProcess) -> list[CancelRequests]:
 
 
 async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, FakeAdapter]:
-    """A gateway, and a worker whose device stands still."""
+    """Start a gateway, and a worker whose device holds all batches."""
     gateway, adapter = await cluster.gateway(**environ), await cluster.adapter()
     adapter.hold_batches = True
     await cluster.sidecar(adapter)
@@ -313,7 +313,7 @@ async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, Fake
 
 
 async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are_told(cluster: InProcess) -> None:
-    """Contract 2.7: not before the window ends; then permits, collector and messages are gone as well."""
+    """Nothing is removed before the window ends. Then the message and the collector are gone."""
     gateway = await cluster.gateway()
     inference, cancellations = inference_of(gateway), await cancels(cluster)
     client = await Connection.ask(gateway, "hello")
@@ -340,13 +340,13 @@ async def test_the_client_of_a_quick_run_is_not_watched(cluster: InProcess) -> N
 
 
 async def test_the_window_is_ten_seconds(cluster: InProcess) -> None:
-    """Contract 2.7: a client that leaves is noticed a second after the request came, and given up ten later."""
+    """The gateway watches a client from one second after its request. A run without a client ends after ten seconds."""
     inference = unchanged_inference_of(await cluster.gateway())
     assert (inference.watch_after_s, inference.away.window_s) == (1.0, 10.0)
 
 
 async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cluster: InProcess) -> None:
-    """One batch at the device, one answer, after two clients gave up."""
+    """After two clients left, the device has run one batch, and the third gets its answer."""
     gateway, adapter = await held(cluster)
     inference = inference_of(gateway, window_s=60.0)
     for _ in range(2):
@@ -365,7 +365,7 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
 
 
 async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: InProcess) -> None:
-    """Whose `/rerank` is, its body tells."""
+    """The fields of the body say which client family a `/rerank` request belongs to."""
     cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await cluster.gateway()
     inference = inference_of(gateway, window_s=60.0)
@@ -385,7 +385,7 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
 async def test_a_request_is_in_progress_until_its_reply_is_sent(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then its results are held, and a gateway that ends waits for it."""
+    """A gateway that ends waits until the reply is sent."""
     gateway = await cluster.gateway()
     await cluster.sidecar()
     inference = inference_of(gateway)
@@ -393,7 +393,7 @@ async def test_a_request_is_in_progress_until_its_reply_is_sent(
     client = await Connection.ask(gateway, "hello")
     await client.reader.readuntil(b"\r\n\r\n")
     gateway.stop.request()
-    await asyncio.sleep(0.1)  # in which nobody reads
+    await asyncio.sleep(0.1)  # the client reads nothing meanwhile
     assert inference.in_progress == 1
     assert len(await client.reader.read()) > 64 << 20
     assert not inference.in_progress
@@ -415,7 +415,7 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
 
 
 async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
-    """They share nothing but what the device shares between any two."""
+    """Each request has its own message in the queue."""
     gateway, adapter = await held(cluster)
     inference_of(gateway)
     clients = [await Connection.ask(gateway, "hello") for _ in range(3)]
@@ -426,7 +426,9 @@ async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: In
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> None:
-    """Half of a body, then the connection ends: nothing is queued, nothing waits, and it is no fault of anybody's."""
+    """The connection ends after half of the body. Nothing is queued, no run waits, and the status is 499, no server
+    error.
+    """
     gateway = await cluster.gateway()
     inference = inference_of(gateway)
     client = await Connection.ask(gateway, "x" * 100_000, sent=50_000)
@@ -451,10 +453,10 @@ async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: I
 
 
 async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: InProcess) -> None:
-    """Requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no
-    permit, no message.
+    """Each request of 40 messages is cancelled one turn of the event loop later than the one before. No collector,
+    permit or message is left.
 
-    The worker holds what it was given; its device stands still.
+    The worker keeps the messages that it leased, because its device holds all batches.
     """
     gateway, _ = await held(cluster, SIE_CHUNK_COST="64")
     inference = inference_of(gateway)
@@ -505,8 +507,8 @@ async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: 
 async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_all_the_same(
     tmp_path: Path, chunks: int
 ) -> None:
-    """At a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the
-    loop.
+    """A publish at a real broker is cancelled at each turn of the event loop, also when the message is stored and its
+    sequence is not known yet.
     """
     lane = topology.Lane("_default", "cpu", "default")
     with NatsServer(tmp_path / "nats") as server:
@@ -546,8 +548,8 @@ async def test_a_lost_stream_is_reported_with_its_pool() -> None:
 
 
 async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
-    """A message is stored. The stream is lost and made anew by another gateway, whose message has the same sequence.
-    The first one's is withdrawn: the other's stays.
+    """The stream of a stored message is lost. Another gateway creates it again, and its message gets the same sequence.
+    Withdrawing the first message leaves the second one.
     """
     lane = topology.Lane("_default", "cpu", "default")
     server = MemoryServer()
@@ -583,7 +585,7 @@ def calls() -> list[Call]:
 async def ended_answered(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
     client = await Connection.ask(gateway, "hello")
     await adapter.until(lambda fake: fake.running, "a batch")
-    await asyncio.sleep(0.05)  # beyond the time at which its client is watched
+    await asyncio.sleep(0.05)  # longer than the time until the client is watched
     adapter.let_go()
     assert (await client.answer())[0] == 200
 
@@ -594,7 +596,7 @@ async def ended_refused(cluster: InProcess, gateway: GatewayProcess, adapter: Fa
 
 
 async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
-    """Its budget ends while the device computes, and its result comes after that."""
+    """The budget of the request ends while the device computes."""
     client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="300")
     assert (await client.answer())[0] == 504
 
@@ -608,7 +610,7 @@ async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
 
 
 async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
-    """One that left, and another that takes its place and gets its error."""
+    """A client leaves, and another one joins its run and gets the error."""
     inference = inference_of(gateway, window_s=60.0)
     client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="3400")
     await adapter.until(lambda fake: fake.running, "a batch")
@@ -620,7 +622,7 @@ async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: Fak
 
 @pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late, ended_left, ended_joined])
 async def test_nothing_keeps_a_request_that_has_ended(cluster: InProcess, end: Any) -> None:
-    """Its body goes with its last reference: garbage is collected so rarely that a gateway would hold gigabytes."""
+    """The body goes with the last reference. The garbage collector runs so rarely that gigabytes would be held."""
     gateway, adapter = await held(cluster)
     inference_of(gateway)
     gc.collect()

@@ -42,7 +42,7 @@ EXAMPLES = {
     "{lane}": "_default.cpu.default",
 }
 
-# What the documents say, written once more: a row that loses its scope is caught here.
+# The documented scopes once more: a test fails if a row loses its scope.
 DOCUMENTED = """
     infer  POST /v1/encode/org/name /v1/score/org/name /v1/extract/org/name /v1/redact/org/name
     infer  POST /v1/embeddings /embeddings /v1/contextualizedembeddings
@@ -107,7 +107,7 @@ def example(row: Route) -> str:
 
 
 def calls() -> Iterator[tuple[Route, str, str]]:
-    """Every row with a method and a path of it."""
+    """Yield every row with its method and an example of its path."""
     for row in ROUTES:
         yield row, row.method, example(row)
 
@@ -117,7 +117,7 @@ def key_with(*scopes: str, expires_s: float = 0.0, limits: KeyLimits = records.N
 
 
 async def keys_of(*key_records: records.Key, clock: BrokerClock | None = None) -> Keys:
-    """The keys of a gateway that has read these from a broker."""
+    """Return the keys of a gateway that has read these records from a broker."""
     server = MemoryServer()
     bucket = await records.bucket_of(server.connect("operator"), 1).open()
     for key in key_records:
@@ -212,7 +212,7 @@ def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str
 
 
 async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
-    """Each route, method and credential, in each mode, against a rule that is written here once more."""
+    """Each route, method and credential, in each mode, is compared with a second form of the rule."""
     subsets = [combination for count in range(1, 6) for combination in itertools.combinations(SCOPES, count)]
     key_triples = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
     expired_key, expired = key_with(*SCOPES, expires_s=time.time() - 1)
@@ -265,7 +265,7 @@ def test_the_doctor_needs_no_token_where_only_this_machine_reaches_a_gateway_wit
 
 
 def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
-    """SIE_POOL_WRITE_ROLE: admin raises what writes, also in mode none; reads stay with users."""
+    """With SIE_POOL_WRITE_ROLE=admin only an administrator writes, also in mode none. Users still read."""
     writes = [("POST", "/v1/pools"), ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine")]
     for mode in ("none", "static"):
         user, admin = (
@@ -281,7 +281,7 @@ def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
 
 
 async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess) -> None:
-    """In each mode, with every kind of credential; what is told is what the gate does."""
+    """/v1/whoami reports the scopes of every kind of credential, in each mode."""
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     key, token = key_with("infer", "metrics")
     await bucket.write([Write(key.id, records.encode(key))])
@@ -308,7 +308,7 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
 
 
 async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
-    """No name of a key, in this process or in its logs, is part of a token."""
+    """A static token has a name that is not the token."""
     limits = KeyLimits(body_bytes=10, items=2, tokens_per_minute=30)
     key, token = key_with("infer", limits=limits)
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
@@ -335,7 +335,7 @@ async def test_keys_expire_by_the_clock_of_the_broker(now_s: float) -> None:
 
 
 async def test_a_key_that_expires_waits_for_the_time_of_the_broker() -> None:
-    """Another key does not, and one that was revoked is refused as such."""
+    """A key that does not expire is not delayed, and a revoked key is refused as such."""
     clock = BrokerClock(MemoryServer().connect("gateway"), "none")
     lasting, ending = key_with("infer"), key_with("infer", expires_s=time.time() + 60)
     revoked = key_with("infer")
@@ -360,7 +360,7 @@ def test_what_is_no_token_is_not_let_in(header: str) -> None:
 
 
 def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
-    """A gateway that starts must not tell good clients that they are strangers; static tokens are known at once."""
+    """A gateway that starts must not reject good clients. Static tokens are known at once."""
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), Keys(MemoryServer().connect("gateway"), 1, clock_at()))
     assert outcome(gate, "GET", "/v1/models", "sie_whatever") is NotReady
     assert outcome(gate, "GET", "/v1/models", "") is Unauthenticated
@@ -389,7 +389,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def statuses(gateway: GatewayProcess, requests: list[tuple[str, str, str]]) -> list[httpx.Response]:
-    """Answers to (method, path, token), twenty at a time."""
+    """Return the responses to requests (method, path, token), twenty at a time."""
     turns = asyncio.Semaphore(20)
 
     async def one(method: str, path: str, token: str) -> httpx.Response:
@@ -403,8 +403,8 @@ async def statuses(gateway: GatewayProcess, requests: list[tuple[str, str, str]]
 
 @pytest.mark.parametrize("mode", ["none", "static", "token"])
 async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
-    """Nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403
-    refuses.
+    """The credentials are none, a wrong token, a key with this scope alone, a key with all others, and static tokens. A
+    refusal is 401 or 403.
     """
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     own, rest_tokens = {}, {}

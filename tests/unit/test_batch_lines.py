@@ -170,7 +170,7 @@ def test_what_was_written_is_read_again() -> None:
 
 @pytest.mark.parametrize("name", ["custom_id", "method", "url", "body", "other"])
 def test_a_line_of_many_values_is_cut_and_read_in_the_memory_of_its_text(name: str) -> None:
-    """No part of it is decoded before its route decodes it, which has bounds of its own."""
+    """No part of the line is decoded before its route decodes it within the bounds of that route."""
     bomb = "[" + ",".join(["{}"] * 300_000) + "]"
     line = json.dumps({**GOOD, name: None}).replace("null", bomb).encode()
     tracemalloc.start()
