@@ -1,6 +1,4 @@
-"""How large a batch gets where deadlines are near: the rule, what it costs others, and a worker before a
-slow device.
-"""
+"""The size of batches near deadlines: the rule, its cost to other jobs, and a worker before a slow device."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def asks(count: int, left_s: float, cost: int = 8) -> list[Ask]:
     return [Ask(cost, left_s, left_s)] * count
 
 
-# what a batch takes
+# the time of a batch
 
 
 def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not() -> None:
@@ -65,7 +63,9 @@ def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not
 
 @pytest.mark.parametrize("noise", [0.15, 0.3])
 def test_small_batches_after_noisy_large_ones_are_no_slower_device(noise: float) -> None:
-    """A line through large ones may go through zero: then a small one seems to take many times too long."""
+    """A line through the times of large batches may go through zero. A small batch then seems to take many times too
+    long.
+    """
     for seed in range(40):
         draw = random.Random(seed)
         times = BatchTimes(20)
@@ -107,7 +107,7 @@ def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> 
         times = known(batch_s, token_s)
         tokens = times.efficient(512, loss)
         assert tokens / times.seconds(tokens) == pytest.approx((1 - loss) * 512 / times.seconds(512), rel=0.01)
-    times = known(0.3, 1e-3)  # half of the time is the fixed part's: half the batch takes 3/4 of the time
+    times = known(0.3, 1e-3)  # here a smaller batch saves as large a share of the time as it loses of the throughput
     tokens = times.efficient(512, 0.5)
     lost = 1 - tokens / times.seconds(tokens) * times.seconds(512) / 512
     assert 1 - times.seconds(tokens) / times.seconds(512) == pytest.approx(lost, rel=0.01)
@@ -126,7 +126,7 @@ def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> 
 def test_with_ample_budgets_a_batch_is_as_large_as_it_was(
     entries: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
 ) -> None:
-    """However long they have waited."""
+    """The jobs may have waited for any time."""
     times = known(batch_s, token_s)
     budget_s = spare * times.seconds(sum(cost for cost, _ in entries)) / SHARE
     assert fitting([Ask(cost, min(left_s, budget_s), budget_s) for cost, left_s in entries], times) == len(entries)
@@ -237,7 +237,7 @@ def test_a_batch_is_as_large_as_its_limits_and_no_larger(limits: BatchLimits, co
 
 
 def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
-    """Texts whose attention takes three times as long as everything else: a quarter of them fit."""
+    """The attention of a long text takes three times as long as everything else: a quarter as many texts fit."""
     short, long = (
         taken(
             waiting(
@@ -261,8 +261,8 @@ def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free
 
 
 def test_a_batch_is_sealed_early_only_where_three_and_more_fit_into_the_budget() -> None:
-    """An item that arrives after it was sealed waits for the running batch, for this one and for its own. Batches of
-    0.36 s with a budget of 1 s are not cut, and would be late if one lay ready.
+    """An item that arrives after a batch was sealed waits for the running batch, for the sealed one and for its own.
+    Batches of 0.36 s are not cut for a budget of 1 s, but such an item would be late.
     """
     times = BatchTimes()
     for tokens in (24, 32, 40):
@@ -311,8 +311,8 @@ def test_what_is_known_of_models_is_bounded() -> None:
 def closed_loop(
     budgets_s: list[float], batch_s: float, token_s: float, seconds: float, *, is_sized: bool = True
 ) -> list[tuple[int, int]]:
-    """Clients that ask again when they are answered, before one lane that has no batch ready: answers in time and late,
-    of each.
+    """Run clients that ask again after each answer, before one lane without a sealed batch. Return the numbers of
+    answers in time and late, by client.
     """
     queue: Waiting[int] = Waiting()
     counts = [(0, 0)] * len(budgets_s)
@@ -337,7 +337,7 @@ def closed_loop(
 
 
 def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> None:
-    """One of 200 clients asks for so little time that only small batches would do: the others lose a percent."""
+    """One of 200 clients has a budget for which only small batches would do. The others lose at most two percent."""
     alone = closed_loop([60.0] * 200, 0.02, 2e-4, 60.0)
     for tiny_s in (0.001, 0.05, 0.1, 0.5):
         beside = closed_loop([tiny_s, *[60.0] * 199], 0.02, 2e-4, 60.0)
@@ -359,7 +359,7 @@ def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
     ahead.sent(1, 2.0, 0.0, 1)
     ahead.sent(2, 1.0, 0.5, 1)
     assert ahead.busy_s(1.0, 1) == pytest.approx(2.0)
-    ahead.ended(1, 4.0, 1)  # it took longer
+    ahead.ended(1, 4.0, 1)  # this batch took longer than predicted
     assert ahead.busy_s(4.0, 1) == pytest.approx(1.0)
     assert ahead.busy_s(4.0, 2) == 0.0, "the other lane is free"
     ahead.ended(2, 4.5, 1)
@@ -370,12 +370,12 @@ def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
 
 
 async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_path: Path) -> None:
-    """40 requests of 4 s at once, whose full batch takes 6 s. In one batch all would be late. Seconds, since a machine
-    that does something else for one of them is no fault of the worker.
+    """40 requests with budgets of 4 s come at once. One batch of them takes 6 s, and all would be late. The times are
+    seconds, because a busy machine may pause for one.
     """
     clock = Adapter(Clock(1, 0.05, 0.015), load_s=0.0, deadly="")
     sizes: list[int] = []
-    late_s = math.inf  # when batches are of nobody any more
+    late_s = math.inf  # from this time on a batch may have no client any more
     take: Callable[[int, float], tuple[float, float]] = clock.device.take
 
     def counted(tokens: int, now_s: float) -> tuple[float, float]:
@@ -389,7 +389,7 @@ async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_pat
     async with server, InProcess(tmp_path, toy_entry("toy/one")) as cluster:
         gateway = await cluster.gateway()
         await cluster.sidecar(SIE_IPC_SOCKET_PATH=str(path), SIE_BATCHER_MAX_BATCH_REQUESTS="64")
-        for count in (1, 2, 4):  # what batches take is known
+        for count in (1, 2, 4):  # the worker measures the time of batches
             await asyncio.gather(*(gateway.encode("eight ch") for _ in range(count)))
         sizes.clear()
         late_s = asyncio.get_running_loop().time() + 3.0

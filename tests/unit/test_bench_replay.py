@@ -1,4 +1,4 @@
-"""`sie bench replay`: traces whose answer is known by hand, what must get better and what worse, and the command."""
+"""`sie bench replay`: traces with results computed by hand, properties of replays, and the command."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def runs(requests: list[TraceRequest], plan: ReplayPlan = PLAN, machine: Machine
     return replay(requests, plan, machine)
 
 
-# by hand
+# results computed by hand
 
 
 def test_a_lone_request_takes_its_forward_pass_and_nothing_else() -> None:
-    """10 ms and 100 tokens of 0.1 ms; the bounds of waiting and gathering do not matter where nothing is behind
-    it.
+    """A forward pass takes 10 ms and 0.1 ms for each of 100 tokens. The bounds of waiting and gathering do not matter
+    without other requests.
     """
     slow = dataclasses.replace(PLAN, max_wait_ms=500, min_quantum_ms=100, max_quantum_ms=500)
     for plan in (PLAN, slow):
@@ -49,8 +49,8 @@ def test_tokenising_and_taking_in_come_before_the_forward_pass() -> None:
 
 
 def test_what_comes_while_the_device_is_busy_runs_as_one_batch_behind_it() -> None:
-    """A pipeline of 1. At 0 a batch of 20 ms begins; three come meanwhile, run together at 20 ms, and take 10 ms and 30
-    tokens.
+    """The pipeline depth is 1. A batch of 20 ms begins at 0. Three requests come meanwhile, run together at 20 ms, and
+    take 10 ms and 30 tokens.
     """
     plan = dataclasses.replace(PLAN, pipeline_depth=1)
     arrivals = [
@@ -66,8 +66,8 @@ def test_what_comes_while_the_device_is_busy_runs_as_one_batch_behind_it() -> No
 
 
 def test_a_pipeline_of_two_seals_the_next_batch_when_its_oldest_has_waited_its_bound() -> None:
-    """The same with one ready: sealed 5 ms after its first came, at 10 ms, with the second; the third is left for
-    another batch.
+    """The next batch is sealed at 10 ms, 5 ms after its first request came, and has the second one. The third request
+    is left for another batch.
     """
     arrivals = [
         TraceRequest(0.0, (100,)),
@@ -81,8 +81,8 @@ def test_a_pipeline_of_two_seals_the_next_batch_when_its_oldest_has_waited_its_b
 
 
 def test_the_budget_cuts_batches_and_a_request_waits_for_its_last_chunk() -> None:
-    """Ten inputs of 100 tokens in messages of 200, and batches of 400: 4, 4 and 2 inputs, one after the other. Squares
-    count by input.
+    """Ten inputs of 100 tokens, in messages of 200 and batches of 400 tokens, run as 4, 4 and 2 inputs. Squares are
+    summed over inputs.
     """
     plan = dataclasses.replace(PLAN, chunk_cost=200, max_batch_cost=400)
     report = runs([TraceRequest(0.0, (100,) * 10)], plan, Machine(0.010, 0.0001, square_s=1e-6))
@@ -100,8 +100,8 @@ def test_two_workers_share_the_work_and_two_lanes_run_side_by_side() -> None:
 
 
 def test_bulk_work_lets_interactive_work_pass() -> None:
-    """Thirty bulk requests and one that is not, a moment later: it waits for what is at the device and ready, no
-    longer.
+    """An interactive request comes a moment after thirty bulk requests. It waits only for the batch at the device and
+    the sealed batch.
     """
     plan = dataclasses.replace(PLAN, max_batch_requests=1)
     report = runs([*(TraceRequest(0.0, (100,), priority="bulk") for _ in range(30)), TraceRequest(0.001, (100,))], plan)
@@ -110,8 +110,8 @@ def test_bulk_work_lets_interactive_work_pass() -> None:
 
 
 def test_deliveries_that_come_one_by_one_are_gathered() -> None:
-    """Thirteen at once, 1 ms apart on the wire: the first is the probe, the others one call that is as full as a batch
-    may be.
+    """Thirteen requests come at once and are delivered 1 ms apart. The first is tokenised alone, and the others in one
+    call.
     """
     machine = dataclasses.replace(MACHINE, delivery_s=0.001, call_s=0.0001)
     arrivals = [TraceRequest(0.0, (10,)) for _ in range(13)]
@@ -119,7 +119,7 @@ def test_deliveries_that_come_one_by_one_are_gathered() -> None:
     assert runs(arrivals, dataclasses.replace(PLAN, min_quantum_ms=0, max_quantum_ms=0), machine).calls == 13
 
 
-# what must be
+# properties of replays
 
 
 def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> None:
@@ -267,7 +267,7 @@ def test_a_spec_that_makes_no_trace_is_refused(spec: str) -> None:
 
 
 def test_the_device_is_fitted_to_measured_batches() -> None:
-    """All three terms; and what cannot be told apart, or would be below 0, is left out."""
+    """All three terms are fitted. A term that cannot be told apart, or would be below 0, is 0."""
     rows = [(tokens, tokens * length) for tokens in (64, 500, 2000, 8000) for length in (16, 128, 500)]
     whole = [Ran(tokens, squares, 0.002 + 1e-5 * tokens + 1e-8 * squares) for tokens, squares in rows]
     assert fit(whole) == pytest.approx((0.002, 1e-5, 1e-8))

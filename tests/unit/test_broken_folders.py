@@ -1,5 +1,5 @@
-"""A model folder of a stranger: each of its files, broken in each way, ends `sie models inspect` in one line that names
-the file, or is served rightly.
+"""A model folder of a stranger: `sie models inspect` refuses each broken file in one line that names the file, or
+prints an entry.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIGURATIONS = (
 
 
 class Command:
-    """Runs when it is unpickled, which nothing may do."""
+    """Object that creates a file when it is unpickled, which must not happen."""
 
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("/tmp/sie-unpickled"),))
@@ -62,7 +62,7 @@ def inspected(folder: Path) -> Any:
 
 
 def outcome(folder: Path, file: str, case: str) -> bool:
-    """Whether it was refused, in one line with the name of the file; else there is an entry."""
+    """Return whether the folder was refused, in one line with the name of the file. Otherwise there is an entry."""
     done = inspected(folder)
     assert done.exception is None or isinstance(done.exception, SystemExit), (file, case, repr(done.exception))
     if done.exit_code == 0:
@@ -75,7 +75,7 @@ def outcome(folder: Path, file: str, case: str) -> bool:
 
 
 def mutations(data: bytes, values: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
-    """Each field with each value, and without it."""
+    """Yield the document with each value in each field, and without the field."""
     document = json.loads(data)
     places = list(enumerate(document)) if isinstance(document, list) else [(None, document)]
     for number, fields in places:
@@ -102,7 +102,7 @@ def test_a_file_that_is_none_is_named(good: Path, file: str, tmp_path: Path) -> 
     broken.rmdir()
     broken.symlink_to(broken)
     refused += outcome(folder, file, "a loop")
-    assert refused >= len(WHOLE) + 1  # a list without modules is good
+    assert refused >= len(WHOLE) + 1  # an empty list of modules is valid
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def pickled_heads(folder: Path) -> str:
 
 
 def pickled_colbert_head(folder: Path) -> str:
-    """Beside one that is right."""
+    """The sparse head beside it is valid."""
     torch.save({"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, folder / "sparse_linear.pt")
     (folder / "colbert_linear.pt").write_bytes(pickle.dumps(Command()))
     return "colbert_linear.pt"

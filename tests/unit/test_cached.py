@@ -56,7 +56,9 @@ def vector(signed: str, text: str) -> bytes:
 
 
 class Worker:
-    """All workers of a lane: an entry, a precision, digests of LoRAs. Heartbeats have them after `report`."""
+    """All workers of a lane, with one entry, one precision and the digests of LoRAs. Heartbeats have these after
+    `report`.
+    """
 
     def __init__(self, entry: ModelEntry) -> None:
         self.entry = entry
@@ -86,7 +88,9 @@ class Worker:
 
 
 class Cluster:
-    """`CachedRuns` before a worker. A request's inputs wait at the worker until `go` is set. Each is a chunk."""
+    """`CachedRuns` before a worker. The inputs of a request wait at the worker until `go` is set. Each input is a
+    chunk.
+    """
 
     def __init__(self, entry: ModelEntry | None = None, policy: CachePolicy = SEPARATE) -> None:
         self.worker = Worker(entry or toy_entry())
@@ -672,7 +676,7 @@ def is_right(answer: httpx.Response, *texts: str) -> bool:
 
 
 async def test_a_gateway_answers_repeated_inputs_without_a_worker(cluster: InProcess) -> None:
-    """SIE_CACHE_BYTES."""
+    """SIE_CACHE_BYTES switches the cache on."""
     adapter, gateway = await started(cluster)
     first = await gateway.encode("a", "b")
     before = rows(adapter)
@@ -723,7 +727,7 @@ async def test_a_changed_entry_has_answers_of_its_own(cluster: InProcess) -> Non
 
 
 async def test_an_answer_is_computed_again_after_its_time(cluster: InProcess) -> None:
-    """SIE_CACHE_TTL_S."""
+    """SIE_CACHE_TTL_S bounds the age of an answer."""
     _, gateway = await started(cluster, SIE_CACHE_TTL_S="1")
     await gateway.encode("a")
 
@@ -735,7 +739,6 @@ async def test_an_answer_is_computed_again_after_its_time(cluster: InProcess) ->
 
 
 async def test_answers_of_an_excluded_model_are_computed_each_time(cluster: InProcess) -> None:
-    """SIE_CACHE_EXCLUDED_MODELS."""
     adapter, gateway = await started(cluster, SIE_CACHE_EXCLUDED_MODELS="toy/two")
     await gateway.encode("a", model="toy/two")
     before = rows(adapter)
@@ -745,8 +748,8 @@ async def test_answers_of_an_excluded_model_are_computed_each_time(cluster: InPr
 
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_key_cannot_see_what_another_key_has_sent(cluster: InProcess, shared: bool) -> None:
-    """SIE_CACHE_SHARED. The evidence is whether the input runs again, the headers and the body, but no time: an input
-    of another key is handled in all of them like an input that nobody has sent.
+    """Without SIE_CACHE_SHARED an input of another key is handled like an input that nobody has sent. The evidence is
+    whether the input runs again, the headers and the body, but no time.
     """
     adapter, gateway = await started(cluster, SIE_CACHE_SHARED=str(shared).lower(), **KEYS)
     await gateway.encode("a secret")

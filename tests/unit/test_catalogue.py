@@ -45,8 +45,8 @@ from sie_runtime.feed import packaged_catalogue, read_folder
     ],
 )
 def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
-    """Bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
-    bundle.
+    """A name has an optional bundle prefix, revision and profile. The case of a model matters only if ids differ in
+    case alone. `requested` is the name without the bundle.
     """
     resolution = CATALOGUE.resolve(spec)
     assert (resolution.canonical, resolution.requested) == (canonical, requested)
@@ -152,7 +152,7 @@ def test_profiles_with_equal_load_options_share_one_copy_of_the_weights() -> Non
 
 
 def test_resolving_one_variant_never_changes_another() -> None:
-    """In any order, each result is its own."""
+    """The result of a variant does not depend on the order of resolutions."""
     names = ["default", *PROFILES]
     alone = {name: CATALOGUE.resolve(f"org/rich:{name}") for name in names}
     for order in itertools.islice(itertools.permutations(names), 50):
@@ -217,7 +217,7 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
 
 
 def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() -> None:
-    """A folder of one's own may hold other weights tomorrow."""
+    """The files of a local folder may change."""
 
     def found(**weights: object) -> str:
         return fingerprint(parse_entry({**msgspec.to_builtins(RICH), "weights": weights}), LoadOptions(), "float32")
@@ -229,7 +229,7 @@ def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() ->
 
 
 def test_the_fingerprint_is_the_same_everywhere_and_always() -> None:
-    """A golden value; whoever changes how it is made changes every client's index."""
+    """The value is recorded: another one would change the fingerprint of every client's index."""
     assert fingerprint(entry(), LoadOptions(), "float32") == "526f6b4bbc25b313"
 
 

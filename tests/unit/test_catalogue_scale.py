@@ -1,7 +1,7 @@
-"""Ten thousand models: what a gateway does at its start, for a request and for a delta. Processor time, three times
-what is promised.
+"""Ten thousand models: the processor time of a gateway's start, of a request and of a delta. The bounds are three times
+the promised times.
 
-The same over real processes: tests/system/test_config_convergence.py; measured: bench/config.py.
+tests/system/test_config_convergence.py checks the same over real processes, and bench/config.py measures it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def large(exported: bytes) -> Catalogue:
 
 
 async def test_an_export_is_read_in_short_turns_and_little_time(exported: bytes) -> None:
-    """The cost of a full reconcile to concurrent requests is bounded: no turn of the loop is longer than a delta may
-    take.
-    """
+    """Concurrent requests get a turn of the event loop after each slice of entries."""
     turns = 0
 
     async def count() -> None:
@@ -84,8 +82,8 @@ def test_a_delta_is_applied_in_milliseconds(large: Catalogue) -> None:
 
 
 def test_suggestions_among_many_are_those_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces of a name choose the ids that it is compared with; nothing is missed that a comparison with all ids
-    suggests.
+    """The pieces of a name select the ids that are compared with it. The best suggestion is that of a comparison with
+    all ids.
     """
     packaged = packaged_catalogue()
     monkeypatch.setattr(names, "ALL_COMPARED", len(packaged.entries))

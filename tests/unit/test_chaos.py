@@ -1,4 +1,4 @@
-"""Verdicts of a chaos run: lost, wrong and twice, and the processes that it may strike."""
+"""Verdicts of a chaos run: lost, wrong and duplicate answers, and the processes that it may strike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields `chunks` and `context` of an item: what is taken, each refusal with its path, cost and reply."""
+"""The fields `chunks` and `context` of an item: their forms, each refusal with its path, cost and reply."""
 
 from __future__ import annotations
 

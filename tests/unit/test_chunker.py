@@ -30,7 +30,7 @@ MARKDOWN = (
 
 
 def ends_of(text: str) -> list[int]:
-    """The ends of words and marks, as a tokenizer would have them."""
+    """Return the ends of words and marks, as a tokenizer finds them."""
     return [match.end() for match in re.finditer(r"\w+|[^\w\s]", text)]
 
 

@@ -1,4 +1,4 @@
-"""SIE_BASE_URL and SIE_API_KEY: what the commands of `sie` and the settings make of the variables of clients."""
+"""SIE_BASE_URL and SIE_API_KEY: commands of `sie` and the settings read the variables of clients."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TEXT = b'{"items": ["a"]}'
 
 
 def sending(data: bytes, step: int = 1 << 16) -> Receive:
-    """A client that sends `data` in pieces of `step` bytes, and then closes the connection."""
+    """Return the `receive` of a client that sends `data` in pieces of `step` bytes and then closes the connection."""
 
     def messages() -> Iterator[MutableMapping[str, Any]]:
         for start in range(0, max(1, len(data)), step):
@@ -145,7 +145,7 @@ TYPES = [
     ("application/merge-patch+json", True, True),
     ("", True, True),
     ("text/plain", True, True),
-    ("application/x-www-form-urlencoded", True, True),  # of curl -d
+    ("application/x-www-form-urlencoded", True, True),  # the default of curl -d
     ("application/octet-stream", True, True),
     ("application/msgpack", True, False),
     ("application/x-msgpack", True, False),
@@ -204,7 +204,7 @@ LONG = b'{"a": "b"}' * 1000
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """A reply for each path."""
+    """ASGI application with another reply for each path."""
     more = {"/vary": {"Vary": "Origin"}, "/etag": {"ETag": '"1"'}, "/coded": {"Content-Encoding": "br"}}
     path = scope["path"]
     if path == "/vectors":
@@ -265,10 +265,10 @@ async def test_every_listener_of_a_gateway_decodes_and_compresses(tmp_path: Any)
             answer = await gateway.client.post(f"{gateway.url}{path}", content=gzip.compress(plain), headers=GZIP)
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["items"]) == 500
-            assert "content-encoding" not in answer.headers  # vectors
+            assert "content-encoding" not in answer.headers  # vectors are not compressed
         pool = gzip.compress(msgspec.json.encode({"name": "mine", "gpus": "all"}))
         refused = await gateway.client.post("/v1/pools", content=pool, headers=GZIP)
-        assert refused.json()["error"]["param"] == "gpus"  # it was read
+        assert refused.json()["error"]["param"] == "gpus"  # the body was read
         for path in ("/v1/models", "/openapi.json", "/console/main.js", "/console/style.css"):
             response = await gateway.client.get(path)
             assert (response.status_code, response.headers.get("content-encoding")) == (200, "gzip"), path

@@ -142,7 +142,7 @@ def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> Non
 
 
 def sections(command: click.Command) -> dict[str, list[str]]:
-    """The options that --help shows, by heading."""
+    """Return the options that --help-all shows, by heading."""
     lines = CliRunner().invoke(main, [str(command.name), "--help-all"]).output.splitlines()
     groups: dict[str, list[str]] = {}
     for line in lines:
@@ -164,7 +164,7 @@ def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest(
         assert flags - set(FIRST) == set(groups[heading]), heading
 
 
-# what somebody decides who starts a server: where it listens and who may ask, where its files and models are, what it
+# decisions of a user who starts a server: where it listens and who may call it, where its files and models are, what it
 # loads and on which device, how much of it runs
 TEN = {
     "listens": {"--host", "--port", "--auth-mode"},
@@ -189,7 +189,7 @@ def test_ten_options_of_serve_come_before_all_others_in_a_terminal_of_any_width(
 
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
-    """Every command in backticks in what it may print: each name and each option of it."""
+    """Each name and each option of every command in backticks in the texts of `sie doctor` is checked."""
     lines = {line for text in doctor_templates() for line in commands_of(text)}
     assert {line.split()[1] for line in lines} >= {"keys", "topology", "serve", "settings"}
     for line in lines:

@@ -1,6 +1,4 @@
-"""`sie models compare` and `sie models alias`: the figures, the samples, and both commands against a cluster in this
-process.
-"""
+"""`sie models compare`: the figures, the samples, and the command against a cluster in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ TEXTS = [f"text number {number}" for number in range(30)]
 
 
 def naive(first: Any, two: Any, k: int, *, own: bool) -> float:
-    """recall@k by sorting."""
+    """Return recall@k, computed by a plain sort."""
     shares = []
     for number in range(len(first[0])):
         near = []
@@ -112,7 +110,7 @@ async def asked(gateway_url: str, *arguments: str | Path) -> Result:
 
 
 async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path) -> None:
-    """The toy model's vectors are a hash of its tokens: the same without a prompt, any others with one."""
+    """The vectors of the toy model are a hash of its tokens: equal without a prompt, and different with one."""
     queries, plot = tmp_path / "queries.jsonl", tmp_path / "plot.svg"
     queries.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:4]), "utf-8")
     entries = toy_entry("toy/one"), toy_entry("toy/same"), toy_entry("toy/two", prompts={"document": "passage: {text}"})
@@ -149,7 +147,9 @@ async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path
 def test_the_administrators_token_goes_to_no_address_of_the_command_line(
     sample: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only to the gateway that the same environment names; a client's token is for whichever gateway is asked."""
+    """The administrator's token goes only to the gateway that the same environment names. A client's token goes to any
+    gateway that is called.
+    """
     calls: list[tuple[str, str | None]] = []
 
     def noted(url: str, *, api_key: str | None, connection_budget_s: float) -> None:
@@ -177,7 +177,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
 
 
 class Client:
-    """A client whose models score by a rule, and have other outputs than each other."""
+    """Client whose models have the outputs and the scoring rules that a test sets."""
 
     def __init__(self, outputs: dict[str, list[str]], rules: dict[str, Any] | None = None) -> None:
         self.outputs, self.rules = outputs, rules or {}
@@ -200,7 +200,7 @@ def test_rerankers_are_compared_by_rank() -> None:
     client = Client({"a": ["score"], "b": ["score"]}, {"a": len, "b": lambda text: -len(text)})
     sample = ComparisonSample(("x", "xx", "xxx", "xxxx"))
     agreement = comparing._compared(client, ("a", "b"), sample, ())  # type: ignore[arg-type]
-    assert agreement.ranks == pytest.approx([-1.0] * 4)  # each text is asked among the others
+    assert agreement.ranks == pytest.approx([-1.0] * 4)  # each text is a query, and the others are its documents
     assert {count for *_, count in client.calls} == {3}
     own = ComparisonSample((), (("q", ("x", "xx", "xxx")), ("few", ("x",))))
     assert comparing._compared(client, ("a", "a"), own, ()).ranks == pytest.approx([1.0])  # type: ignore[arg-type]
