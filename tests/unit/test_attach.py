@@ -313,7 +313,7 @@ async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, Fake
 
 
 async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are_told(cluster: InProcess) -> None:
-    """Nothing is removed before the window ends. Then the message and the collector are gone."""
+    """The gateway removes nothing before the window ends. Then the message and the collector are gone."""
     gateway = await cluster.gateway()
     inference, cancellations = inference_of(gateway), await cancels(cluster)
     client = await Connection.ask(gateway, "hello")

@@ -1,6 +1,4 @@
-"""Aliases through the config service's API: written, flipped, rolled back like a model, and never left without what
-they name.
-"""
+"""Aliases through the API of the config service: writes, rollbacks, and changes of the models that they name."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SEARCH = f"{MODELS}/search"
 
 
 class Api(config_api.Api):
-    """With one bundle of every family, and the deltas of all."""
+    """API with one bundle of every family, and the deltas of all bundles."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__(
@@ -60,7 +58,7 @@ async def api() -> AsyncIterator[Api]:
 
 
 async def served(api: Api, name: str = "search") -> str:
-    """The model that a gateway would take."""
+    """Return the model that a gateway resolves the name to."""
     return (await snapshot(await api.store.export())).resolve(name).canonical
 
 
@@ -106,7 +104,7 @@ async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api)
 
 
 async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api: Api) -> None:
-    """A reader has after the deltas what it would have read."""
+    """A reader that applies the deltas has the catalogue of a new export."""
     before = await snapshot(await api.store.export())
     api.deltas.clear()
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
@@ -126,7 +124,7 @@ async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api:
 
 
 async def test_the_epoch_s_hashes_know_nothing_of_aliases(api: Api) -> None:
-    """No worker has an alias, so none can be behind for one."""
+    """Workers have no aliases, so no worker can be behind because of one."""
     before = await api.call("GET", "/v1/configs/epoch")
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
     after = await api.call("GET", "/v1/configs/epoch")
@@ -207,8 +205,8 @@ NEEDED = [
 async def test_a_model_that_aliases_need_stays_as_they_need_it(
     api: Api, method: str, model: str, body: dict[str, Any] | None, named: list[str]
 ) -> None:
-    """A removal or a change that would break an alias is 409 naming all such aliases; with force it is
-    done, and told.
+    """A removal or a change that would break an alias is refused with 409 and the names of all such aliases. With
+    `force` it is done, with a warning.
     """
     await api.call("PATCH", f"{MODELS}/org/two", {"weights": {"package": "x"}, "max_tokens": 12})
     await api.call("POST", MODELS, entry("org/three", max_tokens=12), 201)
@@ -240,7 +238,7 @@ async def test_a_model_that_aliases_need_stays_as_they_need_it(
 
 
 async def test_a_broken_alias_holds_up_nothing_else(api: Api) -> None:
-    """Only a write that breaks an alias is refused, not the next one of a model that a broken one names."""
+    """Only a write that breaks an alias is refused. A later write of a model that a broken alias names is not."""
     await api.call("POST", MODELS, {"id": "pair", "alias": ["org/one", "org/same"]}, 201)
     await api.call("DELETE", f"{MODELS}/org/one?force=true")
     patched = await api.call("PATCH", f"{MODELS}/org/same", {"max_tokens": 8})
@@ -262,8 +260,8 @@ async def test_changes_that_no_alias_minds_need_no_force(api: Api) -> None:
 
 
 async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -> None:
-    """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is
-    refused.
+    """In each round an alias of a model is written at one replica while another replica removes that model. One of the
+    two writes is refused.
     """
     second_api = await Api(api.server).start()
     outcomes = set()
@@ -285,7 +283,7 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
 
 
 async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:
-    """Compare-and-set on the alias as on any model."""
+    """A write of an alias is a compare-and-set, as that of a model."""
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
     names = [f"org/{name}" for name in ("one", "two", "same")]
 
@@ -312,14 +310,14 @@ MENDS: list[tuple[str, str, Any]] = [
 async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_removed(
     api: Api, model: str, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    """A model, or an alias, has a field that only an older schema knew; a write over it is done, whatever was there."""
+    """A stored model or alias has a field that only an older schema knew. A write without that field replaces it."""
     documents = {"org/one": entry("org/one"), "search": {"id": "search", "alias": [{"model": "org/one"}]}}
     await api.call("POST", MODELS, documents["search"], 201)
     old = {**documents[model], "colour": "red"}
     await api.store.write([CatalogueChange(model, await api.store.held(model), old, "api", "put")])
-    await api.call("PATCH", f"{MODELS}/{model}", {"description": "red"}, 422)  # what it would be is refused as ever
+    await api.call("PATCH", f"{MODELS}/{model}", {"description": "red"}, 422)  # the patch would keep the field
     done = await api.call(method, f"{MODELS}/{model}{path}", documents[model] if method == "PUT" else body)
-    unknown = model == "search" and method != "DELETE"  # to which vectors it led
+    unknown = model == "search" and method != "DELETE"  # the alias may have led to other vectors
     assert (done["revision"], done["warnings"]) == (3, [VECTORS_CHANGED] if unknown else [])
     held = await api.store.held(model)
     assert held.entry is None if method == "DELETE" else held.entry == documents[model]

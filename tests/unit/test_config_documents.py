@@ -43,7 +43,7 @@ def entry_of(body: bytes, content_type: str) -> ModelEntry:
 
 
 def fault(text: str, content_type: str = "application/x-yaml") -> dict[str, Any]:
-    """The one error of a document that is refused."""
+    """Return the one error of a document that is refused."""
     with pytest.raises(ValidationFailed) as caught:
         entry_of(text.encode(), content_type)
     (error,) = caught.value.extras["errors"]

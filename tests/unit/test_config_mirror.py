@@ -1,5 +1,5 @@
-"""State of a replica about the bucket, its deltas about other writes, and the revision that each process serves. Over
-the broker in memory.
+"""A replica of the config service over the broker in memory: its copy of the bucket, its deltas, and the revision that
+each process serves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def entry(model: str, bundle: str = "default", tokens: int = 16) -> dict[str, An
 
 
 class Replica:
-    """A store over the bucket that others write to as well."""
+    """Store over a bucket that other replicas write to as well."""
 
     def __init__(self, server: MemoryServer) -> None:
         self.server = server
@@ -75,7 +75,7 @@ async def replica() -> Replica:
 async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follows_on_the_last(
     replica: Replica,
 ) -> None:
-    """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
+    """Two replicas write in turns, and record replies between the writes. The deltas of all bundles have no gap."""
     peer = await Replica(replica.server).start()
     start = await replica.store.epoch()
     for number in range(6):
@@ -100,7 +100,7 @@ async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: 
     await replica.store.seed_bundles({"default": BundleEntry("default", priority=5)})
     fresh = await (await Replica(replica.server).start()).store.snapshot()
     followed = await peer.store.snapshot()
-    assert set(followed.bundles) == {"default", "vision"}  # the one that started brought them back
+    assert set(followed.bundles) == {"default", "vision"}  # the replica that started wrote them again
     assert (followed.epoch, followed.held, followed.bundles) == (fresh.epoch, fresh.held, fresh.bundles)
     assert (followed.held["a/two"].revision, followed.held["a/two"].entry, list(followed.live)) == (2, None, ["a/one"])
     assert followed.held["a/one"].sequence > held.sequence
@@ -138,7 +138,9 @@ async def test_a_write_during_the_first_read_concerns_every_bundle(replica: Repl
 
 
 async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Replica) -> None:
-    """A model that changes its bundle concerns both; what a replica did not see itself it takes to concern all."""
+    """A model that changes its bundle concerns both bundles. A write that a replica did not see concerns all bundles
+    for it.
+    """
     await replica.store.snapshot()
     await replica.put("a/one", entry("a/one"))
     first = await replica.store.epoch()
@@ -232,7 +234,7 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
 
 
 def test_the_hashes_of_the_catalogue_are_the_same_wherever_they_are_made() -> None:
-    """Golden values; one model that changes changes the hash of its bundle and the one over all."""
+    """The values are recorded. The hash of a bundle changes with the revision of a model."""
     assert configs.bundle_hash({"a/one": 1, "a/two": 2}) == configs.bundle_hash({"a/two": 2, "a/one": 1}) == GOLDEN
     assert configs.bundle_hash({"a/one": 1, "a/two": 3}) != GOLDEN
     assert configs.digest({"default": GOLDEN}) == GOLDEN_OF_ALL

@@ -1,4 +1,4 @@
-"""The config service's API over the broker in memory: what each call answers, and what the catalogue is then."""
+"""The config service's API over the broker in memory: the reply to each call, and the catalogue after it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BUNDLES = {
 
 
 class Api(config_api.Api):
-    """With BUNDLES, and the deltas of the first one."""
+    """API with BUNDLES, and the deltas of the bundle `default`."""
 
     def __init__(self, server: MemoryServer, **environ: str) -> None:
         super().__init__(server, BUNDLES, topology.config_subject("default"), **environ)
@@ -133,7 +133,7 @@ PUBLIC_MODEL = "/v1/configs/models/org/public"
 
 @pytest.fixture
 async def catalogue() -> AsyncIterator[Api]:
-    """With a bundle of a family that public files have."""
+    """API with a bundle of a family that public model files have."""
     api = Api(MemoryServer(), **TOKENS)
     api._bundles = {"default": BundleEntry("default", families=("text-encoder",))}
     await api.start()
@@ -349,7 +349,7 @@ def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
 
 
 async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
-    """Each patch changes another field; every one is there at the end."""
+    """Each patch changes another field. All changes are there at the end."""
     replica = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     calls = [
@@ -554,7 +554,7 @@ async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> N
 
 
 def calls() -> list[tuple[str, str, bool]]:
-    """Every method and path, and whether the read token is enough."""
+    """Return every method and path, and whether the read token is enough."""
     return [
         (row.method, row.path.replace("{id:path}", "org/one"), row.reader or row.scope == "read")
         for row in CONFIG_ROUTES
@@ -563,7 +563,7 @@ def calls() -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize(("method", "path", "reads"), calls())
 async def test_every_route_needs_its_token(method: str, path: str, reads: bool) -> None:
-    """Fail closed, where nothing is configured too."""
+    """Without any token in the settings every request is refused."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
     refusals = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
@@ -583,8 +583,8 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
 async def test_a_key_does_what_its_scopes_say_until_it_ends(
     scopes: tuple[str, ...], reads: int, writes: int, exports: int
 ) -> None:
-    """SIE_AUTH_MODE=token: at the config service as at a gateway. It ends by the clock of the broker, decades behind
-    that of this machine.
+    """With SIE_AUTH_MODE=token the config service checks keys as a gateway does. A key ends by the clock of the broker,
+    which is decades behind that of this machine.
     """
     now_s, server = 1000.0, MemoryServer()
     api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()

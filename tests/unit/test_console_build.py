@@ -13,7 +13,7 @@ MAX_BYTES = 300_000  # compressed
 
 
 def test_the_console_was_built_from_its_sources() -> None:
-    """The count is that of `console/build.mjs`, which needs Node; this test does not."""
+    """The digest is that of `console/build.mjs`, which needs Node."""
     folder = ROOT / "console"
     digest = hashlib.sha256()
     sources = ("src", "../sdk-ts/src")  # the client is bundled from its sources

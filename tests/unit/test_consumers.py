@@ -1,6 +1,4 @@
-"""The life of consumers: which one takes a model's work, that it is there while it is needed, and when
-it is given up.
-"""
+"""Consumers of work: the choice for a model, their repair while requests need them, and their deletion."""
 
 from __future__ import annotations
 
@@ -95,8 +93,8 @@ def test_a_consumer_rests_from_when_it_was_first_seen_to_do_nothing() -> None:
     )
 )
 def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list[tuple[str, int, int, int]]]) -> None:
-    """Over any history of observations a minute apart: whatever is deleted was seen unchanged, empty and unleased for
-    the time.
+    """In any history of observations a minute apart, a consumer that is deleted was unchanged, empty and unleased for
+    the whole time.
     """
     rest_by_name: dict[str, Rest] = {}
     for minute, states in enumerate(history):
@@ -117,9 +115,7 @@ def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list
 
 
 def test_a_crowded_stream_gives_up_those_at_rest_for_the_longest() -> None:
-    """15 of 16 places are filled at most once the collector has been there, and never from those that
-    were busy lately.
-    """
+    """The collector leaves at most 15 of 16 places filled. For that it deletes no consumer that was busy lately."""
     resting = {f"own__{number:02}": Rest(1, float(number * 100)) for number in range(20)}
     resting |= {"x__y__bulk___s1": Rest(1, 0.0)}
     assert given_up(resting, 2000.0, 16, 3600.0) == ["own__00", "own__01", "own__02", "own__03", "own__04"]
@@ -153,7 +149,9 @@ async def test_beyond_the_bound_models_share_slots_until_a_place_is_free(server:
 
 
 async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServer) -> None:
-    """Places are taken when routes are given, and all maps stay within bound and budget."""
+    """A route takes its place when it is chosen, before its consumer exists. All maps are bounded, and routes are
+    forgotten after their deadlines.
+    """
     clock = Clock()
     stream = await gateway(server, clock, limit=256)
     routes = [routed(stream, f"toy/{number}", clock.now_s + 10.0) for number in range(10_000)]
@@ -186,7 +184,7 @@ async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServe
     await broker.close()
 
 
-# ---- being there
+# ---- repair
 
 
 async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server: MemoryServer) -> None:
@@ -202,7 +200,9 @@ async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server:
 
 
 async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: MemoryServer) -> None:
-    """The broker says that it exists, it is deleted, the notice is handled, the answer arrives: it is made again."""
+    """The broker confirms the consumer. The consumer is deleted, and the notice is handled before the confirmation
+    arrives. The gateway creates the consumer again.
+    """
     clock = Clock()
 
     class Slow(MemoryBroker):
@@ -249,7 +249,7 @@ async def test_a_subject_of_another_form_is_told_and_does_not_stop_the_round(
     assert "no worker will get" in caplog.text
 
 
-# ---- giving up
+# ---- deletion
 
 
 async def test_consumers_at_rest_for_an_hour_are_deleted_and_others_kept(server: MemoryServer) -> None:
@@ -278,8 +278,8 @@ async def test_consumers_at_rest_for_an_hour_are_deleted_and_others_kept(server:
 
 
 async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(server: MemoryServer) -> None:
-    """A message arrives in the very moment of the deletion, the collector dies before it counts, any gateway's next
-    round.
+    """A message is in the consumer that is deleted, and the collector dies before it counts messages. The next round of
+    another gateway creates the consumer again.
     """
     clock = Clock()
     collector, second_collector = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
@@ -313,7 +313,7 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: i
     assert outcome.deleted >= deletions
     assert outcome.left == 0
     assert set(outcome.published) <= set(outcome.received)
-    assert outcome.longest_s < life.ROUND_S / 2  # the notices and the count after a deletion, not the round
+    assert outcome.longest_s < life.ROUND_S / 2  # notices and the count after a deletion repair, not the round
     assert len(outcome.published) > deletions / 5
 
 
@@ -335,7 +335,7 @@ async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
 
 
 async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: MemoryServer) -> None:
-    """The consumers of another stream, whichever comes first, are made and swept."""
+    """The consumers of another stream are created and deleted, whatever the order of the streams."""
     broker = server.connect("c")
     consumers = WorkConsumers(server.connect("a"), settings_of(), idle_s=0.0)
     for pool in ("before", LANE.pool, "later"):
@@ -357,7 +357,7 @@ async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: Memo
 
 
 async def test_one_full_model_does_not_block_the_others() -> None:
-    """Its own share is used up: QUEUE_FULL for it, and the next model is served."""
+    """A model that has used its share gets QUEUE_FULL. The next model is served."""
     server = MemoryServer()
     queue = work_queue(server.connect("gateway"), SIE_QUEUE_MAX_BYTES=str(64 << 20))
     await queue.ensure_pool(LANE.pool)

@@ -26,7 +26,7 @@ def quota(text: str, period: int = 100_000) -> dict[str, str]:
     return {"cpu.cfs_quota_us": text, "cpu.cfs_period_us": str(period)}
 
 
-UNLIMITED = "9223372036854771712"  # as version 1 has it
+UNLIMITED = "9223372036854771712"  # no limit, in version 1
 # /proc/self/cgroup, files by folder, memories, cores
 CASES = {
     "version 2, the one around binds as well": (

@@ -54,8 +54,8 @@ def result(number: int, tokens: int, length: int, seconds: float) -> WorkResult:
 
 
 def expected_s(of: ModelQueue, tokens: int, length: int) -> float:
-    """The wait behind so many tokens of texts of this length, after eight batches of short texts, 16,384 tokens in half
-    a second each.
+    """Return the wait behind `tokens` tokens in texts of `length`, after eight batches of short texts. Each batch has
+    16,384 tokens and takes half a second.
     """
     for number in range(8):
         ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
@@ -65,13 +65,11 @@ def expected_s(of: ModelQueue, tokens: int, length: int) -> float:
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
         of.window.give_back(ticket, 0)
     ahead = sum(of.costs([length] * (tokens // length), [length**2] * (tokens // length)))
-    return of.wait(4.5, ahead, 0.0).min_s + 0.5  # half a second of it has passed
+    return of.wait(4.5, ahead, 0.0).min_s + 0.5  # half a second of the wait has passed
 
 
 def test_a_wait_behind_long_texts_is_that_of_their_squares() -> None:
-    """Short and long texts alternate in one lane: by tokens alone the wait behind the long ones is predicted far too
-    short.
-    """
+    """By tokens alone, the wait behind long texts is predicted far too short."""
     times = 1 + LONG / CROSSOVER
     assert expected_s(place(CROSSOVER), 10 * LONG, LONG) == pytest.approx(times * 2.5, rel=0.05)
     assert expected_s(place(0), 10 * LONG, LONG) == pytest.approx(2.5, rel=0.05)
@@ -80,7 +78,7 @@ def test_a_wait_behind_long_texts_is_that_of_their_squares() -> None:
 
 
 def test_costs_are_scaled_with_the_tokens_that_results_tell() -> None:
-    """Texts of twice the tokens that were estimated have four times the squares."""
+    """Texts with twice the estimated tokens have four times the squares."""
     of = place(CROSSOVER)
     of.scale = 2.0
     assert of.costs([100], [100 * 100]) == [round(200 + 200**2 / CROSSOVER)]
@@ -88,8 +86,8 @@ def test_costs_are_scaled_with_the_tokens_that_results_tell() -> None:
 
 
 def test_what_workers_and_keys_count_stays_in_tokens() -> None:
-    """The bound of a window is what workers take in, in tokens: texts whose cost is a multiple fill it as before. Turns
-    go by cost.
+    """The bound of a window counts tokens: texts whose cost is a multiple of their tokens fill it like others. What is
+    ahead of a key counts cost.
     """
     window = KeyWindow(Shares(), 4096)
     for key in ("a", "b"):

@@ -35,7 +35,7 @@ TABLE = np.random.default_rng(0).standard_normal((len(WORDS), 16)).astype(np.flo
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The distribution as pip would lay it out."""
+    """Install the distribution as pip would lay it out."""
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
     site, name = tmp_path / "site", project["name"].replace("-", "_")
     about = site / f"{name}-{project['version']}.dist-info"
@@ -56,7 +56,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.fixture
 def entry(tmp_path: Path) -> ModelEntry:
-    """The document's entry, for a folder that exists."""
+    """Return the entry of the document, with a folder that exists."""
     folder = tmp_path / "weights"
     folder.mkdir()
     save_file({"embeddings": TABLE}, folder / "model.safetensors")

@@ -18,7 +18,7 @@ LONG = "a-home-with-a-rather-long-name" * 4
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files, after pytest has made its own there."""
+    """Yield a new directory for temporary files, in place of that of pytest."""
     with tempfile.TemporaryDirectory(prefix="sie-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -31,7 +31,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_a_folder_for_data_is_taken_where_it_is_absolute(
     named: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The XDG Base Directory Specification ignores a relative one."""
+    """The XDG Base Directory Specification ignores a relative path."""
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.setenv("XDG_DATA_HOME", named)
     assert default_data_dir() == Path(folder)

@@ -1,4 +1,4 @@
-"""Answers as files: what was put in comes out again in each format, row by row."""
+"""Answers as files: each format returns the rows that were written."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def dense(dtype: str) -> list[RowAnswer]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8"])
 def test_dense_vectors_are_exact_in_each_format(dtype: str) -> None:
-    """Null, absent, or zeros with `failed` where a row has an error."""
+    """A row with an error has null in Parquet, no field in JSON Lines, and zeros with `failed` in NumPy archives."""
     answers = dense(dtype)
     answer_shard = shard(answers)
     vectors = [None if answer.error else answer.arrays["dense"].tolist() for answer in answers]
@@ -99,7 +99,7 @@ def test_float32_is_written_to_json_so_that_it_is_read_back_bit_for_bit() -> Non
 
 
 def test_ragged_outputs_keep_their_rows() -> None:
-    """Sparse and multivectors, one of which is empty."""
+    """One of the sparse vectors and one of the multivectors are empty."""
     answers = [
         RowAnswer(
             arrays={
@@ -190,7 +190,9 @@ def test_a_part_says_what_is_in_it_and_the_same_shard_is_the_same_bytes(
 
 
 def chunked(tokens: int, *spans: tuple[int, int, int]) -> RowAnswer:
-    """An answer with these chunks: first and end code point, tokens. Sparse vectors have an entry for each token."""
+    """Return an answer with chunks of these spans: first code point, end, tokens. Sparse vectors have an entry for each
+    token.
+    """
     sizes = [span[2] for span in spans]
     entries = sum(sizes)
     arrays = {
@@ -268,7 +270,7 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
     foreign = io.BytesIO()
     parquet.write_table(pa.table({"id": ["a"]}), foreign)
     for wrong in (data[:-10], b"", b"{}\n", foreign.getvalue()):
-        if kind != "jsonl" or wrong:  # a part without rows
+        if kind != "jsonl" or wrong:  # an empty file is a part without rows
             with pytest.raises(PartFault):
                 inspect(wrong, kind)
 

@@ -1,4 +1,4 @@
-"""SIE_JOBS_URLS: what clients may name as the place of an input or an output."""
+"""SIE_JOBS_URLS: the places that clients may name for inputs and outputs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_without_the_setting_nothing_is_allowed_and_the_refusal_names_it() -> No
 
 
 async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
-    """A file, and a folder: neither is planned, read, nor written through. A link within the place is followed."""
+    """A link to a file or a folder outside of the place is not planned, read, or written through. A link within the
+    place is followed.
+    """
     inside, outside = tmp_path / "in", tmp_path / "secret"
     (inside / "real").mkdir(parents=True)
     outside.mkdir()
@@ -114,7 +116,7 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 async def test_a_folder_lists_its_own_objects_alone(tmp_path: Path) -> None:
-    """Folders beside it, a folder whose name begins alike, and hidden files are not listed."""
+    """Folders beside it, a folder with the same prefix in its name, and hidden files are not listed."""
     for name in ("in/a.png", "in/sub/b.png", "in/.hidden.png", "in/rows.csv", "in2/c.png", "other/d.png", "e.png"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ async def spans_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[
 
 
 async def rows_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[InputRow]:
-    """All rows, and that each span is one of at most `shard_rows` that survives its encoding."""
+    """Return all rows. Check that each span has at most `shard_rows` rows and survives its encoding."""
     collected = []
     for span in await spans_of(place, source, shard_rows):
         assert span.rows <= shard_rows
@@ -61,7 +61,7 @@ def write_jsonl(path: Path, objects: list[Any], end: str = "\n") -> None:
 
 
 async def test_all_formats_give_the_same_rows(tmp_path: Path, place: Place) -> None:
-    """A folder of them, by name; what is hidden, a marker or a manifest is no data."""
+    """The files of a folder are read by name. Hidden files, markers and manifests are no data."""
     own = [{"id": f"é{number}", "t": f'text "{number}",\n{"x" * number}', "n": number} for number in range(11)]
     write_jsonl(tmp_path / "a.jsonl", own)
     text = "\r\n".join(f'{row["id"]},"{str(row["t"]).replace(chr(34), chr(34) * 2)}",{row["n"]}' for row in own)
@@ -142,7 +142,9 @@ IMAGE = b"\x89PNG of sorts"
 
 
 async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
-    """Bytes, maps as Hugging Face's data sets have them, lists of these, base64; anything else is a fault."""
+    """An image is bytes, a map as in data sets of Hugging Face, a list of these, or base64. Any other value
+    is a fault.
+    """
     encoded = base64.b64encode(IMAGE).decode()
     write_jsonl(
         tmp_path / "a.jsonl", [{"i": encoded}, {"i": f"data:image/png;base64,{encoded}"}, {"i": "no"}, {"i": 3}]
@@ -224,7 +226,7 @@ async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place)
 
 
 async def test_a_folder_of_images_that_changes_is_refused(tmp_path: Path, place: Place) -> None:
-    """Another image among them, one less, one that is another one: only spans that it is in."""
+    """An added or changed image concerns only the spans that have it."""
     source = JobInput(url="u/", format="images")
     for number in range(8):
         (tmp_path / f"{number}.png").write_bytes(b"x")
@@ -250,8 +252,9 @@ async def test_an_uploaded_file_is_read_by_its_key_and_called_by_its_name(tmp_pa
 
 @pytest.mark.parametrize("keeps_times", [True, False])
 async def test_a_copy_of_a_folder_has_the_same_objects(tmp_path: Path, keeps_times: bool) -> None:
-    """A folder, and a file whose digest is known, are planned. They are copied to another disk: other inodes. With
-    their times, all is read as planned; without, only what has a digest: nothing else tells that it is equal.
+    """A folder, and files whose digests are known, are planned. They are copied, which gives them other inodes. A copy
+    with the same times is read as planned. Without the times only a file with a digest is read: nothing else shows that
+    it is equal.
     """
     names = ("a.jsonl", "b.csv", "c.parquet")
     first, second = tmp_path / "one", tmp_path / "two"
@@ -358,7 +361,7 @@ async def test_a_column_that_no_object_of_json_has_is_named_and_one_that_some_ha
 
 
 async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, place: Place) -> None:
-    """A page header that is no longer one; a page whose bytes are not those of its checksum."""
+    """One page has a broken header. The bytes of another page do not match its checksum."""
     texts = [f"text {number}" for number in range(1500)]
     options: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
     parquet.write_table(pa.table({"t": texts}), tmp_path / "a.parquet", row_group_size=500, **options)
@@ -407,7 +410,7 @@ async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
 
 
 async def test_only_the_bytes_of_a_span_are_read(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Parquet these are the columns that templates name, of the row groups of the span."""
+    """In Parquet these are the bytes of the columns that templates name, in the row groups of the span."""
     wide = pa.array([os.urandom(2000) for _ in range(4000)])
     table = pa.table({"wide": wide, "t": [f"text {number}" for number in range(4000)], "also": wide})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
@@ -473,7 +476,7 @@ async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_lar
 
 
 async def test_a_span_is_bounded_by_its_text_too(tmp_path: Path, place: Place) -> None:
-    """In each format: answers may take much more memory than rows."""
+    """The bound is for each format, because answers may take much more memory than rows."""
     write_jsonl(tmp_path / "a.jsonl", [{"t": "a" * 90}] * 20)
     parquet.write_table(pa.table({"t": [f"{number:090}" for number in range(20)]}), tmp_path / "b.parquet")
     planned = [entry async for entry in plan(place, TEXT, 1000, text_bytes=520)]
@@ -500,7 +503,7 @@ async def test_a_job_has_a_bounded_number_of_spans(
 async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store ends an answer early, twice; all rows are there once."""
+    """The store ends two answers early. All rows are read once."""
     write_jsonl(tmp_path / "a.jsonl", [{"t": f"{number}"} for number in range(1000)])
     get_async, cuts = obstore.get_async, 0
 
@@ -534,8 +537,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 async def test_a_row_of_many_values_is_read_in_the_memory_of_its_text(tmp_path: Path, place: Place, bomb: str) -> None:
-    """Planning and reading take no more than some times the size of the text. The rows beside it are read; the one with
-    too many values that would have to be made is a failed row, which says why.
+    """Planning and reading take no more than a small multiple of the size of the text. The rows beside it are read. A
+    row that would need too many values is a failed row, which says why.
     """
     data = b'{"t":"before"}\n%s\n{"t":"after"}\n' % BOMBS[bomb]
     (tmp_path / "a.jsonl").write_bytes(data)
@@ -635,7 +638,7 @@ async def test_a_line_of_csv_with_many_fields_makes_no_more_than_the_header_has(
 async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
     tmp_path: Path, place: Place, is_one_row: bool, name: str
 ) -> None:
-    """A file of 2 KB with 20 million zeros, in one row or in many, is refused as it is planned."""
+    """A file of less than 10 KB with 20 million zeros, in one row or in many, is refused when it is planned."""
     count = 20_000_000
     ends = [0, count, count] if is_one_row else list(range(0, count + 1, count // 100))
     lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.zeros(count, np.int64)))
@@ -662,7 +665,7 @@ async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
 async def test_a_value_that_python_lacks_is_an_error_that_names_its_column(
     tmp_path: Path, place: Place, values: pa.Array
 ) -> None:
-    """Infinity in Postgres is such a time."""
+    """PostgreSQL exports infinity as such a time."""
     parquet.write_table(pa.table({"t": ["a", "b"], "until.x": values}), tmp_path / "a.parquet")
     source = JobInput(url="u", text="{t}", keep=("until.x",))
     (span,) = await spans_of(place, source)

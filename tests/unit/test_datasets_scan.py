@@ -16,7 +16,7 @@ from sie_store.datasets.scan import Cut, Cutter, Scanner, rows_of
 
 ENDS = st.sampled_from([b"\n", b"\r\n"])
 BLANKS = st.sampled_from([b"", b" ", b"\t ", b"\r"])
-# with bytes that begin a row and look blank, and quotes that only CSV knows
+# lines with bytes that begin a row and look blank, and with quotes that only CSV knows
 LINES = st.one_of(BLANKS, st.text("ab \t\"'\\{}é,", max_size=12).map(str.encode))
 FIELDS = st.text('ab ,"\n\ré', max_size=8)
 
@@ -32,7 +32,9 @@ def scanned(data: bytes, piece: int, *, is_quoted: bool, max_rows: int, max_byte
 
 
 def check_spans(data: bytes, cuts: list[Cut], rows: list[bytes], *, is_quoted: bool, max_rows: int) -> None:
-    """The spans follow each other, each has the rows that it says, and together they are all rows."""
+    """Check that the spans follow each other, that each has the rows that it states, and that together they have all
+    rows.
+    """
     assert [cut.first for cut in cuts] == [sum(cut.rows for cut in cuts[:at]) for at in range(len(cuts))]
     assert all(before.end == after.start for before, after in pairwise(cuts))
     assert all(0 < cut.rows <= max_rows for cut in cuts)
@@ -55,7 +57,9 @@ def test_the_spans_of_json_lines_have_all_rows_once_for_any_size_of_the_pieces(
 def test_the_spans_of_csv_have_the_records_that_the_csv_module_wrote(
     records: list[list[str]], end: bytes, piece: int, max_rows: int
 ) -> None:
-    """Line feeds, quotes and commas within quotes; blank lines between records; no end of the last line."""
+    """Records have line feeds, quotes and commas within quotes. Blank lines are between records, and the last line has
+    no end.
+    """
     file = io.StringIO()
     writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator=end.decode() * 2)
     writer.writerows(records)

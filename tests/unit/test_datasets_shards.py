@@ -1,4 +1,4 @@
-"""Parts of an output in real stores: each is there once and whole, whoever writes it, and inputs are read there too."""
+"""Parts of an output in real stores: each is written once and whole. Inputs are read from these stores too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAST = RetryPolicy(tries=3, pause_s=0.001)
 
 @pytest.fixture(params=["folder", "moto", "seaweed", "google"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A place of its own in each kind of store."""
+    """Return a URL of its own in each kind of store."""
     if request.param == "folder":
         return str(tmp_path)
     return Bucket.at(request.getfixturevalue(request.param), monkeypatch).url
@@ -76,7 +76,7 @@ async def test_of_many_writers_at_once_one_wins_and_all_say_what_is_there(url: s
 
 async def test_a_folder_belongs_to_one_owner(url: str) -> None:
     place = output(url)
-    for _ in range(2):  # the second leader of the same job
+    for _ in range(2):  # a second leader of the same job may claim it too
         await claim(place, "job-1 7.5")
     with pytest.raises(InvalidInput) as caught:
         await claim(place, "job-1 8.5")
@@ -84,7 +84,7 @@ async def test_a_folder_belongs_to_one_owner(url: str) -> None:
 
 
 async def test_a_put_whose_answer_is_lost_is_taken_over(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object is stored, its writer hears of nothing and asks again."""
+    """The object is stored, but its writer gets an error and tries again."""
     put_async, lost = obstore.put_async, 0
 
     async def put_and_lose(*arguments: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ async def test_a_manifest_is_replaced_by_the_same_step_again(url: str) -> None:
 
 
 async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
-    """With names that URLs and stores write in other ways, and the output of another job among them."""
+    """URLs and stores write some of the names in other ways. The manifest of another job is among the inputs."""
     store = output(url).store
     lines = b"".join(b'{"t": "%d"}\n' % number for number in range(2500))
     table = pa.BufferOutputStream()
@@ -173,7 +173,7 @@ async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
 
 
 async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In spans that begin anywhere, of which the listing has several pages."""
+    """The listing of the images has several pages, and spans begin anywhere in it."""
     monkeypatch.setattr(plans, "LISTED_AT_ONCE", 10)
     store = output(url).store
     names = [f"{number:03d}.png" for number in range(110)]
@@ -206,7 +206,6 @@ async def test_an_object_that_changes_while_it_is_read_is_refused(url: str) -> N
 async def test_a_store_that_refuses_is_an_error_of_the_store_and_not_of_an_object(
     moto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job waits; its input is not to blame."""
     bucket = Bucket.at(moto, monkeypatch)
     place = Place.opened(f"{bucket.url}/in/", (bucket.url,))
     obstore.put(place.store, "in/a.jsonl", b"{}\n")
@@ -241,7 +240,7 @@ def files(folder: Path) -> set[str]:
 
 
 async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_part(small_disk: Path) -> None:
-    """A smaller part, and the same one after there is room, are written."""
+    """A smaller part is written, and so is the same part after there is room."""
     place = output(str(small_disk))
     filler = small_disk / "filler"
     filler.write_bytes(os.urandom(650_000))

@@ -1,4 +1,4 @@
-"""Templates over columns, and what a job's input has to say."""
+"""Templates over columns, and the fields that the input of a job needs."""
 
 from __future__ import annotations
 

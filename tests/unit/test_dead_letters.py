@@ -1,4 +1,4 @@
-"""`/v1/dead-letters`: what was given up is told without its inputs, run again, and forgotten."""
+"""`/v1/dead-letters`: dead letters are listed without their inputs, replayed and removed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def adapter(cluster: InProcess) -> DeadlyAdapter:
 async def ask(
     gateway: GatewayProcess, method: str, path: str = "", token: str = ADMIN, status: int = 200, **query: Any
 ) -> Any:
-    """The answer to a call of an administrator; it holds no input."""
+    """Return the answer to a call of an administrator. Check that it has no input."""
     headers = {"authorization": f"Bearer {token}"}
     answer = await gateway.client.request(method, PATH + path, headers=headers, params=query)
     assert answer.status_code == status, answer.text
@@ -56,7 +56,7 @@ async def ask(
 
 
 async def write(broker: Broker, name: str, *, model: str = "toy/one", code: str = "NOT_READY", **more: Any) -> None:
-    """A letter as a worker writes it."""
+    """Write a dead letter as a worker does."""
     item = WorkItem(
         f"r-{name}", 0, model, toy_entry().revision, "encode", (Input(SECRET),), RunOptions(), "inbox", 1000
     )
@@ -69,8 +69,9 @@ async def write(broker: Broker, name: str, *, model: str = "toy/one", code: str 
 async def test_work_that_was_given_up_is_told_run_again_and_answered(
     cluster: InProcess, gateway: GatewayProcess, adapter: DeadlyAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An input ends two adapters, and its work is a dead letter; administrators are told of it, without the input;
-    replayed with the fault still there it fails, and is kept; replayed without, it is answered, and is gone.
+    """An input ends two adapters, and its work becomes a dead letter. Administrators see it without the input. While
+    the fault is there, a replay fails and the letter stays. Without the fault, a replay is answered and removes the
+    letter.
     """
     caplog.set_level("INFO", "sie.gateway.dead_letters")
     sidecar = await cluster.sidecar(adapter)
@@ -178,7 +179,7 @@ async def test_letters_that_fit_are_run_again_the_oldest_first(cluster: InProces
 
 
 async def test_without_an_answer_a_letter_is_kept(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Nobody works; the pool of another has ended."""
+    """One letter has no worker. The pool of the other one has ended."""
     broker = cluster.server.connect("worker")
     await write(broker, "a")
     ended_lane = Lane("team", "_default", "default")

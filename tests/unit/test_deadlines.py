@@ -1,4 +1,4 @@
-"""Deadlines by the broker's clock: this machine's wall clock may say what it likes."""
+"""Deadlines by the broker's clock, whatever the wall clock of this machine shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_a
     st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 2.0), st.floats(0, 2.0)), min_size=1, max_size=8),
 )
 def test_the_offset_is_off_by_no_more_than_the_margin(offset_s: float, trips: list[tuple[float, float, float]]) -> None:
-    """Whatever the way there and back took, and however unequal."""
+    """The times of the request and of the response do not matter, even if they are unequal."""
     samples = [ClockSample(at_s, at_s + there_s + back_s, at_s + there_s + offset_s) for at_s, there_s, back_s in trips]
     found_s, margin_s = estimate(samples)
     assert abs(found_s - offset_s) <= margin_s + 1e-6
@@ -91,8 +91,8 @@ async def test_a_reconnect_measures_at_once() -> None:
 
 
 async def test_an_end_that_meets_a_reconnect_is_not_lost() -> None:
-    """Python 3.11's wait_for gives up a cancellation for a result that comes in the same turn: a drain then waits for
-    ever.
+    """`asyncio.wait_for` of Python 3.11 drops a cancellation if the result comes in the same turn of the event loop. A
+    drain would then wait forever.
     """
     server = MemoryServer()
     broker = server.connect("test")
@@ -120,17 +120,17 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 
 @pytest.mark.parametrize("offset_s", [-30.0, 0.0, 30.0])
 async def test_a_clock_that_is_30_s_off_changes_nothing(tmp_path: Path, offset_s: float) -> None:
-    """The broker's clock is ahead of ours, or behind it: work in time is answered, late work is dropped, as
-    without.
+    """The broker's clock is ahead of that of this machine, or behind it. Work in time is answered, and late work is
+    dropped.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
         cluster.server.wall_clock = lambda: time.time() + offset_s
         late = await cluster.publish("late", budget_ms=100)
-        # its budget, what it is forgiven, and what the clocks may be off in this process
+        # its budget, the tolerance for late work, and the error of the clocks in this process
         await asyncio.sleep(0.1 + LATE_S + 0.2)
         adapter = await cluster.adapter()
         await cluster.sidecar(adapter)
-        good = await cluster.publish("good", budget_ms=20_000)  # less than what the clocks are off
+        good = await cluster.publish("good", budget_ms=20_000)  # less than the offset of the clocks
         assert is_right(await cluster.result(good), good, 0)
         assert reasons(await cluster.result(late)) == ["GATEWAY_TIMEOUT"]
         await cluster.left(0)
@@ -176,7 +176,7 @@ async def test_work_that_grew_late_before_the_device_is_not_sent_to_it(cluster: 
 
 
 async def test_a_redelivery_keeps_its_age(cluster: Direct) -> None:
-    """Handed back for as long as its budget lasts, work is not given a new one."""
+    """Work that is redelivered after its budget gets no new budget."""
     item = await cluster.publish("late", budget_ms=200)
     await cluster.broker.ensure_consumer(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0))
     deliveries: list[Delivery] = []
@@ -195,7 +195,9 @@ async def test_a_redelivery_keeps_its_age(cluster: Direct) -> None:
 
 
 async def test_cancelled_work_that_is_not_at_the_device_never_runs(cluster: Direct) -> None:
-    """While its model is loaded, while it waits; what the device has runs on, and all of it leaves the queue."""
+    """Work is cancelled while its model is loaded, and while it waits. A batch at the device goes on. All cancelled
+    work leaves the queue.
+    """
     adapter = await cluster.adapter()
     adapter.hold_loads = adapter.hold_batches = True
     sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")

@@ -102,11 +102,11 @@ class TwoDevices:
     second: FakeAdapter
 
     async def answered(self, *texts: str, model: str = "toy/one") -> None:
-        """Raises AssertionError if an answer is not the right one."""
+        """Send the texts in one request. Raises AssertionError if an answer is wrong."""
         check(await self.gateway.encode(*texts, model=model), *texts)
 
     def ask(self, *texts: str) -> list[asyncio.Task[httpx.Response]]:
-        """A request for each text."""
+        """Start a request for each text."""
         return [asyncio.create_task(self.gateway.encode(text)) for text in texts]
 
 
@@ -174,7 +174,9 @@ async def test_devices_of_one_name_get_a_number_and_cpus_share_their_memory(two:
 
 
 async def dead_with_work(two: TwoDevices) -> tuple[list[asyncio.Task[httpx.Response]], ...]:
-    """Requests whose batches the first adapter had when it died, and requests that waited for it."""
+    """Stop the first adapter while it has work. Return the requests whose batches it had, and the requests that waited
+    for it.
+    """
     await two.answered("a")
     two.first.hold_batches = True
     begun = []

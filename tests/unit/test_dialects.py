@@ -1,5 +1,5 @@
-"""Refusals of the compat families before anything is queued, their counts, and the types that they make of float32
-vectors.
+"""Compatible client families: refusals before anything is queued, counts of tokens, and conversions of
+float32 vectors.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ REFUSED = [
     *(("/v1/ranking", *case) for case in RANKING),
     *(("/v1/contextualizedembeddings", *case) for case in CONTEXTUAL),
     *(("/v2/embed", *case) for case in COHERE),
-    *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version asks for no input type
+    *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version requires no input type
     *(("/classify", *case) for case in CLASSIFY),
 ]
 
@@ -273,8 +273,8 @@ TOO_LARGE: dict[str, tuple[str, Any, str]] = {
 }
 
 
-# of an error's body, beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients the
-# others
+# members of an error's body beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients
+# the others
 MEMBERS = {
     "/v1/embeddings": "detail",
     "/v1/ranking": "detail",
@@ -291,7 +291,7 @@ MEMBERS = {
 async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
-    """Contract 5.5, 22.1: a code, a reason, the path of the field, and no input text."""
+    """A refusal has a code, a reason, the path of the field, and no input text."""
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
         report = answer.json()
@@ -314,13 +314,12 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
     ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/embed", "/v2/embed", "/classify"],
 )
 async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
-    """Contract 5.5."""
     answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
     code = "model_not_found" if path.endswith("embeddings") else "MODEL_NOT_FOUND"
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
     assert ("embed" not in path) or answer.json()["error"]["suggestions"][
         0
-    ] == ONE  # other routes may have no model like it
+    ] == ONE  # other routes may have no model with a similar name
 
 
 async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
@@ -342,7 +341,7 @@ async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
 
 
 async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> None:
-    """Its client, told by `truncation`, prints `detail`, which is a map for everybody else."""
+    """The client of Voyage, which sends `truncation`, prints `detail` as a text. For other clients it is a map."""
     for path in ("/v1/rerank", "/v1/embeddings"):
         for more in ({}, {"truncation": True}):
             body = (await post(gateway, path, {"model": "toy/on", **more})).json()
@@ -365,7 +364,7 @@ async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> No
 async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(
     gateway: GatewayProcess, path: str, model: str
 ) -> None:
-    """Also where the body has other fields than the route wants: nothing is said of these."""
+    """The body may have other fields than the route expects. The error does not mention them."""
     answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
     verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
     is_tei = path.startswith("/tei/")
@@ -375,7 +374,7 @@ async def test_a_route_for_something_else_names_the_route_of_what_the_model_does
 
 
 async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProcess) -> None:
-    """Contract 5.5: size, model, pool, machine profile, parameters."""
+    """The order is size, model, pool, parameters."""
     path, wrong = "/v1/encode/toy/on", {"items": ["a"], "output_dtype": "int4"}
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -389,7 +388,9 @@ async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProces
 
 
 async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -> httpx.Response:
-    """The reply to a request of two inputs, which a worker in one message answers with all that a model may give."""
+    """Answer a request of two inputs as a worker does, in one message with all outputs that a model may have. Return
+    the reply to the client.
+    """
     stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
     message = await until(lambda: stream.messages.get(stream.last_sequence), "a message")
     item = messages.decode_work(message.data)
@@ -454,7 +455,7 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
 async def test_the_total_time_of_a_request_begins_with_its_first_byte(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
-    """On a connection that was used before: the time between two requests is no part of the second."""
+    """On a connection that is used again, the time between two requests is no part of the second."""
     await cluster.sidecar()
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -479,7 +480,7 @@ async def test_the_total_time_of_a_request_begins_with_its_first_byte(
 async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
     cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its status was sent before; what is left is to close the connection before the end of the body."""
+    """The status was sent before, so the gateway can only close the connection before the end of the body."""
 
     def broken(*_: Any, **__: Any) -> tuple[Iterator[bytes], str]:
         return (piece() for piece in (lambda: b"{", lambda: b"" + None)), "application/json"  # type: ignore[operator]
@@ -503,7 +504,7 @@ async def test_every_reply_has_the_version_that_the_public_clients_of_sie_compar
 
 
 def test_each_minor_version_of_a_client_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Contract 24. Nothing else that a client says there reaches the log, and what it makes up has an end."""
+    """The log has nothing else of the header, and the number of logged versions is bounded."""
     caplog.set_level(logging.INFO, "sie.gateway")
     versions = ClientVersions()
     for version in ("0.3.1", "0.3.2", "0.4.0rc1", "0.3", "", "x", "1.2345678", "0.3\r\nforged", "7.1 canary"):
@@ -519,7 +520,7 @@ def test_each_minor_version_of_a_client_is_told_once(caplog: pytest.LogCaptureFi
 
 
 async def test_models_are_not_listed_before_they_are_known(cluster: InProcess) -> None:
-    """An empty list would say that there are none."""
+    """An empty list would mean that there are no models."""
     gateway = await cluster.gateway(Silent(), ready=False)
     answer = await gateway.client.get("/v1/models")
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "NOT_READY", "2")
@@ -536,12 +537,12 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     }
 
 
-# what is counted
+# token ids and counts
 
 
 async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 14: the model's own ids where the entry or the request says so, special tokens added where they are
-    missing, and those of OpenAI's vocabularies as their text.
+    """Ids are the model's own where the entry or the request says so, and special tokens are added where they are
+    missing. Ids of OpenAI's vocabularies are run as their text.
     """
     await cluster.sidecar()
     own = ids_of("hello")
@@ -567,8 +568,8 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
 async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_queued(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:
-    """Contract 2.6: 300,000 tokens in all, of the model's own tokenizer, before truncation. A toy token is a byte; two
-    are special.
+    """The limit is 300,000 tokens in all, of the model's own tokenizer, before truncation. A token of the toy model is
+    a byte, and two tokens are special.
     """
     await cluster.sidecar()
     counted = await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["x" * 4998] * 60})
@@ -628,7 +629,9 @@ async def test_similarities_are_computed_from_vectors_of_length_1_whatever_the_p
 
 
 def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
-    """A byte is at least a token's worth, and normalisation may lengthen a text: U+FDFA of 3 bytes is one of 33."""
+    """A token has at least one byte. Normalisation may lengthen a text: U+FDFA has 3 bytes before it and 33
+    after it.
+    """
     run = RunOptions(prefix="query: ")
     assert openai.max_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
     assert openai.max_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
@@ -636,7 +639,7 @@ def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
 
 
 async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 14: 2,048 inputs, in pieces; base64 is little-endian float32."""
+    """The reply to 2,048 inputs is written in pieces. Floats, base64, raw bytes and Arrow have the same values."""
     await cluster.sidecar()
     texts = [f"text {number}" for number in range(2048)]
     as_floats = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts, "encoding_format": "float"})
@@ -665,7 +668,7 @@ async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gat
 
 
 def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
-    """Contract 11: its check values, and the worker's own conversion of random rows, ties and constants."""
+    """The oracles are known values, and the worker's own conversion of random and constant rows."""
     first = np.linspace(-1, 1, 8, dtype=np.float32)[None]
     second = np.array([[0.5, -0.25, 0, 0.125, -1, 0.75, 0.3, -0.0, 1, -0.6]], np.float32)
     assert embedding_types.int8(first)[0].tolist() == [[-127, -91, -54, -18, 18, 54, 91, 127]]
@@ -700,7 +703,7 @@ def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
 
 @pytest.mark.parametrize("name", vocabulary.NAMES)
 def test_a_vocabulary_is_the_published_one(name: str) -> None:
-    """Ids as tiktoken makes them: a word, a character in two halves, a special token, and one beyond the end."""
+    """Ids are those of tiktoken: a word, a character in two halves, a special token, and an id beyond the end."""
     words, halves, special = {
         "cl100k_base": ([9906, 4435, 0], [9468, 99, 254, 117], 100257),
         "o200k_base": ([13225, 5922, 0], [112, 251, 121, 223], 199999),
@@ -733,5 +736,4 @@ def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() ->
     ("number", "expected"), [(None, None), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")]
 )
 def test_low_numbers_are_served_first(number: int | None, expected: str | None) -> None:
-    """Contract 15."""
     assert fields.priority({"priority": number}) == expected

@@ -1,6 +1,4 @@
-"""The pages: a site without a broken link, tables as the code has them, a section for each alert, no metric that nobody
-exports.
-"""
+"""The pages: links, tables that match the code, a section for each alert, metrics and settings that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from sie_runtime.feed import packaged_catalogue
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
 SECTIONS = ("**Means**", "**See**", "**Do**")
-# blocks of a shell or of Python by page and mark, those that are run under ""
+# number of blocks of a shell or of Python by page and mark; the mark of blocks that are run is ""
 BLOCKS = {
     "README.md": {"install": 1, "": 4},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
@@ -98,7 +96,7 @@ def test_links_from_outside_the_site_lead_to_files(page: str) -> None:
 
 
 def test_the_page_of_settings_is_the_code() -> None:
-    """Regenerate it: python tests/settings_page.py."""
+    """`python tests/settings_page.py` regenerates the page."""
     text = settings_page.PAGE.read_text("utf-8")
     assert settings_page.page(text) == text
     for row in ROWS:
@@ -106,7 +104,7 @@ def test_the_page_of_settings_is_the_code() -> None:
 
 
 def test_the_page_of_models_is_the_catalogue() -> None:
-    """Regenerate it: python tests/models_page.py."""
+    """`python tests/models_page.py` regenerates the page."""
     text, entries = models_page.PAGE.read_text("utf-8"), packaged_catalogue().entries
     assert models_page.page(text) == text
     assert f"The catalogue has {len(entries)} models" in text
@@ -114,7 +112,7 @@ def test_the_page_of_models_is_the_catalogue() -> None:
 
 
 async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
-    """Regenerate it: python tests/api_page.py."""
+    """`python tests/api_page.py` regenerates the page."""
     text = api_page.PAGE.read_text("utf-8")
     document = await api_page.document()
     assert api_page.page(text, document) == text
@@ -122,7 +120,7 @@ async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
 
 
 def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
-    """Regenerate them: python tests/readme_tables.py."""
+    """`python tests/readme_tables.py` regenerates the tables."""
     text = readme_tables.PAGE.read_text("utf-8")
     assert readme_tables.page(text) == text
 
@@ -149,7 +147,7 @@ def test_every_alert_has_a_section_of_the_runbook() -> None:
 
 def test_no_page_names_a_metric_that_no_process_exports() -> None:
     exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
-    # of the distribution, the broker's buckets, packages and recorded names
+    # names of the packages and of the broker's buckets
     foreign_names = re.compile(
         r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
         r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|remotes|shards)(_copy)?(?![a-z_])"
@@ -176,8 +174,8 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
 
 
 def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
-    """Blocks without a mark, and servers, are run: those of the README and of sdk.md by tests/system/test_readme.py, of
-    image-search.md by test_image_pages.py, of sounds.md by test_sounds.py, else by test_docs.py.
+    """Blocks without a mark, and those of servers, are run. tests/system/test_readme.py runs those of the README and of
+    sdk.md, test_image_pages.py those of image-search.md, test_sounds.py those of sounds.md, test_docs.py all others.
     """
     block_counts = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
     assert {name: counts for name, counts in block_counts.items() if counts} == BLOCKS
@@ -185,8 +183,8 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
 
 
 def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_or_rates() -> None:
-    """A number that no test compares would be invented one day; a text that is the same on every machine is
-    compared.
+    """A block that is not run shows no output, because no test would compare it. Output without measured fractions is
+    the same on every machine, so a test can compare it.
     """
     for page in (*DOCS.glob("*.md"), README):
         every = pages.blocks(page)
@@ -212,7 +210,7 @@ def test_no_command_hides_in_a_block_of_another_language() -> None:
 
 
 def test_every_command_that_a_page_names_is_there() -> None:
-    """With its options; those of `sie serve` after `sie airgap serve` are not looked at."""
+    """Options are checked too, except those of `sie serve` after `sie airgap serve`."""
     wrong, command_count = [], 0
     for page in (*DOCS.glob("*.md"), README, ROOT / "ARCHITECTURE.md"):
         for words in re.findall(r"(?:`|^|[=(;] ?|\| )sie ([a-z][^`\n#|)]*)", page.read_text("utf-8"), re.MULTILINE):

@@ -1,4 +1,4 @@
-"""The decisions of `sie doctor` that need no cluster: drift, skew, GPUs, settings, and what a status says."""
+"""The decisions of `sie doctor` that need no cluster: drift, skew, GPUs, settings, and the exit status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRIVER = GpuDriver("570.1", (12, 8))
     ("gateways", "workers", "behind"),
     [
         ({"g": "made:9"}, {"w": ("default", "made:9")}, []),
-        ({"g": "made:9"}, {"w": ("default", "made:5")}, []),  # nothing since concerned its bundle
+        ({"g": "made:9"}, {"w": ("default", "made:5")}, []),  # no later change concerned its bundle
         (
             {"g": "made:8"},
             {"w": ("default", "made:4"), "v": ("other", "made:8")},
@@ -226,7 +226,7 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
 
 
 class Foreign(http.server.BaseHTTPRequestHandler):
-    """A program that is not SIE's."""
+    """Server of a program that is not part of SIE."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -240,7 +240,7 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its port is the documented default of ours; one that was given, or that `sie serve` wrote down, is looked at."""
+    """The port is a default of SIE. A port that a setting names, or that `sie serve` wrote down, is checked."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign_server:
         threading.Thread(target=foreign_server.serve_forever).start()
         try:
@@ -315,7 +315,7 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
 
 
 async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other commands do so as well: only the proxy can resolve the name."""
+    """Only the proxy can resolve the name of the gateway."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
@@ -356,7 +356,7 @@ async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tm
 
 
 async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:
-    """One wrong file, and the whole folder stays as it was."""
+    """One wrong file keeps the whole folder as it was."""
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")

@@ -1,6 +1,4 @@
-"""Documents on their way: from the item of a request to a work item, and from there to the adapter; which inputs are
-refused, and what one costs.
-"""
+"""Documents from the item of a request to the adapter: refusals of inputs, and costs."""
 
 from __future__ import annotations
 
@@ -163,7 +161,7 @@ def test_a_query_has_no_document(tokenizer: ModelTokenizer) -> None:
 
 
 class Parser:
-    """Tells what it is given."""
+    """Model that returns the text of each input, and the size and format of its document."""
 
     rows: ClassVar[dict[str, Rows]] = {"extract": LAYOUT}
 

@@ -21,7 +21,7 @@ from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 
 def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Throughput:
-    """One that got these: (when, tokens, when they were queued)."""
+    """Return a throughput that got these batches: (time of the result, tokens, time when they were queued)."""
     throughput = Throughput()
     for number, (at_s, tokens, queued_s) in enumerate(batches):
         throughput.left(at_s, str(number), tokens, queued_s, is_crowded=crowded, device_s=device_s)
@@ -61,12 +61,12 @@ def test_results_of_one_batch_are_one_sample() -> None:
 
 
 def test_small_batches_of_an_idle_worker_do_not_make_large_work_long() -> None:
-    """Twenty texts of 8 tokens, one after the other, each 30 ms on the device. 1,600 tokens are four batches, which may
-    take no longer.
+    """Twenty texts of 8 tokens come one after the other, each 30 ms on the device. 1,600 tokens are four batches, and
+    such a batch may take no longer.
     """
     throughput = drain(*((number * 0.5, 8.0, number * 0.5 - 0.05) for number in range(20)), device_s=0.03)
     assert wait(throughput, 9.6, 1600).likely_s < 0.2
-    # also where noise looks like a cost of tokens: what is far from what was measured is not extrapolated
+    # noise may look like a cost of tokens: sizes far from the measured ones are not extrapolated
     assert wait(throughput, 9.6, 1600, fixed=1.0).likely_s < 0.6
 
 
@@ -85,7 +85,7 @@ def test_one_stall_says_nothing_of_the_next_batch_and_two_slow_batches_do() -> N
 
 
 def test_of_a_device_that_became_slower_only_what_it_takes_now_counts() -> None:
-    """Two batches of five seconds after many of half a second: the older ones say nothing any more."""
+    """Two batches of five seconds follow many of half a second. The older ones no longer count."""
     throughput = drain(*((0.5 * number, 512.0, -1.0) for number in range(8)), crowded=True, device_s=0.5)
     for number in range(2):
         throughput.left(8.5 + 5 * number, f"slow {number}", 512, -1.0, is_crowded=True, device_s=5.0)
@@ -96,7 +96,7 @@ def test_of_a_device_that_became_slower_only_what_it_takes_now_counts() -> None:
 
 
 def test_batches_of_other_sizes_are_no_change_of_the_device() -> None:
-    """A batch of 64 times the tokens may take 64 times as long: all of them count."""
+    """A batch of 64 times the tokens may take 64 times as long, so all batches count."""
     throughput = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
     for number in range(2):
         throughput.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
@@ -120,8 +120,8 @@ def test_what_was_measured_expires() -> None:
 
 
 def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
-    """Each half second a batch of 200 tokens that leaves as many in the queue: workers cut it so that two fit into a
-    budget of a second.
+    """Each half second a batch of 200 tokens runs and leaves as many in the queue. Workers cut it so that two batches
+    fit into a budget of a second.
     """
     cut = drain(*((0.5 * number, 200, 0.5 * number - 1.1) for number in range(8)), device_s=0.5)
     ample = drain(*((0.5 * number, 200, 0.5 * number - 0.45) for number in range(8)), device_s=0.5)
@@ -134,8 +134,8 @@ def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
 
 
 def test_where_no_batch_is_sealed_ahead_those_behind_what_runs_fill_the_next_one() -> None:
-    """Batches of 96 tokens in half a second, of which one runs for 0.2 s. A request behind it is in the next batch as
-    long as that has room. With a long budget a batch may have been formed before the request came.
+    """Batches of 96 tokens take half a second, and one has run for 0.2 s. A request behind it is in the next batch
+    while that has room. With a long budget a batch may have been formed before the request came.
     """
     throughput = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
 
@@ -191,8 +191,8 @@ def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float
 
 
 def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
-    """A hundred tokens a second and 5 tokens each: twenty a second; behind each stand all who were promised a turn
-    before.
+    """The rate is a hundred tokens a second, which is twenty requests of 5 tokens. Each request waits behind all turns
+    that were promised before.
     """
     random.seed(7)
     turns = RetrySlots()
@@ -209,7 +209,9 @@ def most_within_a_second(due: list[float]) -> int:
 
 
 def test_no_second_has_more_turns_than_it_has_room_for() -> None:
-    """At any moment of a second: who is refused half a second later is told a whole number of seconds as well."""
+    """The bound is for any span of a second: a client that is refused half a second later also gets a whole number of
+    seconds.
+    """
     random.seed(5)
     turns = RetrySlots()
     due = []
@@ -222,7 +224,7 @@ def test_no_second_has_more_turns_than_it_has_room_for() -> None:
 
 
 def test_turns_that_were_given_at_a_higher_rate_come_before_those_at_a_lower_one() -> None:
-    """A hundred are due within two seconds when the device turns out to do ten a second."""
+    """A hundred turns are due within two seconds, when the device turns out to serve ten a second."""
     turns = RetrySlots()
     for number in range(100):
         turns.book(0.0, b"%d" % number, 1, 2.0, room=50)
@@ -238,7 +240,7 @@ def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
 
 
 def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
-    """They come from other gateways."""
+    """Costs with fractions come from other gateways."""
     turns = RetrySlots()
     turns.peer_announced(
         0.0,
@@ -249,7 +251,7 @@ def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
     assert not turns._open.costs
     assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
     turns._add(1.0, b"x", 5, 2.0, is_own=True)
-    turns._open.costs.clear()  # what a sum of floats may come to
+    turns._open.costs.clear()  # rounding may remove the cost of a second
     assert turns.claim(6.0, b"x")
 
 
@@ -326,7 +328,9 @@ def test_turns_are_bounded_and_a_wait_too_long_has_none() -> None:
 
 
 def full_gateway(running: int) -> AnswerPace:
-    """One of so many requests ends each tenth of a second, and another one takes its place."""
+    """Return the pace of a gateway with `running` requests. One ends each tenth of a second, and another one takes its
+    place.
+    """
     pace = AnswerPace()
     for number in range(running):
         pace.changed(0.0, number + 1)
@@ -348,7 +352,7 @@ def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
 
 
 def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:
-    """A request of 10 ms each 10 s, and then as many slow uploads as it takes."""
+    """A request of 10 ms comes each 10 s. Then 48 slow uploads come at once."""
     pace = AnswerPace()
     for number in range(20):
         pace.changed(10.0 * number, 1)
