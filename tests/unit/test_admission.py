@@ -517,7 +517,7 @@ def test_work_at_a_worker_is_waited_for_until_no_worker_of_the_lane_is_left() ->
         assert cold.check(LANE, "toy/one", was_hosted=True)
         with pytest.raises(NotProvisioned):
             cold.check(LANE, "toy/one")
-    fleet.note(beat(state="loading"))  # it loads the model again
+    fleet.note(beat(state="loading"))  # the worker loads the model again
     assert cold.check(LANE, "toy/one", was_hosted=True)
     now_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
     with pytest.raises(NotProvisioned):
@@ -626,7 +626,7 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
         (0, 0, 1000, 3, 0, False, 0),  # nothing to do
         (1, 0, 0, 0, 0, False, 1),
         (0, 0, 0, 0, 0, True, 1),
-        (1, 0, 0, 3, 0, False, 3),  # no rate yet: one, or those that are ready
+        (1, 0, 0, 3, 0, False, 3),  # without a rate: one, or the ready workers
         (0, 0, 1000, 0, 2, False, 2),  # the reserved workers
         (0, 700, 1000, 1, 0, False, 1),
         (0, 710, 1000, 1, 0, False, 2),
@@ -689,7 +689,7 @@ async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_wr
     assert await reader.is_wanted(LANE)
     assert not await reader.is_wanted(Lane("_default", "l4", "default"))
     now_s += 4
-    writer.note(LANE)  # young enough
+    writer.note(LANE)  # the record is young enough
     now_s += 55
     assert await reader.is_wanted(LANE)
     now_s += 1.5
@@ -757,7 +757,7 @@ async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(c
         return report
 
     async with asyncio.timeout(30):
-        while True:  # until each has heard of what the others sent
+        while True:  # until each gateway has counted what the others sent
             reports = [await figures(gateway) for gateway in gateways]
             ages = [report.pop("oldest_age_s") for report in reports]
             if all(report["backlog_cost"] == 200 for report in reports):

@@ -434,7 +434,7 @@ def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_ty
     with torch.device("meta"):
         model = auto.from_config(config)
     assert type(model).__name__ == name.removesuffix(" of GLiNER")
-    # Grounding DINO creates one small parameter on a device of its own choice
+    # Grounding DINO creates one small parameter outside of the meta device
     assert sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta) <= 2048
 
 

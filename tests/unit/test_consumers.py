@@ -313,7 +313,7 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: i
     assert outcome.deleted >= deletions
     assert outcome.left == 0
     assert set(outcome.published) <= set(outcome.received)
-    assert outcome.longest_s < life.ROUND_S / 2  # notices and the count after a deletion repair, not the round
+    assert outcome.longest_s < life.ROUND_S / 2  # notices and the count after a deletion repair it, not the round
     assert len(outcome.published) > deletions / 5
 
 

@@ -665,7 +665,7 @@ async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
 async def test_a_value_that_python_lacks_is_an_error_that_names_its_column(
     tmp_path: Path, place: Place, values: pa.Array
 ) -> None:
-    """PostgreSQL exports infinity as such a time."""
+    """Infinity in PostgreSQL is such a time."""
     parquet.write_table(pa.table({"t": ["a", "b"], "until.x": values}), tmp_path / "a.parquet")
     source = JobInput(url="u", text="{t}", keep=("until.x",))
     (span,) = await spans_of(place, source)

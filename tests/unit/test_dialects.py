@@ -463,7 +463,7 @@ async def test_the_total_time_of_a_request_begins_with_its_first_byte(
     head = f"POST /v1/encode/{ONE} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     total_ms, wall_ms = [], []
     for pause_s in (0.0, 0.15):
-        await asyncio.sleep(0.3)  # the client has nothing to ask
+        await asyncio.sleep(0.3)  # the client sends nothing
         began_s = time.perf_counter()
         for piece in (head[:9], head[9:], body[:5], body[5:]):
             writer.write(piece)
