@@ -30,7 +30,7 @@ MODEL = "/v1/configs/models/my/model"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The small files of an encoder as sentence-transformers saves one, without weights that could be loaded."""
+    """Create the small files of an encoder as sentence-transformers saves them, with weights that cannot be loaded."""
     folder = tmp_path / "model"
     (folder / "1_Pooling").mkdir(parents=True)
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}

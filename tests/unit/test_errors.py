@@ -1,4 +1,4 @@
-"""The error tree: what each leaf is, and that every client family finds its fields in one body."""
+"""The error tree: the attributes of each leaf, and the fields that each client family finds in the body of an error."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_leaf_is_documented() -> None:
 
 @each_leaf
 def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[SIEError]) -> None:
-    """Retryable if and only if there is a time to retry after."""
+    """An error is retryable if and only if it has a time for Retry-After."""
     status, retry_after_s, _, _ = DOCUMENTED[leaf.code]
     error = leaf("what happened")
     assert (error.status, error.retry_after_s) == (status, retry_after_s)
@@ -74,8 +74,8 @@ def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[S
 
 @each_leaf
 def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]) -> None:
-    """`error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and
-    Cohere, TEI's type.
+    """SIE and OpenAI clients read `error`, raw HTTP clients `detail`. TypeScript and Cohere clients read the top-level
+    `code` and `message`, TEI clients `error_type`.
     """
     _, _, kind, tei = DOCUMENTED[leaf.code]
     error = leaf("message text", reason="the_reason", param="items[3].text", extras={"limit": 7})
@@ -113,8 +113,8 @@ def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]
 
 
 def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
-    """A member has a client that reads it, and the message stands twice at most: but at the one route that Jina and
-    Cohere share.
+    """Every member has a client that reads it. The message occurs at most twice in a body, and three times on the route
+    that Jina and Cohere share.
     """
     for family, members in FAMILIES.items():
         assert all(member.reader for member in members)
@@ -146,7 +146,6 @@ def test_an_envelope_without_a_field_says_null_and_lists_failures_only_where_the
 
 @each_leaf
 def test_an_error_is_the_same_after_its_way_over_the_wire(leaf: type[SIEError]) -> None:
-    """Permanent failures keep their code through the queue."""
     error = leaf("message", reason="r", param="p", extras={"error_class": "GATED", "attempts": 2})
     info = msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=ErrorInfo)
     decoded_error = SIEError.from_info(info)
@@ -177,7 +176,7 @@ def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> N
     ],
 )
 def test_when_all_items_failed_the_worst_decides(codes: list[str], status: int, retry_after_s: int) -> None:
-    """503 if any may be retried, else 500 if any is 5xx, else 400."""
+    """The status is 503 if any failure is retryable, else 500 if any status is 5xx, else 400."""
     failures = [SIEError.from_info(ErrorInfo(code, "m")) for code in codes]
     error = AllItemsFailed("all failed", failures=failures)
     assert (error.status, error.retryable, error.retry_after_s) == (status, retry_after_s > 0, retry_after_s)

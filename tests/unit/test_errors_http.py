@@ -1,8 +1,7 @@
-"""Every code of the error tree as a client meets it: provoked at a real gateway, by each client family, in the words of
-each.
+"""Every code of the error tree, provoked at a gateway in this process and checked in the format of each client family.
 
-    Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere and TEI requests, and our own client ──► one
-    set of checks
+    Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere, TEI and Ollama requests, and our own client
+    ──► one set of checks
 
 A code without a case fails `test_every_code_of_the_tree_has_a_case`.
 """
@@ -41,7 +40,7 @@ from sie_runtime.keys import KeyLimits
 from sie_sidecar.models import loading
 
 ONE = "toy/one"
-CANARY = "canary-7031"  # begins every text, and is in no answer
+CANARY = "canary-7031"  # the prefix of every text; no answer contains it
 POOL = {"name": "team", "gpus": {"l4": 1}}
 
 Body = Callable[[str, Sequence[str]], Mapping[str, Any]]
@@ -49,7 +48,7 @@ Body = Callable[[str, Sequence[str]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """How one kind of client asks for vectors. `path` may hold {model}."""
+    """The embedding request of a client family. `path` may contain {model}."""
 
     name: str
     path: str
@@ -70,8 +69,8 @@ Heard = tuple[str, httpx.Response]
 
 @dataclass
 class Place:
-    """Place where a case happens. `raised` is the error of our own client in the same situation, if it was tried
-    too.
+    """The cluster of a case. `raised` is the error of our own client in the same situation, or None if that client sent
+    no request.
     """
 
     cluster: InProcess
@@ -79,7 +78,7 @@ class Place:
     raised: client_errors.SIEError | None = None
 
     async def ask(self, gateway: GatewayProcess, *texts: str, model: str = ONE, **headers: str) -> list[Heard]:
-        """Return the answers of each family, all at once, and of our own client."""
+        """Send the requests of all families and of our own client concurrently. Return the answers of the families."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         sent = [CANARY + text for text in texts or ("",)]
 
@@ -97,9 +96,7 @@ class Place:
         return answers
 
     async def failing(self, *failures: ErrorInfo | None) -> list[Heard]:
-        """Return the answers when the first input ends in the first of these, and so on; None: an empty one, which the
-        gateway refuses.
-        """
+        """Return the answers to one input for each failure, which the adapter returns; None: the input succeeds."""
         adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway()
         await self.cluster.sidecar(adapter)
         adapter.failures = {
@@ -108,19 +105,19 @@ class Place:
         return await self.ask(gateway, *(str(number) for number in range(len(failures))))
 
     async def store(self) -> GatewayProcess:
-        """A gateway that keeps jobs and runs none."""
+        """Start a gateway that stores jobs and runs none."""
         return await self.cluster.gateway(
             SIE_PAYLOAD_STORE_URL=str(self.cluster.folder / "payloads"), SIE_JOBS_AT_ONCE="0"
         )
 
     async def job(self, gateway: GatewayProcess) -> dict[str, Any]:
-        """The body of a job over a file."""
+        """Upload a file and return the body of a job that reads it."""
         form = {"files": {"file": ("a.jsonl", b'{"t": "x"}\n')}, "data": {"purpose": "jobs"}}
         file = (await gateway.client.post("/v1/files", **form)).json()["id"]
         return {"model": ONE, "input": {"file": file, "text": "{t}"}}
 
     async def key(self, *scopes: str, **limits: int) -> str:
-        """The token of a new key."""
+        """Create a key and return its token."""
         key, token = keys.create("a test", scopes, now_s=time.time(), limits=KeyLimits(**limits))
         bucket = await keys.bucket_of(self.cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
@@ -128,7 +125,7 @@ class Place:
 
     @contextlib.asynccontextmanager
     async def busy(self, **environ: str) -> AsyncIterator[GatewayProcess]:
-        """A gateway with one request at work until the end, when it is answered."""
+        """Start a gateway on which one request runs until the end of the context."""
         adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway(**environ)
         await self.cluster.sidecar(adapter)
         adapter.hold_batches = True
@@ -157,7 +154,7 @@ async def permission_denied(place: Place) -> list[Heard]:
 
 
 async def admin_denied(place: Place) -> list[Heard]:
-    """Nobody may write where no admin token is configured."""
+    """A gateway without an admin token refuses every write."""
     gateway = await place.cluster.gateway()
     return [("native", await gateway.client.post("/v1/configs/models", json={}))]
 
@@ -259,12 +256,12 @@ async def inference_error(place: Place) -> list[Heard]:
 
 
 async def internal_error(place: Place) -> list[Heard]:
-    """A code of a newer worker."""
+    """A worker sends an error code that this gateway does not know."""
     return await place.failing(ErrorInfo("TEAPOT", "short and stout"))
 
 
 async def unhandled_error(place: Place) -> list[Heard]:
-    """A fault of ours in a route and around all routes: told without its words, and the process goes on."""
+    """Provoke an exception inside and outside of a route. No answer contains its message, and the gateway goes on."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError(CANARY)
@@ -314,7 +311,7 @@ async def model_load_failed(place: Place) -> list[Heard]:
 
 
 async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
-    """A model that takes a LoRA, is loaded, and has a profile with one."""
+    """Start a cluster with a loaded model that accepts LoRAs."""
     place.cluster.source.put(toy_entry(family="text-encoder"))
     adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway()
     await place.cluster.sidecar(adapter)
@@ -323,7 +320,7 @@ async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
 
 
 async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
-    """TEI and Ollama have no word for a LoRA."""
+    """Send a request with a LoRA by each family that has a field for it: TEI and Ollama have none."""
     lora = {"options": {"lora_id": "org/tuned"}}
     answers = [
         (
@@ -356,9 +353,7 @@ async def model_loading(place: Place) -> list[Heard]:
     adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway(SIE_LOAD_HOLD_S="0.2")
     adapter.hold_loads = True
     sidecar = await place.cluster.sidecar(adapter, SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
-    assert (
-        await gateway.encode("first")
-    ).status_code == 503  # of this one's end the worker may not have told yet what it does
+    assert (await gateway.encode("first")).status_code == 503  # any code: no heartbeat may have reported the load yet
 
     def loads() -> bool:
         beat = place.cluster.last_beat(sidecar.worker)
@@ -371,7 +366,7 @@ async def model_loading(place: Place) -> list[Heard]:
 
 
 async def provisioning(place: Place) -> list[Heard]:
-    """To a public SDK below 0.6.5 a native route says 202, no other does."""
+    """A native route answers a public SDK below 0.6.5 with 202. No other route does."""
     gateway = await place.cluster.gateway(SIE_LOAD_HOLD_S="0.02")
     answers = await place.ask(gateway)
     raised = place.raised
@@ -438,7 +433,7 @@ async def not_ready(place: Place) -> list[Heard]:
 
 
 async def shutting_down(place: Place) -> list[Heard]:
-    """Return the answers during a shutdown: running work is answered, and probes and reads go on."""
+    """Return the answers during a shutdown, in which running work is answered and reads go on."""
     async with place.busy() as gateway:
         gateway.stop.request()
         answers = await place.ask(gateway)
@@ -453,8 +448,8 @@ async def gateway_timeout(place: Place) -> list[Heard]:
 
 @dataclass(frozen=True)
 class Case:
-    """A code with its status, and that of a TEI route with the name that TEI has for it (None: no TEI
-    route says this).
+    """A code with its status. `tei` is the status and the error type on a TEI route; None: no TEI route returns the
+    code.
     """
 
     code: str
@@ -509,7 +504,7 @@ async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def check_retry(status: int, headers: Mapping[str, str]) -> bool:
-    """Whether it may be retried: the header that says so and the one that says when agree."""
+    """Return whether the status is retryable, and check that X-Should-Retry and Retry-After agree with it."""
     retryable = status in (429, 503, 504)
     assert headers["x-should-retry"] == str(retryable).lower()
     assert ("retry-after" in headers) == retryable
@@ -518,8 +513,8 @@ def check_retry(status: int, headers: Mapping[str, str]) -> bool:
 
 
 def check(case: Case, family: str, response: httpx.Response) -> None:
-    """The body has what the clients of the route read, the headers say the same, and nothing of the
-    input is in either.
+    """Check that the body has the fields that clients of the route read, that the headers agree with it, and that
+    neither contains any of the input.
     """
     body = response.json()
     request_id = response.headers["x-sie-request-id"]
@@ -542,7 +537,7 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
 
 
 def facts(response: httpx.Response) -> dict[str, Any]:
-    """The map of everything that is known of an error: `error`, which is a text at the routes of TEI and Ollama."""
+    """Return all details of an error: `error`, or `detail` on the routes of TEI and Ollama, where `error` is a text."""
     body = response.json()
     error: dict[str, Any] = body["error"] if isinstance(body["error"], dict) else body["detail"]
     return error
@@ -556,11 +551,11 @@ def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[s
         return {"error": message, "error_type": body["error_type"], "detail": every, "code": code}
     if family == "ollama":  # Ollama's clients print the text
         return {"error": message, "detail": every, "code": code}
-    if family == "openai":  # OpenAI: the map; Haystack's components for Jina: the words in `detail`
+    if family == "openai":  # OpenAI: the map; Haystack's components for Jina read `detail`
         return {"error": every, "detail": {"code": code.lower(), "message": message}, "code": code}
     if family == "cohere":
         return {"error": every, "message": message, "id": request_id, "code": code}
-    snake = {"error": code.lower()} if "error" in body["detail"] else {}  # which older clients of the config API read
+    snake = {"error": code.lower()} if "error" in body["detail"] else {}  # for older clients of the config API
     return {"error": every, "detail": every | snake, "code": code}
 
 
@@ -588,7 +583,7 @@ async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -
 
 
 def test_every_code_of_the_tree_has_a_case() -> None:
-    """And every code of the tree has a class of our client, and every case is of the tree."""
+    """Every code also has an exception class in our client, and no case has a code outside of the tree."""
     tree = [leaf.code for leaf in catalogue()]
     provoked = {case.code for case in CASES}
     assert provoked.isdisjoint(CONFIG_ONLY)
@@ -598,7 +593,7 @@ def test_every_code_of_the_tree_has_a_case() -> None:
 
 
 def test_what_the_config_service_alone_tells_is_raised_nowhere_else() -> None:
-    """A code that others tell from now on needs a case."""
+    """A code of CONFIG_ONLY that another component raises needs a case here."""
     names = {leaf.__name__ for leaf in catalogue() if leaf.code in CONFIG_ONLY}
     assert len(names) == len(CONFIG_ONLY)
     for folder in ("gateway", "sidecar", "adapter"):
@@ -606,7 +601,7 @@ def test_what_the_config_service_alone_tells_is_raised_nowhere_else() -> None:
             assert not any(f"{name}(" in file.read_text("utf-8") for name in names), file
 
 
-# what no route answers
+# requests that no route handles
 
 
 @pytest.fixture
@@ -645,7 +640,7 @@ ODD_PATHS = (
 
 
 async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gateway: GatewayProcess) -> None:
-    """Contract 22.1: no plain-text and no HTML error, and the connection stays open: all of them go over one."""
+    """No error is plain text or HTML (contract 22.1). All requests use one connection, which stays open."""
     paths = {*ODD_PATHS, *(row.path.replace(":path", "") for row in ROUTES if row.scope != OPEN)}
     ports = set()
     async with httpx.AsyncClient(
@@ -665,7 +660,7 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                 assert response.headers["x-sie-error-code"], summary
                 check_retry(response.status_code, response.headers)
                 if response.status_code == 405:
-                    # empty where the config service has the path and a gateway takes nothing
+                    # `allow` is empty on a path of the config service on which a gateway accepts no method
                     assert "allow" in response.headers, summary
                 if method == "HEAD":
                     assert not response.content, summary
@@ -744,7 +739,7 @@ TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
 
 
 async def test_tei_has_its_own_statuses(place: Place) -> None:
-    """Contract 17.2."""
+    """Contract 17.2 defines the statuses."""
     place.cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await place.cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
     await place.cluster.sidecar()
@@ -759,9 +754,9 @@ async def test_tei_has_its_own_statuses(place: Place) -> None:
         assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
 
 
-# which error is told where several would be true (contract 5.5)
+# the order of precedence of errors (contract 5.5)
 
-STEPS: tuple[tuple[str, str], ...] = (  # what is wrong, and what is told while nothing before it is
+STEPS: tuple[tuple[str, str], ...] = (  # a fault, and the code or reason of the answer if no earlier fault is present
     ("route", "NOT_FOUND"),
     ("auth", "UNAUTHENTICATED"),
     ("size", "PAYLOAD_TOO_LARGE"),
@@ -777,7 +772,7 @@ STEPS: tuple[tuple[str, str], ...] = (  # what is wrong, and what is told while 
 
 
 async def test_the_first_of_several_faults_is_told(place: Place) -> None:
-    """Each request has all faults from one on. None but the last is queued, so none causes a load."""
+    """Each request has one fault and all later faults of STEPS. Only the last request is queued."""
     place.cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     token = await place.key("infer", "read", body_bytes=500)
     gateway = await place.cluster.gateway(
@@ -796,7 +791,7 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
             "x-sie-pool": "none" if "pool" in wrong else "default",
         }
         path = "/v1/encoder/" if "route" in wrong else "/v1/encode/"
-        if "route" in wrong:  # where auth would be told first: who may not read is not told what there is
+        if "route" in wrong:  # an unauthorised client is refused before it learns which paths exist
             headers["authorization"] = token
         answer = await gateway.client.post(path + model, content=body + " " * 500 * ("size" in wrong), headers=headers)
         details = facts(answer)
@@ -821,7 +816,7 @@ async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayPr
 
 
 def test_the_page_is_the_code() -> None:
-    """Regenerate it: python tests/errors_page.py."""
+    """`python tests/errors_page.py` generates the page."""
     text = errors_page.PAGE.read_text("utf-8")
     assert errors_page.table() in text
     assert errors_page.page(text) == text

@@ -1,4 +1,4 @@
-"""`sie eval`: tasks from files, metrics, targets, and how servers of others are asked."""
+"""`sie eval`: tasks from files, metrics, targets, and requests to servers of other vendors."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_similarity_of_another_output_is_near_that_of_floats(name: str) -> Non
     rng = np.random.default_rng(5)
     texts = [f"text {number}" for number in range(80)]
     rows = {text: rng.normal(size=256).tolist() for text in texts}
-    for number in range(40):  # pairs that are ever less alike
+    for number in range(40):  # each pair is less similar than the pair before it
         rows[texts[40 + number]] = np.add(rows[texts[number]], rng.normal(size=256) * number / 10).tolist()
     task = Similarity("pairs", texts[:40], texts[40:], [float(40 - number) for number in range(40)])
     floats, measurement = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
@@ -235,7 +235,7 @@ def test_a_reranker_orders_the_judged_documents_among_others() -> None:
     task = Retrieval("reranked", documents, {"q": "query"}, {"q": {"d99": 1}})
     measurement = measured(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
     assert measurement.values["recall@100"] == [1.0]
-    assert measurement.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the worst of those that it was shown
+    assert measurement.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the last of the first stage
 
 
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
@@ -497,7 +497,7 @@ def test_a_source_that_nobody_knows_is_refused(sources: str, message: str) -> No
 
 @contextmanager
 def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """Gives these answers, by path; what it is asked is kept."""
+    """Serve the answers by their path, and record the requests."""
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -177,7 +177,7 @@ def test_the_tasks_stand_in_the_docs_with_their_sizes() -> None:
 
 
 def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
-    """Each format of docs/redaction.md's table is replaced for all values, or missed for all."""
+    """The patterns replace all values of a format in the table of docs/redaction.md, or none of them."""
     task = labelled_tasks.redaction_forms()
     measurement = of_source(task, Patterns())
     rows: dict[str, list[tuple[str, float]]] = {}
@@ -194,14 +194,14 @@ def test_the_patterns_find_the_formats_that_the_docs_say() -> None:
 
 
 def test_a_plain_value_of_each_kind_is_found() -> None:
-    """Otherwise the values would not be valid, and the figures would say nothing."""
+    """If a plain value were missed, the values would be invalid and the figures meaningless."""
     kind_scores = scores_by_kind(of_source(labelled_tasks.redaction_forms(), Patterns()))
     for kind, formats in labelled_tasks.FORMATS.items():
         assert kind_scores[f"{kind}, {next(iter(formats))} ({labelled_tasks.VALUES_PER_FORMAT})"][LEAK] == 0
 
 
 class Client:
-    """A client whose cluster finds the same in each text."""
+    """A client whose cluster finds the same facts in each text."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any, Any]] = []

@@ -42,7 +42,7 @@ def points(
 
 
 def points_in_virtual_time(send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel) -> list[LoadPoint]:
-    """Return the points of a sender that sleeps for as long as it takes."""
+    """Return the points of a sender whose requests take virtual time."""
     loop = VirtualLoop()
     runner = functools.partial(asyncio.Runner, loop_factory=lambda: loop)
     with pytest.MonkeyPatch.context() as patched, virtual_time(loop, seed=0):
@@ -72,7 +72,7 @@ def test_a_closed_loop_has_as_many_requests_under_way_as_it_has_clients(clients:
 
 @in_virtual_time
 async def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
-    """Whoever stalls for the first half of the window is seen by half of all requests, and by one of a closed loop."""
+    """A stall in the first half of the window delays many requests of an open loop, and one of a closed loop."""
     answered = asyncio.Event()
 
     async def send(request: LoadRequest) -> LoadReply:
@@ -157,11 +157,11 @@ def test_a_client_that_is_the_limit_is_told_of() -> None:
 
     began_s = time.perf_counter()
     (busy,) = points(send, LoadLevel(clients=1))
-    longest_s = time.perf_counter() - began_s  # of what was measured: as much longer as the machine stood still
+    longest_s = time.perf_counter() - began_s  # longer than what was measured if the machine pauses
     (calm,) = points(idle, LoadLevel(clients=1))
     assert calm.client_cores is not None
     assert busy.client_cores is not None
-    # in half a second through which the machine stands still there is nothing to measure
+    # a machine that pauses for the whole window leaves nothing to measure
     assert busy.items > 10 or longest_s > 1.0
     assert busy.client_cores >= 0.9 * busy.items * 0.002 / longest_s
     assert calm.items == 0 or calm.client_cores < 0.5

@@ -1,4 +1,4 @@
-"""Each extra of the distribution, alone, names all that its modules import, and nothing that nobody uses."""
+"""Each extra of the distribution names every package that its modules import, and no unused package."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
 def test_it_is_said_what_each_extra_is_for() -> None:
-    """The extras of images are several others together."""
+    """An extra of an image combines other extras and needs no text."""
     of_users = extras.EXTRAS.keys() - extras.OF_DEVELOPERS - extras.COMPILED
     assert extras.FOR.keys() == {extra for extra in of_users if not extra.startswith("image-")}
 
 
 @pytest.mark.parametrize("extra", extras.FOR)
 def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
-    """tests/system/test_release.py installs each and imports these modules."""
+    """tests/system/test_release.py installs each extra and imports its modules."""
     packages = {*extras.named(extra), *extras.named("flash")}
     places = extras.used(extra).items()
     missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & packages}
@@ -30,7 +30,7 @@ def test_an_extra_names_nothing_that_nobody_uses(extra: str) -> None:
 
 
 def test_what_is_installed_beside_serve_is_nothing_that_serve_installs() -> None:
-    """Two pips that write the same files at once break both."""
+    """Two concurrent pip processes that write the same files break each other's installation."""
     (line,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("LARGE :="))
     large = set(line.partition(":=")[2].split())
     assert large <= extras.installed_with("dev")

@@ -1,4 +1,4 @@
-"""Every failpoint of the product is one that a test with real processes arms, and has a name that says where it is."""
+"""A test with real processes arms every failpoint of the product, whose name states its place."""
 
 from __future__ import annotations
 

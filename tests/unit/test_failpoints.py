@@ -1,4 +1,4 @@
-"""A failpoint does what the setting says, as often as it says, and nothing otherwise."""
+"""An armed failpoint does its action as often as the setting states, and no other failpoint acts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a reader follows the catalogue: what it applies, what it refuses, and when it asks. Over the broker in memory."""
+"""The catalogue feed of a reader, over the broker in memory: the deltas that it applies or refuses, its requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def entry(model: str, tokens: int = 16, bundle: str = "default") -> dict[str, An
 
 
 class Config:
-    """A config service whose answers a test holds back and changes: at epoch `a:number`, a/one with `number` tokens."""
+    """A config service whose answers a test delays and changes. Its export at epoch `a:number` has a/one with `number`
+    tokens.
+    """
 
     def __init__(self) -> None:
         self.number = 1
         self.concerned: dict[str, str] = {}
-        self.models: tuple[ConfigModel, ...] | None = None  # in the place of a/one
+        self.models: tuple[ConfigModel, ...] | None = None  # exported instead of a/one
         self.down = False
         self.open = asyncio.Event()
         self.open.set()
@@ -69,7 +71,7 @@ class Config:
 
 
 class Reader:
-    """A feed that runs, and all that it has served by."""
+    """A running feed, and the epochs that it has served."""
 
     def __init__(self, server: MemoryServer, config: Config, **options: Any) -> None:
         self.server, self.config, self.stop = server, config, Stop()
@@ -87,7 +89,7 @@ class Reader:
     async def send(
         self, previous: int, number: int, model: str = "a/one", *, bundle: str = "default", **changes: Any
     ) -> None:
-        """A delta from one number to another."""
+        """Send a delta from one epoch number to another."""
         of = {"revision": number, "entry": entry(model, number), "producer": "sie-config", **changes}
         delta = ConfigDelta(previous=f"a:{previous}", epoch=f"a:{number}", model=model, **of)
         await self.server.connect("writer").send(topology.config_subject(bundle), messages.encode(delta))
@@ -101,7 +103,7 @@ Follow = Callable[..., Any]
 
 @pytest.fixture
 async def follow() -> AsyncIterator[Follow]:
-    """Starts readers, each of which has its first snapshot."""
+    """Return a function that starts a reader and waits for its first snapshot."""
     readers: list[Reader] = []
 
     async def start(config: Config | None = None, **options: Any) -> Reader:
@@ -179,7 +181,7 @@ async def test_deltas_of_two_writers_that_arrive_in_the_other_order_cost_one_loo
 
 
 async def test_an_export_that_is_older_than_a_delta_replaces_nothing(follow: Follow) -> None:
-    """Asked for before the write, answered after its delta was applied."""
+    """The export is requested before a write and answered after the delta of the write was applied."""
     reader = await follow(full_export_s=0.05, poll_s=0.02)
     reader.config.open.clear()
     await until(lambda: reader.config.exports == 2, "the full export")
@@ -194,7 +196,7 @@ async def test_an_export_that_is_older_than_a_delta_replaces_nothing(follow: Fol
 
 
 async def test_a_store_that_lost_writes_takes_nothing_back(follow: Follow, caplog: pytest.LogCaptureFixture) -> None:
-    """Never an older revision; told once, with what to do, and over as soon as the lost writes are there again."""
+    """The reader keeps the newer revision, logs the fault once, and is behind until the store has caught up."""
     reader = await follow(poll_s=0.01)
     await reader.send(1, 7)
     await reader.counted("put", "applied")
@@ -208,7 +210,7 @@ async def test_a_store_that_lost_writes_takes_nothing_back(follow: Follow, caplo
 
 
 async def test_a_new_bucket_is_taken_over(follow: Follow) -> None:
-    """Its numbers begin again, and nothing says that they are later or earlier."""
+    """A new bucket begins a new series of epochs, which cannot be compared with those of the old bucket."""
     reader = await follow(poll_s=0.01)
     await reader.send(1, 7)
     await reader.counted("put", "applied")
@@ -253,7 +255,7 @@ async def test_a_look_that_failed_is_tried_again_before_the_next_poll(follow: Fo
 
 
 async def test_a_reconnect_compares_epochs_at_once_and_reads_nothing_that_is_known(follow: Follow) -> None:
-    """The messages that were sent meanwhile are lost."""
+    """Deltas that were sent during the disconnection are lost."""
     reader = await follow()
     reader.server.disconnect()
     reader.server.reconnect()
@@ -266,7 +268,7 @@ async def test_a_reconnect_compares_epochs_at_once_and_reads_nothing_that_is_kno
 
 
 async def test_nothing_of_a_stranger_is_applied_or_asked_about(follow: Follow) -> None:
-    """X: even where it cannot be read."""
+    """An untrusted delta is rejected as such even if its entry is invalid."""
     reader = await follow()
     await reader.send(1, 2, producer="somebody")
     await reader.send(1, 2, producer="somebody", entry={"id": "no entry"})
@@ -277,11 +279,11 @@ async def test_nothing_of_a_stranger_is_applied_or_asked_about(follow: Follow) -
 
 
 async def test_who_follows_one_bundle_needs_no_export_after_writes_of_others(follow: Follow) -> None:
-    """A delta says since when nothing concerned its bundle, and so does the epoch."""
+    """A delta and the answer with the epoch both name the last change that concerned the bundle."""
     reader = await follow(bundle="default")
     await reader.send(5, 6, since="a:1")
     await reader.counted("put", "applied")
-    await reader.send(8, 9, since="a:7")  # one of this bundle did not come
+    await reader.send(8, 9, since="a:7")  # a delta of this bundle was lost
     await reader.counted("put", "gap")
     reader.config.number, reader.config.concerned = 9, {"default": "a:9"}
     await until(lambda: reader.now.epoch == "a:9", "the export")

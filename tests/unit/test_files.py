@@ -1,5 +1,5 @@
-"""Files over HTTP at a gateway in this process: forms, owners, the list, expiry, a full store, and what is left of
-uploads that break off.
+"""Files over HTTP at a gateway in this process: forms, owners, the list, expiry, a full store, and the clean-up after
+aborted uploads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def everything(folder: Path) -> list[str]:
 
 
 def objects(tmp_path: Path) -> list[str]:
-    """All that lies in the store."""
+    """Return the paths of all objects in the store."""
     return everything(tmp_path / "store")
 
 
@@ -83,7 +83,7 @@ def file_usage(of_key: RecordUse = MANY, in_all: RecordUse = MANY) -> OwnerUsage
 async def store_of(
     cluster: InProcess, folder: Path, ahead_s: float = 0.0, usage: OwnerUsage | None = None, **limits: int
 ) -> FileStore:
-    """Return the store of a further gateway, whose clock is ahead."""
+    """Return the store of a further gateway, whose clock is `ahead_s` ahead."""
     broker = cluster.server.connect("further")
     jobs = JobsBucket(broker, 1)
     await jobs.follow()
@@ -297,7 +297,7 @@ async def pieces(count: int = 1, size: int = 1) -> AsyncIterator[bytes]:
 async def test_files_have_bounds_of_a_key_and_of_all(
     limits: dict[str, RecordUse], setting: str, cluster: InProcess, tmp_path: Path
 ) -> None:
-    """A refused upload leaves nothing; a removed file makes room; an output of a batch counts and is kept."""
+    """A refused upload leaves nothing. A removed file makes room. A batch output counts, and passes the bound."""
     store = await store_of(cluster, tmp_path / "store", usage=file_usage(**limits))
     first = await store.receive("one", pieces(1, 100), about)
     output = await store.create("one", "b", "batch_output", pieces(1, 100), file=new_id())
@@ -325,7 +325,7 @@ async def test_files_have_bounds_of_a_key_and_of_all(
 async def test_a_gateway_bounds_files_by_its_settings(
     setting: str, limit: int, accepted: list[int], cluster: InProcess, tmp_path: Path
 ) -> None:
-    """SIE_FILES_PER_KEY, SIE_FILES_BYTES_PER_KEY, SIE_MAX_FILES, SIE_MAX_FILES_BYTES: the refusal names its own."""
+    """SIE_FILES_PER_KEY, SIE_FILES_BYTES_PER_KEY, SIE_MAX_FILES, SIE_MAX_FILES_BYTES: the refusal names the setting."""
     gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS, **{setting: str(limit)})
     answers = [await uploaded(gateway, bytes(600 << 10)) for _ in accepted]
     assert [answer.status_code for answer in answers] == accepted
@@ -413,7 +413,7 @@ async def test_a_full_disk_is_told_and_nothing_of_the_file_is_left(
 async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
     cluster: InProcess, small_disk: Path, tmp_path: Path
 ) -> None:
-    """The disk is shared with the queue: files leave two reserves, payloads one."""
+    """Files and payloads share the disk with the queue. Files leave two reserves free, payloads one."""
     store, payloads = await store_of(cluster, small_disk), open_store(str(small_disk))
     assert payloads is not None
     free = shutil.disk_usage(small_disk).free
@@ -443,7 +443,7 @@ def disk(folder: Path, size: str) -> Iterator[None]:
 
 
 async def test_writers_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
-    """Each is judged with what all others have and the disk has not yet."""
+    """Each check counts the bytes that other writers hold and have not yet written to the disk."""
     folder = tmp_path / "disk"
     with disk(folder, "120m"):
         files = open_files(str(folder))
@@ -479,7 +479,7 @@ async def test_payloads_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
 
 
 async def test_a_clock_that_is_ahead_expires_nothing(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker's time decides: a gateway whose clock is wrong would remove the files of all."""
+    """The clock of the broker decides. A gateway with a wrong clock would otherwise remove the files of all keys."""
     form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "86400"}
     answer = await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", b"data")}, headers=by(ONE))
     place = f"{PATH}/{answer.json()['id']}"
@@ -516,7 +516,7 @@ async def test_an_expired_file_is_not_served_and_then_removed(
 async def test_what_a_killed_writer_left_is_removed_when_nobody_can_be_writing_it(
     cluster: InProcess, tmp_path: Path
 ) -> None:
-    """Its record, its unfinished object, and one that was finished while its record was not."""
+    """The clean-up removes the record and the unfinished objects of the writer."""
     store = await store_of(cluster, tmp_path / "store")
     held = asyncio.Event()
 
@@ -533,13 +533,13 @@ async def test_what_a_killed_writer_left_is_removed_when_nobody_can_be_writing_i
     assert await later.clean() == 1
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
     held.set()
-    with pytest.raises(QueueUnavailable):  # it lived after all, and must not make a file that is half there
+    with pytest.raises(QueueUnavailable):  # a writer that still lives must not complete a file that was removed
         await writing
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
 
 
 async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tmp_path: Path) -> None:
-    """The store fails in between. The file is not served. The next clean-up removes it."""
+    """The store fails after the record was marked. The file is not served, and the next clean-up removes it."""
     store = await store_of(cluster, tmp_path / "store")
 
     async def data() -> AsyncIterator[bytes]:
@@ -565,9 +565,9 @@ async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tm
 # buckets
 
 
-@pytest.mark.parametrize("place", ["moto", "seaweed"], indirect=True)  # Google's emulator takes no parts
+@pytest.mark.parametrize("place", ["moto", "seaweed"], indirect=True)  # Google's emulator has no multipart uploads
 async def test_a_bucket_holds_a_file_whole_or_not_at_all(place: Place) -> None:
-    """Several parts, ranges, a writer that fails, a file that is not there."""
+    """The file has several parts, and a writer that fails leaves none."""
     store, file = open_files(place.url), new_id()
     assert store is not None
     blocks = [bytes([number]) * (5 << 20) for number in range(4)]
@@ -622,12 +622,12 @@ async def test_a_writer_that_is_repeated_makes_a_file_once(cluster: InProcess, t
     first = await store.create("one", "out.jsonl", "batch_output", data(), file=name)
     assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
     assert reads == 1
-    # two that both look before one of them is done
+    # two concurrent writers that both find no file
     name = new_id()
     first, again = await asyncio.gather(
         *(store.create("one", "out.jsonl", "batch_output", data(), file=name) for _ in range(2)), return_exceptions=True
     )
-    first = first if isinstance(first, FileRecord) else again  # one of them may find that the other one wrote it
+    first = first if isinstance(first, FileRecord) else again  # one may fail because the other has written the file
     assert isinstance(first, FileRecord)
     assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
     assert await store.range(first, 2, 5) == b"234"

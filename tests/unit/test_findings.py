@@ -1,4 +1,4 @@
-"""Faults that a gateway sees by itself, with remedies whose commands exist."""
+"""Findings of a gateway about its cluster, with remedies whose commands exist."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def texts(cluster_findings: Iterable[ClusterFinding]) -> list[str]:
 
 
 def error(error_class: LoadErrorClass, message: str = "why") -> ErrorInfo:
-    """The error of a failed load, as a heartbeat has it."""
+    """Return the error of a failed load as a heartbeat reports it."""
     return load_failed(error_class, message).info()
 
 
 def filled(*lengths: int) -> QueueTrend:
-    """A trend whose samples go in equal parts through these lengths."""
+    """Return a trend in which equal numbers of samples have each of these lengths."""
     trend, samples = QueueTrend(EVERY_S), int(GROWTH_S / EVERY_S) + 1
     for place in range(samples):
         length = lengths[place * len(lengths) // samples]
@@ -80,7 +80,7 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
     assert "`sie models unload large`" in room.fix
 
 
-# words of the remedy of each class, and words that would send the reader to a part that is not the cause
+# words that the remedy of each class contains, and words that would name a part that is not the cause
 ENTRY = ("sie models set", "rollback")
 REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "NETWORK": (("source of the weights", "SIE_LOCAL_CACHE", "sie models load m"), ENTRY),

@@ -92,7 +92,7 @@ def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
 
 
 def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Processes that start together; one that is slow; one that never comes; the next time."""
+    """A short wait logs nothing, a longer one an INFO line, a wait of START_S a WARNING. The next wait starts over."""
     now_s = 0.0
     trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
     with caplog.at_level(logging.INFO):
@@ -112,7 +112,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
 
 
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
-    """Other processes drain meanwhile, so the line of the one that refused it is far above."""
+    """Other processes log while they drain, so the line of the failed process is far above the end."""
     log_lines: list[tuple[str, str]] = []
     supervisor = Supervisor(lambda child, line, level: log_lines.append((child, line)))
     code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
@@ -155,7 +155,7 @@ def test_an_address_without_a_scheme_is_told_before_anything_is_sent(
 
 
 def test_a_lora_that_is_no_folder_and_no_repository_says_what_was_looked_for(tmp_path: Path) -> None:
-    """A name without an organisation is a folder's: no hub is asked."""
+    """A name without an organisation is the name of a folder: no hub is contacted."""
     entry = ModelEntry(
         id="toy/one", weights=Weights(path="/toy"), family="text-encoder", outputs={"dense": 8}, max_tokens=8
     )
@@ -173,7 +173,7 @@ def test_a_lora_that_is_no_folder_and_no_repository_says_what_was_looked_for(tmp
 
 
 def test_no_command_of_the_overview_is_cut_off() -> None:
-    """In a terminal of 80 columns."""
+    """The terminal has 80 columns."""
     with click.Context(main, info_name="sie", terminal_width=80) as context:
         overview = main.get_help(context).partition("Commands:\n")[2]
     assert {line.split()[0] for line in overview.splitlines()} == {

@@ -1,7 +1,7 @@
-"""Types that several threads of an adapter decode are prepared by msgspec before the first of them does.
+"""msgspec prepares types that several threads of an adapter decode at import, before the first thread decodes one.
 
-msgspec learns the types of a Struct's fields when it is first decoded to, in Python code that lets other threads run; a
-second one that comes meanwhile finds the half of it and follows a null pointer.
+msgspec resolves the types of a Struct's fields at its first decode, in Python code during which other threads can run.
+A second thread that decodes the same Struct meanwhile finds incomplete data and follows a null pointer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_a_type_that_threads_decode_is_learnt_at_import(use: str) -> None:
 
 
 def test_a_type_that_was_never_used_is_learnt_at_its_first_use() -> None:
-    """Or else the test above would not see it."""
+    """The test above can therefore detect a type that was not prepared."""
     use = "import msgspec; T = msgspec.defstruct('T', [('a', 'int')]); msgspec.json.decode(b'{\"a\": 1}', type=T)"
     process = subprocess.run(
         [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True

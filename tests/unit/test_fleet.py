@@ -1,5 +1,5 @@
-"""Live workers and the choice for a request: the indexes agree with a scan of all heartbeats, and cost the same for any
-fleet.
+"""Live workers and the lane of a request: the indexes agree with a scan of all heartbeats, and cost the same in a fleet
+of any size.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_what_a_request_asks_costs_the_same_with_one_worker_and_with_a_thousand(
     assert cost_s(filled(1000)) < 5 * cost_s(filled(1)), "a look at all workers would be hundreds of times as much"
 
 
-# which machine profile a request goes to that names none
+# the machine profile of a request that names none
 
 CONFIGURED = "cpu,l4,a100-80gb"
 
@@ -213,30 +213,30 @@ def placed(
 @pytest.mark.parametrize(
     ("live", "options", "expected"),
     [
-        # without a default: where it is loaded, where a worker is up, the first of the list
+        # without a default: a profile that has the model loaded, else one with a live worker, else the first one
         ({}, {}, "cpu"),
         ({"a100-80gb": False, "l4": False}, {}, "l4"),
         ({"a100-80gb": True, "l4": False}, {}, "a100-80gb"),
         ({"a100-80gb": True, "cpu": True}, {}, "cpu"),
         ({"b-unlisted": False, "l4": False}, {}, "l4"),
-        # a default has all that names nothing else, from zero too
+        # the default gets every request that names no other profile, also without a live worker
         ({}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
         ({"cpu": True, "a100-80gb": True}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
-        # but not that of another image, nor one that is not in the list
+        # the default does not count for another bundle, nor if the list lacks it
         ({"cpu": False}, {"SIE_MACHINE_PROFILE": "l4", "bundle": "docs"}, "cpu"),
         ({"cpu": False}, {"SIE_MACHINE_PROFILE": "other"}, "cpu"),
-        # what the entry names comes before the default and before whatever is up
+        # the profiles of the entry come before the default and before live workers
         ({"cpu": True, "l4": True}, {"SIE_MACHINE_PROFILE": "l4", "entry": ("a100-80gb",)}, "a100-80gb"),
         ({"cpu": False}, {"entry": ("a100-80gb", "l4")}, "a100-80gb"),
         ({"l4": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
         ({"l4": False, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "a100-80gb"),
         ({"l4": True, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
         ({}, {"entry": ("h100", "l4")}, "l4"),
-        # a spot kind is the same kind of node
+        # a spot profile stands for the same kind of node
         ({}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,L4-spot"}, "l4-spot"),
         ({"l4-spot": False}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4,l4-spot"}, "l4-spot"),
         ({}, {"entry": ("l4",), "named": "l4"}, "l4"),
-        # a reservation has what it asks for
+        # a reservation has the profiles of its specification
         ({}, {"SIE_MACHINE_PROFILE": "l4", "pool": "team"}, "h100"),
         ({}, {"entry": ("h100",), "pool": "team"}, "h100"),
     ],

@@ -1,5 +1,5 @@
-"""Results that no message holds: parts, their bounds, what is lost or damaged on the way. Real Settlement and Inbox,
-over both brokers.
+"""Results that are too large for one message: parts, their bounds, lost and damaged parts. ResultDelivery and
+ResultInbox run over both brokers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_what_is_being_checked_is_never_dropped_for_its_age() -> None:
 
 
 def test_parts_of_another_size_begin_anew() -> None:
-    """The broker came back with another limit."""
+    """The broker restarted with another limit of a message."""
     fragments = Fragments()
     fragments.add(part(0, 3), 0.0)
     again = fragments.add(part(1, 5), 0.0)
@@ -224,7 +224,7 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
 
 
 async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: Side) -> None:
-    """The third confirmation is lost."""
+    """The confirmation of the first part is lost."""
     collector = side.inbox.open("r", 1)
     failpoints.arm("results.before_confirm=error")
     delivery = await side.answer(result_of("r", 40))
@@ -234,7 +234,7 @@ async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: S
 
 
 async def relayed(side: Side, harm: list[bytes]) -> str:
-    """An address that passes on to the inbox what it gets, with the bytes that `harm` names set to zero once."""
+    """Return an address that relays messages to the inbox, and sets each sequence of bytes of `harm` to zero once."""
 
     async def pass_on(message: CoreMessage) -> None:
         data = message.data
@@ -247,7 +247,7 @@ async def relayed(side: Side, harm: list[bytes]) -> str:
 
 
 async def test_a_damaged_result_is_sent_again(side: Side) -> None:
-    """Eight bytes of a vector change on the way, once."""
+    """Eight bytes of a vector change once in transit."""
     collector = side.inbox.open("r", 1)
     result = result_of("r", 100)
     relay = await relayed(side, [result.block[200_000:200_008]])
@@ -279,7 +279,7 @@ def parts_of(result: WorkResult, size: int = 50_000) -> list[Fragment]:
 
 
 async def test_the_first_terminal_outcome_wins_between_the_parts_of_two_attempts(side: Side) -> None:
-    """A stale worker is half through when the second one finishes; its rest is a duplicate and is kept nowhere."""
+    """A stale worker has sent some parts when a second one finishes. The other parts are duplicates and not stored."""
     collector = side.inbox.open("r", 1)
     stale, fresh = parts_of(result_of("r", 100)), parts_of(result_of("r", 100, seed=1))
     assert [await side.send(piece) for piece in stale[:4]] == ["part"] * 4
@@ -302,7 +302,7 @@ async def test_an_error_that_comes_between_parts_is_the_outcome(side: Side) -> N
 
 
 async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
-    """The second comes while the first is checked."""
+    """The second copy arrives while the first is checked."""
     collector = side.inbox.open("r", 1)
     *before, last = parts_of(result_of("r", 2000), 60_000)
     for piece in before:
@@ -315,7 +315,7 @@ async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
 
 
 async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
-    """Never silence: the request ends, its parts are gone, the worker is told that nobody waits."""
+    """The request fails, its parts are dropped, and the worker acks its message."""
     async with sides(1 << 16, Fragments(max_request_bytes=200_000)) as side:
         collector = side.inbox.open("r", 1)
         delivery = await side.answer(result_of("r", 100))
@@ -325,7 +325,7 @@ async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
 
 
 async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
-    """The assembly is dropped half way, as its age does it."""
+    """The inbox drops the parts half way, as it does with parts that are too old."""
     collector = side.inbox.open("r", 1)
     harmless: list[bytes] = []
     relay = await relayed(side, harmless)
@@ -346,7 +346,7 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
 
 
 async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) -> None:
-    """The loop of the inbox hands over; the digest of 16 MB is not made on it."""
+    """The inbox computes the digest of 16 MB outside of its event loop."""
     large, small = side.inbox.open("large", 1), side.inbox.open("small", 1)
     pieces = parts_of(result_of("large", 4096), 60_000)
     for piece in pieces[:-1]:
@@ -360,11 +360,11 @@ async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) 
 
 
 async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None:
-    """The loop of the inbox stands still in a confirmation while more arrives than it may hold."""
+    """A confirmation blocks the loop of the inbox while more results arrive than it may hold."""
     server = MemoryServer(max_payload=2 << 20)
 
     class Stuck:
-        """A connection whose sends wait."""
+        """A connection whose sends wait for `release`."""
 
         def __init__(self) -> None:
             self.inner = server.connect("gateway")
@@ -394,8 +394,8 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
 
 
 async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connections(tmp_path: Path) -> None:
-    """nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much
-    would be.
+    """One result has 2,048 x 1,024 floats. No connection is opened again, as after a message above the limit of the
+    broker.
     """
     with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
         gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
@@ -422,7 +422,7 @@ async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connection
 
 
 class WideAdapter(FakeAdapter):
-    """Answers each text with token vectors of `rows` x 1,024 numbers, 8 MB for 2,048, whatever the text is."""
+    """An adapter that answers every text with token vectors of `rows` x 1,024 numbers: 8 MB for 2,048 rows."""
 
     rows = 2048
 
@@ -443,7 +443,7 @@ class WideAdapter(FakeAdapter):
 
 
 async def test_an_answer_of_which_no_vector_fits_a_message_reaches_the_client(tmp_path: Path) -> None:
-    """Through the whole path at a broker of 64 KiB: one chunk of three texts with 8 MB each."""
+    """The broker has a limit of 64 KiB. One chunk has three texts whose results have 8 MB each."""
     entry = toy_entry(outputs={"dense": 8, "multivector": WIDTH})
     async with InProcess(tmp_path, entry, max_payload=1 << 16) as cluster:
         gateway = await cluster.gateway()

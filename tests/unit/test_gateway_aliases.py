@@ -1,4 +1,4 @@
-"""Aliases at a gateway: what an answer names, which calls go where, and shadows that nobody notices."""
+"""Aliases at a gateway: the names in an answer, the choice of a target, and shadows, which change no answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
 
 
 class Aliased(Source):
-    """With aliases beside its models."""
+    """A source with aliases beside its models."""
 
     def __init__(self, *entries: Any) -> None:
         super().__init__(*entries)
@@ -101,7 +101,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 async def test_an_answer_names_what_served_it_and_a_flip_is_one_write(served: Served) -> None:
-    """The body has the model as requested (13.1); the headers have what answered, whose fingerprint differs."""
+    """The body names the requested model (contract 13.1), the headers the model that answered."""
     direct = await served.gateway.encode("a text", model="toy/one")
     first = await served.gateway.encode("a text", model="search")
     assert (first.json()["model"], first.json()["items"]) == ("search", direct.json()["items"])
@@ -217,7 +217,6 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
         assert figures["cosine"] < 0.999
         assert figures["rank"] is None
         assert min(figures["served_ms"], figures["shadow_ms"]) > 0
-    # copies are none
     assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") >= done + 1
 
 
@@ -247,7 +246,7 @@ async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_i
     assert await asyncio.wait_for(served.gateway.end(), 10) == 0
 
 
-# ---- the choice of what is copied, by hand
+# ---- the choice of requests that are copied, without a cluster
 
 CATALOGUE = Catalogue.from_documents(
     {"toy/one": ONE, "toy/two": TWO, "search": alias("toy/one", shadow="toy/two")}, {}, {}, "test:1"
@@ -280,7 +279,7 @@ def finished(
 
 
 class Harness:
-    """A gateway's parts as far as shadows see them."""
+    """The parts of a gateway that Shadows uses."""
 
     def __init__(self, **shadow_of: Any) -> None:
         self.catalogue = CATALOGUE.with_model(
@@ -320,7 +319,7 @@ class Harness:
     async def after(
         self, request_result: RequestResult | None = None, *, settle: bool = True, **call: Any
     ) -> dict[str, float]:
-        """Return the counter after one more request."""
+        """Return the counts of shadows by their result after one more request."""
         request_result = request_result or finished()
         request = InferRequest("encode", request_result.request.resolved, request_result.request.items, {"items": []})
         self.shadows.after(
@@ -393,7 +392,7 @@ async def test_a_lane_in_which_work_waits_gets_no_copies(
     ],
 )
 async def test_a_shadow_takes_no_model_s_place(workers: list[Heartbeat], counted: str) -> None:
-    """A model that nobody has loaded is opened only where there is room beside what is."""
+    """A copy loads a cold model only on a worker that has room beside its loaded models."""
     harness = Harness()
     harness.hosted, harness.workers = [], workers
     assert await harness.after() == {counted: 1}
@@ -430,8 +429,8 @@ async def test_after_a_failure_there_is_a_pause(answer: SIEError | RequestResult
 
 
 async def test_what_is_not_copied() -> None:
-    """Another operation than the second model has, an answer too large to hold, a request by the model's own name, a
-    copy itself.
+    """The cases are an operation that the second model lacks, an answer that is too large, a request by the name of the
+    model, and a copy.
     """
     harness = Harness()
     assert await harness.after(finished("toy/one")) == {}
@@ -462,7 +461,7 @@ async def test_what_is_not_copied() -> None:
     ids=["body", "texts", "a file that was fetched", "query"],
 )
 async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
-    """A copy keeps them after the answer, until it is done, and the budget of bodies does not know of it."""
+    """A copy holds its inputs until it is done, and the budget of bodies does not count them."""
     harness, request_result = Harness(), finished()
     items, query = large.get("items", request_result.request.items), large.get("query")
     request = InferRequest("encode", request_result.request.resolved, items, {}, query)

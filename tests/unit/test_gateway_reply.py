@@ -76,7 +76,7 @@ def test_a_dense_vector_in_full_precision_has_no_extras() -> None:
     ("dtype", "extras"), [("int8", {"scale"}), ("uint8", {"scale", "offset"}), ("binary", set()), ("float16", set())]
 )
 def test_integer_dtypes_bring_what_restores_them(dtype: str, extras: set[str]) -> None:
-    """One number for a dense vector, one for each row of a multivector."""
+    """A dense vector has one number, a multivector one number for each row."""
     kind = {"int8": "i1", "float16": "<f2"}.get(dtype, "u1")
     output_arrays: dict[str, Any] = {"dense": np.ones(4, kind), "multivector": np.ones((2, 4), kind)}
     for name in extras:
@@ -178,7 +178,6 @@ def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
 
 
 def test_a_slot_has_the_usage_of_its_input() -> None:
-    """Contract 10: that of the request stands beside the slots, and is their sum."""
     outcome = Ok({"dense": ArraySlice("<f4", (4,), 0)}, score=1.0, tokens=5, truncated=True)
     result = WorkResult("r", 0, "w", (outcome,), np.zeros(4, "<f4").tobytes())
     expected = {"prompt_tokens": 5, "total_tokens": 5, "truncated": True}
@@ -234,7 +233,7 @@ def split(sizes: list[int], **limits: int) -> list[Chunk]:
 
 
 def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:
-    """Texts of 10 tokens, with a query of 20, and with one that fills every row."""
+    """Texts of 10 tokens come without a query, with a query of 20 tokens, and with a query that fills every row."""
     sizes = [32] * 10
     assert split(sizes, cost=60) == [Chunk(0, 6, 60, 600), Chunk(6, 10, 40, 400)]
     assert split(sizes, cost=60, each_tokens=20) == [Chunk(start, start + 2, 60, 1800) for start in range(0, 10, 2)]
@@ -275,7 +274,9 @@ def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpa
 
 
 def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
-    """One long text gives as much as a thousand short ones: nobody else is served while a piece is made."""
+    """A gateway serves no other request while it encodes a piece, and one long text can have as many values as a
+    thousand short ones.
+    """
     wide, narrow = np.arange(4 * reply.PIECE_VALUES, dtype=np.float32).reshape(-1, 100), np.ones((2, 100), np.float32)
     slots = [
         {"id": str(number), "multivector": {"dims": 100, "values": values}}
@@ -311,7 +312,7 @@ def test_rows_are_made_when_it_is_their_turn() -> None:
 
 
 def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
-    """Not that of the chunk which took longest at its worker."""
+    """The chunk that took longest at its worker does not count."""
     items = (RequestItem("a"), RequestItem(None), RequestItem("b"))
     finished = RequestResult(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
@@ -456,7 +457,7 @@ def entry(**outputs: int) -> ModelEntry:
 
 
 def test_a_result_is_estimated_from_what_was_asked_for() -> None:
-    """Bytes of an input and bytes of each of its tokens, beside a constant of its own."""
+    """The estimate has the bytes of an input, with a constant, and the bytes of each of its tokens."""
     many = entry(dense=1024, sparse=30000, multivector=128, score=0, entities=0)
     constant, _ = result_bytes("score", many, RunOptions(outputs=("dense",)))
     assert result_bytes("score", many, RunOptions(outputs=("dense", "multivector"))) == (constant, 0)
@@ -499,7 +500,7 @@ def test_a_query_that_cannot_be_used_is_named(fields: dict[str, Any], param: str
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"deep": float("-inf")}]])
 def test_metadata_that_json_has_no_number_for_is_refused(value: Any) -> None:
-    """msgpack has such numbers; nothing that is not finite leaves."""
+    """msgpack can encode such numbers, but no reply contains a number that is not finite."""
     data = msgspec.msgpack.encode({"items": [{"text": "a", "metadata": {"n": value}}]})
     with pytest.raises(InvalidInput, match="metadata"):
         body.items(body.decode(data, msgpack=True), limit=10)
@@ -516,7 +517,7 @@ def test_metadata_of_finite_values_is_echoed_in_both_formats() -> None:
 @pytest.mark.parametrize("msgpack", [False, True])
 @pytest.mark.parametrize("values", [150, 10 * reply.PIECE_VALUES])
 def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values: int, msgpack: bool) -> None:
-    """And knows how long that took, but not how long a client took to read it."""
+    """The entry has the time of the encoding, without the time in which the client read."""
     slow_s, read_s = 0.002, 0.05
 
     def row(number: int) -> dict[str, int]:
@@ -538,7 +539,7 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
     for piece in [content] if isinstance(content, bytes) else content:
         pieces.append(piece)
         if len(pieces) == 3:
-            time.sleep(read_s)  # the client that reads slowly
+            time.sleep(read_s)  # the client reads slowly
     took_s = time.perf_counter() - began_s
     decode = msgspec.msgpack.decode if msgpack else json.loads
     whole = decode(b"".join(pieces))

@@ -1,4 +1,4 @@
-"""`make gpu`: its rehearsal on a processor goes through all parts, and without a GPU it ends at once."""
+"""`make gpu`: a rehearsal on a CPU runs all parts, and without a GPU the kit ends at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUN = "import runpy, sys; [runpy.run_path(script, run_name='__main__') for scri
 
 
 def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Return the output of the kit, and its exit status."""
+    """Run the kit and return its output and exit status."""
     command = [sys.executable, str(KIT / "run.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -61,7 +61,7 @@ def test_the_rehearsal_of_a_part_writes_its_table(part: str, tmp_path: Path) -> 
 
 @pytest.mark.timeout(900)
 def test_the_scripts_write_their_tables_in_a_rehearsal(runner: ModuleType, tmp_path: Path) -> None:
-    """All in one process, since most of each would be the import of its libraries."""
+    """The scripts run in one process, because most of the time of each is the import of its libraries."""
     assert {"tests", "parity", "serve", *SCRIPTS} == set(runner.PARTS)
     runner.describe_package(tmp_path / "site")
     environ = runner.environment(tmp_path, rehearse=True, site=tmp_path / "site")

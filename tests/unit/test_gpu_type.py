@@ -1,4 +1,4 @@
-"""The type of a GPU by its product name, and which lane a request gets that names one."""
+"""The type of a GPU by its product name, and the lane of a request that names a type."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_detected_type_routes_where_nobody_named_a_machine_profile() -> None
 
 
 def test_a_type_that_no_worker_is_is_refused_with_those_that_there_are() -> None:
-    """Never whatever is there."""
+    """The request goes to no worker of another type."""
     lanes = Lanes()
     lanes.beat("w1", "cpu", device="cpu")
     lanes.beat("w2", gpu="NVIDIA H100 80GB HBM3")

@@ -1,4 +1,4 @@
-"""Handlers of messages: a broker that is away is one line of the log, a fault has its traceback."""
+"""Handlers of messages: an unavailable broker is one line of the log, a fault is logged with its traceback."""
 
 from __future__ import annotations
 

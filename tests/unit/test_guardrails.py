@@ -1,4 +1,4 @@
-"""`POST /v1/extract` as NeMo Guardrails sends it: what it asks of the model, what it answers, what it refuses."""
+"""`POST /v1/extract` as NeMo Guardrails sends it: the options for the model, the answers, the refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def post(gateway: GatewayProcess, body: Any) -> httpx.Response:
 
 
 async def answered(cluster: InProcess, outcome: Outcome) -> RunOptions:
-    """Answer the first message of the stream with this outcome. Return the options that it had."""
+    """Answer the first message of the stream with this outcome. Return the options of the message."""
 
     def work() -> Any:
         stream = cluster.server.streams.get(STREAM)
@@ -83,7 +83,7 @@ async def test_nested_entities_become_one_so_that_the_client_masks_the_right_cha
 
 
 async def test_a_model_without_nested_entities_is_not_asked_for_them(cluster: InProcess) -> None:
-    """The client always sends `flat_ner`, also where it means nothing."""
+    """The client always sends `flat_ner`, even for a model that has no such option."""
     gateway = await cluster.gateway()
     reply = asyncio.create_task(post(gateway, {**BODY, "model": "toy/kinds"}))
     options = await answered(cluster, Ok({}, 3, data={"entities": []}))
