@@ -26,7 +26,7 @@ from sie_gateway.operations.history import (
     quantile,
 )
 
-START_S = 1_790_000_000  # a whole minute is not needed, a whole step is
+START_S = 1_790_000_000  # a multiple of STEP_S
 
 
 class Clock:
@@ -54,7 +54,7 @@ def end(history: RequestHistory, name: str = "r", ms: float = 5.0, code: str = "
 def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: RequestHistory, clock: Clock) -> None:
     end(history)
     end(history, code="INVALID_INPUT", status=400)
-    end(history, code="PROVISIONING", status=202)  # "not yet" is no error
+    end(history, code="PROVISIONING", status=202)  # PROVISIONING with 202 is no error
     clock.now_s += STEP_S
     end(history)
     report = history.since()
@@ -73,7 +73,7 @@ def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: Requ
 
 
 def test_what_is_kept_is_bounded(history: RequestHistory, clock: Clock) -> None:
-    """A day of requests, half of them failed, and overload."""
+    """The load is a day of requests, of which half fail, and one refusal a minute."""
     numbers = random.Random(0)
     for minute in range(24 * 60):
         clock.now_s = START_S + minute * MINUTE_S
@@ -86,7 +86,7 @@ def test_what_is_kept_is_bounded(history: RequestHistory, clock: Clock) -> None:
     assert {request["code"] for request in requests} == {
         "",
         "INFERENCE_ERROR",
-    }  # refusals are counted, and never crowd out
+    }  # refusals are counted, and displace no other request
 
 
 def test_the_slowest_of_each_minute_are_kept_in_order(history: RequestHistory, clock: Clock) -> None:
@@ -174,7 +174,7 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
 
 
 def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: RequestHistory) -> None:
-    """Each has places of its own, and so many keys at most."""
+    """Each of at most MAX_OWNERS keys has places of its own."""
     keys = [f"k{number}" for number in range(MAX_OWNERS + 20)]
     for number in range(20):
         for key in keys:

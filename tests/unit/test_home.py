@@ -1,4 +1,4 @@
-"""The home of a user who has none, and their name."""
+"""The home folder and the name of a user who has neither."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sie_cli import home
 from sie_contracts.settings import SettingError
 
 UID = 54321
-# the interpreter may lie where that user may not look
+# that user may lack the permission to read the folder of the interpreter
 AS_NOBODY_KNOWN = (
     "setpriv",
     f"--reuid={UID}",
@@ -56,7 +56,7 @@ def test_a_user_without_a_home_gets_a_private_folder_and_a_name(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert str(folder) in capsys.readouterr().err
     before = dict(environ)
-    home.settle(environ)  # of a process that it starts
+    home.settle(environ)  # as a child process does
     assert (environ, capsys.readouterr().err) == (before, "")
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)

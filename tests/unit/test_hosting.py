@@ -19,7 +19,7 @@ from sie_sidecar.models.models import Hosting, ModelState
 
 
 class Link:
-    """An adapter that loads at once, or fails as told; `questions` are what it was asked on the control connection."""
+    """A link to an adapter that loads at once, or raises `failure`. `questions`: requests on the control connection."""
 
     describe: Any = AdapterLink.describe
 
@@ -29,7 +29,7 @@ class Link:
         self.questions: list[ipc.Request] = []
         self.loads: list[ipc.EnsureReady] = []
         self.failure: SIEError | None = None
-        self.tokenizers: dict[str, bytes] = {}  # by model; of any other model TOKENIZER
+        self.tokenizers: dict[str, bytes] = {}  # by model; every other model has TOKENIZER
         self.dropped: Callable[[tuple[str, ...]], None] = lambda names: None
         self.reliefs: list[tuple[str, ...]] = []
         self.memory_bytes = 0  # of each model
@@ -210,18 +210,18 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
             )
         )
 
-    assert slots(600) == 0  # what a model takes is not known yet
+    assert slots(600) == 0  # the size of a model is not known yet
     await sidecar.load(sidecar.a, sidecar.b)
     assert slots(800, "toy/a", "toy/b") == (1600 - 600) // 100
     assert slots(800, "toy/a", "toy/b", threshold_percent=70) == (1400 - 600) // 100
-    assert slots(800, "toy/a", "toy/b", threshold_percent=0) == (1700 - 600) // 100  # an adapter that does not tell
-    assert slots(700, "toy/a") == slots(600) == (1600 - 600) // 100  # what went made its own room
+    assert slots(800, "toy/a", "toy/b", threshold_percent=0) == (1700 - 600) // 100  # an adapter without a threshold
+    assert slots(700, "toy/a") == slots(600) == (1600 - 600) // 100  # an unloaded model leaves its room free
     sidecar.link.may_load.clear()
     sidecar.link.loading.clear()
     load = asyncio.create_task(sidecar.load(sidecar.c))
     await sidecar.link.loading.wait()
-    assert slots(880, "toy/a", "toy/b") == (1600 - 600) // 100  # the 80 are of a model that is not there yet
-    total_bytes = 20_000  # another limit is the tighter one now
+    assert slots(880, "toy/a", "toy/b") == (1600 - 600) // 100  # the 80 bytes belong to the model that is being loaded
+    total_bytes = 20_000  # a load keeps the figures from before it
     assert slots(15_000, "toy/a", "toy/b") == (1600 - 600) // 100
     total_bytes = 2000
     sidecar.link.may_load.set()
@@ -231,8 +231,8 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
 
 
 async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_present_one() -> None:
-    """A load is under way. The entry changes, and work for the new one waits. The load fails for good. The new one
-    loads.
+    """The entry changes while it is being loaded, and work waits for the new entry. The load fails permanently, and the
+    new entry loads.
     """
     sidecar = Sidecar()
     fails = asyncio.Event()

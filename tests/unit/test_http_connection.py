@@ -1,6 +1,5 @@
-"""How a connection ends: trailers are dropped, slow bodies are refused, requests are answered while their bodies
-arrive, clients send no more.
-On the loop of the tests and on uvloop, as our processes run.
+"""HTTP connections: trailers, slow bodies, answers before the end of a body, half-closed clients. The tests run on the
+event loop of asyncio and on uvloop, which our processes use.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 class Server:
-    """Answers /read with the body and headers of the request, /early before it has read any body, /slow when `go_on` is
-    set.
+    """A server that answers /read with the body and headers of the request, /early before it reads the body, and /slow
+    when `go_on` is set.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class Server:
         await reply(send, 200, json.dumps({"body": body.decode(), "headers": headers_of(scope)}).encode())
 
     async def _large(self, receive: Receive, send: Send) -> None:
-        """More than anybody takes without reading, in pieces."""
+        """Send more than the socket buffers hold, in pieces."""
         await receive()  # the body, which is empty
         watched = asyncio.create_task(self._watch(receive))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (64 << 20))]})
@@ -115,7 +114,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("pieces", [1, 1000], ids=["at once", "byte by byte"])
 def test_trailers_are_dropped(run: Run, pieces: int) -> None:
-    """They may come in the packet of the head, before any application has looked at the headers."""
+    """Trailers may arrive in the packet of the head, before the application reads the headers."""
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
@@ -179,7 +178,7 @@ def test_head_and_trailers_share_one_limit(run: Run) -> None:
 
 
 def test_the_extension_of_a_chunk_has_a_limit_however_it_arrives(run: Run) -> None:
-    """Also where all of the request is there at once, its last byte included."""
+    """The limit holds even if the whole request arrives at once."""
 
     async def scenario() -> None:
         for size, status in ((MAX_HEAD_BYTES - 2 * SLICE_BYTES, b"200"), (100_000, b"400")):
@@ -212,7 +211,7 @@ LENGTH = "content-length: 1000000"
 def test_a_body_that_comes_too_slowly_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...]
 ) -> None:
-    """The client sends a byte now and then; it is told why, its connection ends, and the handler hears that it left."""
+    """The client sends single bytes. It gets the reason, and its connection ends. The handler gets a disconnect."""
     monkeypatch.setattr(protocol, "RATE_S", 0.2)
 
     async def scenario() -> None:
@@ -239,7 +238,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[BodyTime]:
 
 
 def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: Run, times: list[BodyTime]) -> None:
-    """And the next request of the connection has a time of its own."""
+    """The next request of the connection is timed separately."""
     least = int(RATE * TIME_S)  # bytes in that time
 
     async def scenario() -> None:
@@ -293,7 +292,7 @@ def test_nobody_is_slow_while_the_server_does_not_read(
 
 
 def test_a_response_that_is_read_too_slowly_is_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then holds no response."""
+    """A client that reads single bytes does not keep its response alive."""
     monkeypatch.setattr(protocol, "WRITE_S", 0.3)
 
     async def scenario() -> None:
@@ -318,14 +317,12 @@ def test_a_response_that_is_read_too_slowly_is_ended(run: Run, monkeypatch: pyte
 
 @pytest.mark.parametrize("rest", [b"z" * 1_000_000, b"z" * 999_999], ids=["all of the body", "less"])
 def test_an_answer_before_the_end_of_the_body_is_the_last_and_arrives(run: Run, rest: bytes) -> None:
-    """A client announces a body and is answered; it sends on, as clients do that read later; it reads the answer, no
-    reset.
-    """
+    """The client announces a body, is answered, and sends the body before it reads. It gets the answer and no reset."""
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
             writer.write(ask("/early", "content-length: 1000000", method="POST"))
-            await asyncio.sleep(0.05)  # by now it is answered
+            await asyncio.sleep(0.05)  # the answer has been sent by now
             writer.write(rest + ask("/read"))
             await writer.drain()
             head, body = await answer(reader)
@@ -345,7 +342,7 @@ def test_an_answered_connection_on_which_a_body_never_ends_is_closed(run: Run, m
             assert (await answer(reader))[1] == b"early"
             assert await reader.read() == b"", "it sends no more"
             with contextlib.suppress(ConnectionError):
-                while True:  # until it is reset
+                while True:  # until the connection is reset
                     writer.write(b"4\r\nabcd\r\n" * 1000)
                     await writer.drain()
 
@@ -392,7 +389,7 @@ def test_a_request_whose_client_sends_no_more_is_answered(run: Run, path: str) -
             half_close(writer)
             if path == "/slow":
                 await server.entered.wait()
-                await asyncio.sleep(0.05)  # the end of what it sends has arrived
+                await asyncio.sleep(0.05)  # the half-close has arrived by now
                 server.go_on.set()
             arrived = await reader.read()
             assert arrived.startswith(b"HTTP/1.1 200 "), arrived
@@ -405,7 +402,7 @@ def test_a_request_whose_client_sends_no_more_is_answered(run: Run, path: str) -
 def test_all_requests_before_a_half_close_are_answered(run: Run) -> None:
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
-            writer.write(ask("/read") * 3 + b"GET /re")  # and the beginning of one, which nobody can answer
+            writer.write(ask("/read") * 3 + b"GET /re")  # and an incomplete request, which cannot be answered
             half_close(writer)
             assert (await reader.read()).count(b"HTTP/1.1 200 ") == 3
 
@@ -413,7 +410,7 @@ def test_all_requests_before_a_half_close_are_answered(run: Run) -> None:
 
 
 def test_a_half_closed_client_that_waits_is_asked_and_answered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an interim response, once."""
+    """The server sends one interim response."""
     monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
 
     async def scenario() -> None:
@@ -430,7 +427,7 @@ def test_a_half_closed_client_that_waits_is_asked_and_answered(run: Run, monkeyp
 
 
 def test_a_client_that_is_gone_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its closing looks like that of one that still reads, until something is sent to it."""
+    """A closed client looks like a half-closed one until the server sends something."""
     monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
 
     async def scenario() -> None:
@@ -470,7 +467,7 @@ def test_a_client_without_http_1_1_is_never_sent_an_interim_response(run: Run, m
 
 
 def test_garbage_is_answered_without_a_reset(run: Run) -> None:
-    """Bytes that a client has sent after it must not remove the answer."""
+    """Bytes that follow the garbage must not discard the answer."""
 
     async def scenario() -> None:
         async with serving() as (server, _, _):

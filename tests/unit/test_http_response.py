@@ -1,5 +1,5 @@
-"""How a response leaves a process: one write where its length is known, and everything that uvicorn promises elsewhere.
-And what a client may leave open: a head that never ends, a response that nobody reads, what is no HTTP at all.
+"""Responses of the HTTP server: one write if the length is known, otherwise the behaviour of uvicorn. Limits of what
+a client may leave open: a head that never ends, a response that is not read, bytes that are not HTTP.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STREAMED = b"x" * 40_000
 COMMON = b"".join(
     b"%b: %b\r\n" % pair for pair in common_headers({REQUEST_ID: "ID", "headers": ()})
 )  # of a request with this id
-LARGE = 16 << 20  # more than sockets hold
+LARGE = 16 << 20  # more than the socket buffers hold
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Each path is a kind of response."""
+    """Send the kind of response that the path names."""
     start = {"type": "http.response.start", "status": 200}
     length = [(b"content-length", b"10")]
     match scope["path"]:
@@ -101,7 +101,7 @@ def ask(path: str, method: str = "GET", *headers: str) -> bytes:
 async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every write of this loop's transports is looked at; the client's own are left out."""
+    """The test records every write of the transports of this loop, except those of the client."""
     written: list[bytes] = []
     genuine = _SelectorSocketTransport.write
 
@@ -192,7 +192,7 @@ async def test_a_connection_that_is_to_close_says_so_and_closes(closing: bytes) 
 
 @pytest.mark.parametrize("path", ["/short", "/fails", "/split"])
 async def test_what_cannot_be_sent_rightly_closes_the_connection(path: str) -> None:
-    """A body of another length than promised, a failure after the head, a header that would be two."""
+    """The cases are a body of a wrong length, a failure after the head, and a header value with a line break."""
     async with connected() as (reader, writer, _):
         writer.write(ask(path))
         async with asyncio.timeout(30):
@@ -202,7 +202,7 @@ async def test_what_cannot_be_sent_rightly_closes_the_connection(path: str) -> N
 
 
 async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
-    """A request runs; the server is told to stop; the response arrives whole and the connection closes."""
+    """The server stops while a request runs. The response arrives whole, and the connection closes."""
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,7 +216,7 @@ async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
         async with asyncio.timeout(30):
             await entered.wait()
             stopping = asyncio.create_task(server.stop())
-            await asyncio.sleep(0)  # it is told now
+            await asyncio.sleep(0)  # the stop has begun now
             go_on.set()
             assert (await response(reader))[1] == b"ok"
             assert await reader.read() == b""
@@ -227,7 +227,7 @@ async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
 
 
 async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
-    """The error map of a refusal that closes its connection."""
+    """Check a refusal that closes its connection, and return its error map."""
     head, body = await response(reader)
     assert b" 400 " in head.splitlines()[0]
     assert b"connection: close" in head
@@ -258,7 +258,7 @@ NO_HTTP = {
 
 
 async def patient(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body first."""
+    """Read the body before the response."""
     while (message := await receive()).get("more_body"):
         pass
     if message["type"] == "http.request":
@@ -266,7 +266,7 @@ async def patient(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_what_is_no_http_gets_the_envelope_and_a_closed_connection() -> None:
-    """No plain text. Nothing that was sent is told again."""
+    """The answer is no plain text, and repeats nothing of the request."""
     async with connected(patient) as (_, _, server):
         for name, sent in NO_HTTP.items():
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -288,7 +288,7 @@ async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> N
 
 
 async def test_what_follows_a_running_request_never_stands_for_its_answer() -> None:
-    """A request runs; garbage comes behind it; its own answer arrives, and the connection closes."""
+    """Garbage follows a running request. The request gets its own answer, and the connection closes."""
     go_on = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -325,7 +325,7 @@ async def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(endles
                 writer.write(sent[start : start + piece])
                 await asyncio.sleep(0)
             async with asyncio.timeout(30):
-                with contextlib.suppress(ConnectionError):  # what was not read yet resets it
+                with contextlib.suppress(ConnectionError):  # unread bytes reset the connection
                     arrived = await reader.read()
                     assert b"larger than 65536 bytes" in arrived or not arrived
 
@@ -340,7 +340,7 @@ async def test_a_head_of_just_the_allowed_size_passes_and_a_body_is_no_head() ->
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.03])
 async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
-    """Slow-loris: nothing more, or a byte now and then. An idle connection beside it stays."""
+    """The client sends nothing more, or single bytes (slowloris). An idle connection stays open."""
     monkeypatch.setattr(protocol, "HEAD_S", 0.3)
     async with connected() as (reader, writer, server):
         idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -366,7 +366,7 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client asks for 16 MiB and reads none of it; the connection is reset; one that reads slowly gets it all."""
+    """A client that reads nothing of 16 MiB is disconnected. A client that reads slowly gets all of them."""
     monkeypatch.setattr(protocol, "WRITE_S", 1.0)
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -417,7 +417,7 @@ async def test_an_upgrade_that_is_not_served_is_ignored(framing: str, pieces: in
 
 
 async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open connections stay; one that closes makes room."""
+    """Open connections stay open. A connection that closes makes room."""
     monkeypatch.setattr(protocol, "max_connections", lambda: 2)
     async with connected() as (reader, writer, server):
         _, second = await asyncio.open_connection("127.0.0.1", server.port)
@@ -449,7 +449,7 @@ async def test_garbage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
 
 
 async def is_last(reader: asyncio.StreamReader) -> bool:
-    """Whether the next response says that it is the last one, and is; it has to be whole."""
+    """Check that the next response is whole. Return whether it announces the end of its connection, which then ends."""
     head, body = await response(reader)
     assert body == b"0123456789"
     if b"connection: close" not in head:
@@ -473,13 +473,13 @@ async def test_a_server_that_leaves_says_so_in_the_next_response_of_each_connect
 
 
 async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() -> None:
-    """Two connections are idle, as the server sees it; a request of one stands in its buffer; the server hangs up: that
-    is answered, the other connection closed.
+    """The server hangs up while the socket buffer of a connection holds a request that it has not read. The request is
+    answered, and the other connection is closed.
     """
     async with connected() as (_, _, server):
         with socket.create_connection(
             ("127.0.0.1", server.port)
-        ) as raw:  # what it sends is there before the loop looks
+        ) as raw:  # what it sends is in the buffer before the loop reads
             raw.setblocking(False)
             idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", server.port)
             idle_writer.write(ask("/whole"))
@@ -497,8 +497,8 @@ async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() 
 
 
 async def test_a_server_stops_when_its_last_answer_was_read() -> None:
-    """A client has read nothing of a large answer; the server stops: it waits until all was read, then the connection
-    ends.
+    """A client has read nothing of a large answer when the server stops. The server waits until the client has read all
+    of it, and then closes the connection.
     """
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -137,7 +137,7 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     ],
 )
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
-    """Without a setting nothing is fetched (`test_image_urls`)."""
+    """Without SIE_IMAGE_URL_HOSTS nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         reading = images.read(value, "p")
         item = RequestItem(None, images=reading.files, unfit=reading.fault, links=reading.links)
@@ -240,7 +240,7 @@ def pieces(sizes: list[int], files: list[ItemFiles], **limits: int) -> list[Chun
 
 
 def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
-    """A file of 40 kB is not 10,000 tokens, nor the limit of the model's texts."""
+    """A file of 40 kB counts neither as 10,000 tokens nor as the token limit of the model."""
     (chunk,) = pieces([40_008], [ItemFiles(1, 40_000)])
     assert (chunk.cost, chunk.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
     (several,) = pieces([40_000, 8], [ItemFiles(3, 40_000), ItemFiles()])
@@ -255,7 +255,7 @@ def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
     assert [piece.stop for piece in pieces([1000] * 3, [ItemFiles(1, 1000)] * 3, **vectors)] == [1, 2, 3]
 
 
-# what files say of themselves
+# headers of files
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, change
 
 
 class Worker:
-    """Reads what lies in the stream, answers it, and keeps what it read. A vector is made of the bytes of its input."""
+    """A worker that answers the messages of the stream and records them. A vector depends on the bytes of its input."""
 
     def __init__(self, cluster: InProcess, store: Path) -> None:
         self._cluster = cluster
@@ -398,9 +398,7 @@ async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool =
 
 
 async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProcess, Worker]) -> None:
-    """Digest at the client is digest at the worker, in both transports, in a message and through the payload
-    store.
-    """
+    """Digests at the client and at the worker are equal in JSON and msgpack, in a message and in the payload store."""
     gateway, worker = place
     large = np.random.default_rng(1).bytes(3 << 20)
     files = [file("JPEG"), file("PNG"), b"no image at all", large]
@@ -498,7 +496,7 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
 async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     place: tuple[GatewayProcess, Worker],
 ) -> None:
-    """Contract 4: dual encoders encode the images."""
+    """Dual encoders encode the images (contract 4)."""
     gateway, worker = place
     image = b64(DATA)
     items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
@@ -509,7 +507,7 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 
 
-# the routes of other makers
+# routes for clients of other vendors
 
 
 A, B = file("PNG"), file("JPEG", size=(8, 2))
@@ -566,7 +564,7 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
 
 
 async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path) -> None:
-    """SIE_IMAGE_URL_HOSTS: work items and replies are those of the files."""
+    """SIE_IMAGE_URL_HOSTS: the work items are equal to those of the files."""
     at = "http://pictures.test/"
     async with ImageServer({"/a": served(A), "/b": served(B)}) as server:
         reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
@@ -660,7 +658,7 @@ async def test_a_route_without_slots_fails_and_names_the_field(place: tuple[Gate
 async def test_a_text_with_a_field_that_is_called_image_is_ranked_as_a_text_by_a_model_of_texts(
     tmp_path: Path,
 ) -> None:
-    """Documents are maps with any fields of their owner, such as the address of a picture."""
+    """A document is a map that may have any field, such as the address of a picture."""
     async with InProcess(tmp_path, toy_entry("toy/score", outputs={"score": 0})) as cluster:
         gateway = await cluster.gateway()
         worker = Worker(cluster, tmp_path)

@@ -1,4 +1,4 @@
-"""Rows of images: what they cost, how they travel to the adapter, and which inputs are refused."""
+"""Rows of images: their cost, their transport to the adapter, and refused inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def work(*inputs: Input, **prepared_images: list[PreparedImage] | InvalidInput) 
 
 
 def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:
-    """A text beside them is not read."""
+    """A text beside the images is not tokenised."""
     work_item = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
     (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
     image_row, text_row = work_rows.rows
@@ -54,7 +54,7 @@ def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_co
 def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_batch(
     tokenizer: ModelTokenizer, recipe: Recipe
 ) -> None:
-    """Memory, credit and time count its tokens. The ids that stand for it count as those of a text."""
+    """Memory, credit and time count the tokens of the image. Ids that stand for an image count as the ids of a text."""
     work_item = work(
         Input(images=(FILE, FILE)), Input("river"), Input(images=(FILE,)), _0=[prepared(0)] * 2, _2=[prepared(1)]
     )
@@ -73,7 +73,7 @@ def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_b
 
 
 def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:
-    """They bound a batch as well as its tokens do."""
+    """Bytes of pixels bound a batch, as tokens do."""
     large = prepared(0, 640, 480)
     (work_rows,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
     assert (work_rows.rows[0].cost, work_rows.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
@@ -148,7 +148,7 @@ def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
 
 
 def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:
-    """Without a name nobody is known to have asked: such an image serves no other."""
+    """An image without the name of its asker has no key, and serves no other request."""
     work_item = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
     (work_rows,) = layouts.make(tokenizer, LAYOUT, [work_item])
     parts = [BatchPart(work_rows.rows, work_item, asker=asker) for asker in ("a", "b", "", "a")]

@@ -1,4 +1,4 @@
-"""Images through a gateway and a sidecar with an image worker: what runs beside what, what they cost, what is told."""
+"""Images through a gateway and a sidecar with an image worker: concurrency, costs and warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def encode(gateway: GatewayProcess, *inputs: bytes | str, **headers: str) 
 
 
 def priced(cluster: InProcess) -> ModelStatus | None:
-    """The model whose worker says what an image of it costs."""
+    """Return the status of a model whose worker reports the cost of an image."""
     beat = cluster.last_beat("")
     return next((model for model in beat.models if model.image_tokens), None) if beat is not None else None
 
@@ -52,7 +52,7 @@ def image_workers() -> list[psutil.Process]:
 
 
 async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:
-    """Overlap with inference. 1. A batch runs. 2. The next image becomes pixels before that batch has ended."""
+    """The next image becomes pixels before the running batch has ended."""
     async with running(tmp_path) as (cluster, gateway, sidecar):
         (adapter,) = cluster.adapters
         adapter.hold_batches = True
@@ -70,7 +70,7 @@ async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) 
 
 
 async def test_texts_flow_while_no_image_worker_moves(tmp_path: Path) -> None:
-    """Images have processes of their own: texts wait for none of them."""
+    """Image workers are separate processes, for which texts do not wait."""
     async with running(tmp_path) as (_, gateway, _):
         await encode(gateway, GOOD)
         workers = image_workers()
@@ -90,7 +90,7 @@ async def test_texts_flow_while_no_image_worker_moves(tmp_path: Path) -> None:
 
 
 async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Path) -> None:
-    """Requests are cut by the estimate until a worker has the model, and then by the model's own number."""
+    """Requests are split by the estimate until a worker has loaded the model, and then by the cost that it reports."""
     async with running(tmp_path, SIE_CHUNK_COST="60") as (cluster, gateway, _):
         before = await encode(gateway, *(GOOD for _ in range(12)), **{"x-sie-explain": "1"})
         assert len(before["explain"]) == 12, f"{IMAGE_TOKENS} tokens each"
@@ -103,7 +103,7 @@ async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Pat
 
 
 async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path: Path) -> None:
-    """Eight images that cost more tokens than a batch may have run together, and explain counts their tokens."""
+    """Eight images with more tokens than the bound of a batch run together, and `explain` counts their tokens."""
     async with running(tmp_path, SIE_MAX_BATCH_COST="60") as (cluster, gateway, sidecar):
         (adapter,) = cluster.adapters
         await encode(gateway, GOOD)
@@ -125,7 +125,7 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
 
 
 async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:
-    """The outputs of a page serve the next question about it, by the same client alone."""
+    """The outputs of a page are reused only for later requests with the same credential."""
     different_image = encoded(picture(80, 50, 1))
     async with running(tmp_path, SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b") as (cluster, gateway, _):
         keys = []

@@ -1,4 +1,4 @@
-"""Images at URLs: from which hosts and addresses they are fetched, within which bounds, and what else they become."""
+"""Images at URLs: the hosts and addresses from which they are fetched, the bounds of a fetch, and its errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[st
 
 
 async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(server: ImageServer) -> None:
-    """Files and URLs in one request. Each URL is asked for once, at the address that was checked."""
+    """One request has files and URLs. Each URL is fetched once, from the address that was checked."""
     urls, connections, counted = urls_of(server)
     items = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), RequestItem("a text")]
     fetched_items = await fetched(urls, *items)
@@ -116,7 +116,7 @@ async def test_without_the_setting_nothing_is_fetched(server: ImageServer) -> No
     ],
 )
 async def test_only_hosts_and_ports_of_the_setting_are_asked(listed: str, url: str, is_listed: bool) -> None:
-    """A host that is refused here is never resolved."""
+    """A refused host is never resolved."""
     settings = settings_of(SIE_IMAGE_URL_HOSTS=f"other.test,{listed}")
     urls = ImageUrls(settings.image_url_hosts)
     if is_listed:
@@ -128,7 +128,7 @@ async def test_only_hosts_and_ports_of_the_setting_are_asked(listed: str, url: s
     assert "secret" not in caught.value.message
 
 
-# IANA's registries of special-purpose addresses, whole; behind them what else is inside
+# all special-purpose addresses in the registries of IANA, then other addresses that are not public
 SPECIAL_V4 = """
     0.0.0.0/8 0.0.0.0/32 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.0.0/29
     192.0.0.8/32 192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24
@@ -148,7 +148,7 @@ PUBLIC_V4 += ("198.20.0.0", "223.255.255.255")
 
 
 def carriers(address: str) -> list[str]:
-    """The forms of IPv6 that carry an IPv4 address and are what they carry."""
+    """Return the IPv6 forms of an IPv4 address that are public if and only if this address is."""
     number = int(ipaddress.IPv4Address(address))
     return [
         str(ipaddress.IPv6Address(int(ipaddress.IPv6Address(prefix)) + number))
@@ -157,7 +157,7 @@ def carriers(address: str) -> list[str]:
 
 
 def ends(networks: str) -> list[str]:
-    """The first, a middle and the last address of each network."""
+    """Return the first, a middle and the last address of each network."""
     ranges = [ipaddress.ip_network(address_range) for address_range in networks.split()]
     return [
         str(address_range[place]) for address_range in ranges for place in (0, address_range.num_addresses // 2, -1)
@@ -168,7 +168,7 @@ def test_every_special_range_is_inside_plain_mapped_and_translated() -> None:
     v4, v6 = ends(SPECIAL_V4), ends(SPECIAL_V6)
     tried = [*v4, *v6, *(form for address in v4 for form in carriers(address)), "fe80::1%eth0"]
     tried += ["localhost", "", "0x7f000001", "2130706433", "127.1", "010.0.0.1"]
-    for address in (*v4, *PUBLIC_V4):  # in prefixes that are inside whatever they carry: 6to4, Teredo, local NAT64
+    for address in (*v4, *PUBLIC_V4):  # prefixes that are never public, whatever they carry: 6to4, Teredo, local NAT64
         number = int(ipaddress.IPv4Address(address))
         tried += [str(ipaddress.IPv6Address(0x2002 << 112 | number << 80 | 1))]
         tried += [str(ipaddress.IPv6Address(0x20010000 << 96 | number << 64 | number ^ 0xFFFFFFFF))]
@@ -194,7 +194,7 @@ async def test_a_name_with_an_address_that_is_not_public_is_not_asked(
 
 
 async def test_with_the_real_network_nothing_on_this_machine_is_asked(server: ImageServer) -> None:
-    """Names, addresses and numbers that the resolver of this machine makes loopback of."""
+    """The resolver of this machine turns these names, addresses and numbers into loopback addresses."""
     hosts = ("localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "0")
     urls = ImageUrls([f"{host}:{server.port}" for host in hosts])
     for host in hosts:
@@ -208,7 +208,7 @@ async def test_with_the_real_network_nothing_on_this_machine_is_asked(server: Im
 
 
 async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(server: ImageServer) -> None:
-    """A second answer of the DNS would be loopback."""
+    """A second answer of the DNS would be a loopback address."""
     lookups: list[str] = []
     reached, connections = network(server)
 
@@ -321,7 +321,7 @@ async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pyt
     ids=["interim answers", "early hints", "headers", "chunks"],
 )
 async def test_an_answer_in_very_small_pieces_is_given_up(server: ImageServer, sent: bytes, message: str) -> None:
-    """Each piece takes the event loop's time, in which no other request goes on."""
+    """Each piece takes time of the event loop, in which no other request proceeds."""
     server.answers["/small"] = sent
     urls, _, counted = urls_of(server)
     assert (await fault(urls, f"{AT}/small"))[0].startswith(message)
@@ -335,7 +335,7 @@ async def test_an_answer_in_very_small_pieces_is_given_up(server: ImageServer, s
 
 
 async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that never answers costs its own image; the others of the request have theirs."""
+    """Only the image of a server that never answers fails. The other images of the request are fetched."""
     monkeypatch.setattr(image_urls, "MAX_S", 1)
     server.answers["/slow"] = answer(b"x", content_length="100")
     urls, _, counted = urls_of(server)
@@ -399,7 +399,7 @@ async def test_a_request_has_bounds_of_urls_and_bytes(server: ImageServer, monke
 
 
 async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Path) -> None:
-    """A certificate for one name. The URL with this name is fetched. One with another name, at the same address, is
+    """The certificate is for one name. A URL with this name is fetched, a URL with another name at the same address is
     not.
     """
     certificate = certified(tmp_path, HOST)
@@ -419,7 +419,7 @@ async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Pa
 
 
 def certified(folder: Path, name: str) -> Path:
-    """A key and a certificate that it signed itself."""
+    """Create a key and a self-signed certificate for the name, in one file."""
     from datetime import UTC, datetime, timedelta
 
     from cryptography import x509

@@ -1,4 +1,4 @@
-"""Image files become pixels: what each odd file is, what is refused and how, and the sizes on the way."""
+"""Image files become pixels: unusual files, refused files, and the sizes of each step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def refusal(data: bytes, recipe: Recipe = SMALL) -> str:
 
 
 def transparent_palette() -> Image.Image:
-    """The left half has the colour that is transparent, red; the right half is blue."""
+    """Return an image whose left half is red, the transparent colour, and whose right half is blue."""
     image = Image.new("P", (WIDTH, HEIGHT))
     image.putpalette([255, 0, 0, 0, 0, 255])
     image.paste(1, (WIDTH // 2, 0, WIDTH, HEIGHT))
@@ -121,7 +121,7 @@ def test_an_odd_file_has_the_colours_that_a_person_sees(name: str) -> None:
     assert prepared_image.animated == (name.startswith("animated") or "pages" in name)
 
 
-# by the number of EXIF's Orientation: the sides of what a person sees that are the first row and column of the file
+# by EXIF orientation: the sides of the upright image that the file stores as its first row and first column
 FIRST_ROW_AND_COLUMN = {
     1: ("top", "left"),
     2: ("top", "right"),
@@ -137,7 +137,7 @@ FIRST_ROW_AND_COLUMN = {
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", *(["AVIF"] if "AVIF" in FORMATS else [])])
 @pytest.mark.parametrize("orientation", FIRST_ROW_AND_COLUMN)
 def test_an_image_is_turned_as_its_exif_says(kind: str, orientation: int) -> None:
-    """A person sees a red corner at the top left, wherever it is in the file."""
+    """The upright image has a red corner at the top left, wherever the file stores it."""
     scene = np.zeros((64, 32, 3), np.uint8)
     scene[:16, :16] = (255, 0, 0)
     row, column = FIRST_ROW_AND_COLUMN[orientation]
@@ -398,7 +398,7 @@ def test_the_arithmetic_of_a_checkpoint_is_read() -> None:
 
 
 def test_a_mutated_file_is_refused_or_has_the_foretold_size() -> None:
-    """Few of them here, in this process; tests/unit/test_media_pool.py gives thousands to the workers."""
+    """This test prepares 300 files in this process. tests/unit/test_media_pool.py sends thousands to the workers."""
     rng, files = random.Random(17), seeds()
     refused: list[str] = []
     for _ in range(300):

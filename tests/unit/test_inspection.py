@@ -62,7 +62,7 @@ def engine() -> Iterator[AdapterEngine]:
     assert engine.stop(10)
 
 
-# folders that nobody knows
+# folders of models that no catalogue has
 
 
 def dense_folder(folder: Path) -> Path:
@@ -190,7 +190,7 @@ def test_a_token_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
 def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = build_head(tmp_path / "classes", "bert", AutoModelForSequenceClassification, ["good", "bad"])
     report = inspect(folder, "a/b", {"path": str(folder)})
-    assert any("head.activation softmax" in line for line in report.assumed)  # what a score of two labels needs
+    assert any("head.activation softmax" in line for line in report.assumed)  # needed for a score of two labels
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("text-classifier", {"classifications": 0}, MAX_TOKENS)
     (output,) = run(engine, entry, "extract", TEXTS[:1])
@@ -272,7 +272,7 @@ def test_other_folders_load_and_answer_too(
     assert "nan" not in "".join(lines).lower()
 
 
-# what a folder does not say, and what it is not
+# folders that lack information, and folders that are no model
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_what_float16_does_not_hold_is_not_computed_in_it(
 def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
     build_folder: Any, tmp_path: Path, engine: AdapterEngine
 ) -> None:
-    """transformers 5 writes nothing else."""
+    """transformers 5 writes no other file of the processor."""
     from parity import sound_checkpoints
 
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""`tools/installation.py`: which build of torch a machine gets, from which index, and what a failure says."""
+"""`tools/installation.py`: the build of torch that a machine gets, its index, and the messages of failures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NOWHERE = "http://127.0.0.1:9/simple"
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Write nothing."""
 
 
 @contextlib.contextmanager
 def index(folder: Path, *versions: str) -> Iterator[str]:
-    """A package index on loopback with these builds of torch; the plain one asks for a CUDA library."""
+    """Serve a package index on loopback with these builds of torch. The plain build requires a CUDA library."""
     (folder / "torch").mkdir(parents=True)
     for version in versions:
         metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
@@ -54,7 +54,7 @@ def index(folder: Path, *versions: str) -> Iterator[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty environment on a Linux without a GPU, whose pip has no configuration but that of the test."""
+    """Create an empty environment as on Linux without a GPU, whose pip has only the configuration of the test."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -65,7 +65,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def torch_build(environment: Path, variables: dict[str, str], configured: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The version of torch that the environment has after the step."""
+    """Install torch, and return its version in the environment."""
     monkeypatch.setenv("PIP_INDEX_URL", configured)
     installer = Installer(environment, variables)
     installer.pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
@@ -158,7 +158,7 @@ def test_a_step_that_fails_shows_the_error_and_names_the_log(environment: Path, 
 
 
 def test_nvidia_smi_alone_shows_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is so in WSL, which has no /dev/nvidia0."""
+    """WSL has no /dev/nvidia0."""
     monkeypatch.setattr(installation.Path, "glob", lambda folder, pattern: iter(()))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not installation.has_gpu()
@@ -178,7 +178,7 @@ def test_the_version_and_the_index_are_those_of_the_package_and_of_the_images() 
 
 @pytest.mark.long
 def test_an_installation_for_cpus_resolves_no_package_of_cuda(tmp_path: Path) -> None:
-    """The bindings are the only nvidia-* package, which are Python of 100 kB."""
+    """The only nvidia-* package is nvidia-ml-py: bindings in Python of 100 kB."""
     root, report = installation.ROOT, tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     packages = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]

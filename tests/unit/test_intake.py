@@ -1,4 +1,4 @@
-"""Bodies: their size, what a gateway holds of them at once, and routes that read bodies themselves."""
+"""Request bodies: their size, the memory that a gateway holds for them, and routes that read bodies themselves."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: 
 
 
 async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
-    """Three clients send most of 4 MiB and stop; the next large body has no room and is told to come again; small ones
-    pass; one of the three goes away, and there is room.
+    """Three clients send 4 MiB and stop before the end of their bodies. The next large body gets a retryable refusal.
+    Small bodies pass. When one of the three is closed, there is room again.
     """
     intake, ever = BodyIntake(COPIES * 12 * MIB), asyncio.Event()
     stuck = [
@@ -107,7 +107,7 @@ async def test_one_body_is_never_refused_for_the_room_it_takes_itself() -> None:
 
 
 async def test_values_count_before_they_are_decoded() -> None:
-    """A body of a few bytes that becomes many objects takes the room of these, and there is none for a second one."""
+    """A short body that becomes many objects takes the room of the objects, and a second such body is refused."""
     intake = BodyIntake(20 * MIB)
     body = b"[" * 1000
     first, second = (intake.reader({}, sending(body), MIB) for _ in range(2))
@@ -160,7 +160,7 @@ async def test_routes_that_read_bodies_themselves_have_bounds_too() -> None:
 
 
 async def test_whoever_waits_for_the_client_to_leave_is_not_bounded() -> None:
-    """A finished body ends the bound: what comes then is the end of the connection, whenever that is."""
+    """The bound ends with the body. The next message is the disconnect, which may come at any time."""
     left = asyncio.Event()
     pieces = [{"type": "http.request", "body": b"x", "more_body": False}]
 
@@ -180,7 +180,7 @@ async def test_whoever_waits_for_the_client_to_leave_is_not_bounded() -> None:
 
 
 async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once share it, whatever route they are for; without a small request nobody waits."""
+    """Two concurrent bodies share the pace, whatever their routes are. Without a small request no body waits."""
     slept_s: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -203,7 +203,7 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
     await read_two()
     assert max(slept_s) == pytest.approx(
         63 * MIB / PACE_BYTES_S
-    )  # the last piece of what is read whole waits for nothing
+    )  # the last piece of a body that is read whole does not wait
     slept_s.clear()
     small.close()
     small.close()

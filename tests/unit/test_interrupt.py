@@ -18,7 +18,7 @@ STUB = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit
 
 
 def ran(folder: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    """`sie --version` in a process whose import of click is interrupted."""
+    """Run `sie --version` in a process whose import of click is interrupted."""
     (folder / "click.py").write_text(STUB)
     environ = {**os.environ, "PYTHONPATH": str(folder)}
     argv = [sys.executable, "-c", before + RUN, "--version"]
@@ -31,7 +31,7 @@ def test_an_interrupt_during_the_imports_ends_the_process_without_a_word(tmp_pat
 
 
 def test_a_process_that_ignores_interrupts_still_does(tmp_path: Path) -> None:
-    """A shell starts commands in the background like this."""
+    """A shell starts background commands with SIGINT ignored."""
     done = ran(tmp_path, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); ")
     assert done.returncode == 99
 

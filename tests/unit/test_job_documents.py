@@ -1,4 +1,4 @@
-"""Documents of a job: what is sent to the parser, which answers are refused, and how many documents a shard has."""
+"""Documents of a job: requests to the parser, refused answers, and the number of documents in a shard."""
 
 from __future__ import annotations
 

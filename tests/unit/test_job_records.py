@@ -1,4 +1,4 @@
-"""Records of jobs and files: what clients send and what jobs meet is bounded, so that gateways can read all."""
+"""Records of jobs and files: all their fields are bounded, because every gateway reads all records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATTERNS = {r"^[A-Za-z0-9_-]*(?!\n)$": "a" * 128, r"^[1-9][0-9]{0,5}[smhd](?!\n)
 
 
 def largest(kind: inspect.Type, path: str) -> Any:
-    """The largest value of a type. A type without a bound has none."""
+    """Return the largest value of a type. A type without a bound is an error."""
     match kind:
         case inspect.StrType(pattern=str(pattern)):
             return PATTERNS[pattern]
@@ -57,7 +57,7 @@ def largest(kind: inspect.Type, path: str) -> Any:
         case inspect.NoneType():
             return None
         case inspect.DictType(value_type=inspect.AnyType()) if path == "JobRequest.params":
-            return ANY  # bounded with the whole
+            return ANY  # bounded by the size of the request
     raise AssertionError(f"{path}: nothing bounds {kind}")
 
 
@@ -65,8 +65,8 @@ def largest(kind: inspect.Type, path: str) -> Any:
 def test_each_field_of_a_client_has_a_bound_and_the_record_of_the_largest_request_is_below_that_of_a_record(
     kind: type[JobRequest] | type[BatchRequest],
 ) -> None:
-    """Each field at its bound alone is taken, or refused by name. A request as large as one may be gives a record that
-    is small enough, also when its job has failed with the longest messages.
+    """A request with a field at its bound is accepted, or refused with the name of the field. The largest request has a
+    record below the bound, even if its job has failed with the longest messages.
     """
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)
@@ -99,7 +99,7 @@ def test_each_field_of_a_client_has_a_bound_and_the_record_of_the_largest_reques
 
 
 def failed(request: JobRequest | BatchRequest) -> JobRecord:
-    """A job that failed in the worst way."""
+    """Return a failed job in which all fields are as large as possible."""
     error = ErrorInfo(WIDE * 1000, WIDE * 100_000, WIDE * 1000, WIDE * 1000, 60, {"errors": ["x" * 100] * 1000})
     return JobRecord(
         f"batch_{'0' * 32}",
@@ -126,7 +126,6 @@ def failed(request: JobRequest | BatchRequest) -> JobRecord:
 
 
 def test_what_was_cut_says_so_and_is_left_alone() -> None:
-    """The record of a running job is cut."""
     record = failed(JobRequest(model="m", input=JobInput(file="f")))
     cut = bounded(record)
     assert len(cut.broken) == MAX_BROKEN

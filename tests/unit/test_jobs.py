@@ -1,4 +1,4 @@
-"""Jobs at a gateway: real rows, a real queue, toy models; what is refused, and what the output says."""
+"""Jobs at a gateway with toy models: refusals, the course of a job, and its output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcess]:
     monkeypatch.setattr(scheduler, "EVERY_S", 0.05)
     monkeypatch.setattr(run, "FLUSH_S", 0.05)
-    monkeypatch.setattr("sie_gateway.process.EPOCH_POLL_S", 0.5)  # of a catalogue that a test changes
+    monkeypatch.setattr("sie_gateway.process.EPOCH_POLL_S", 0.5)  # for tests that change the catalogue
     async with InProcess(tmp_path, toy_entry(MODEL), toy_entry("toy/two")) as cluster:
         yield cluster
 
@@ -77,11 +77,11 @@ class Place:
         return await until_told(reached, f"the job is {state}")
 
     def asked(self) -> int:
-        """Inputs that the adapter ran."""
+        """Return the number of inputs that the adapter ran."""
         return sum(len(batch.lengths) // 4 for batch in self.adapter.batches)
 
     async def table(self, job: str) -> Any:
-        """The output as one list of rows."""
+        """Return the output as one list of rows."""
         rows: list[Any] = []
         for part in (await self.get(f"{job}/manifest")).json()["parts"]:
             data = (await self.get(f"{job}/part?name={part['name']}")).content
@@ -114,7 +114,7 @@ def texts(count: int) -> list[dict[str, Any]]:
 async def test_a_model_that_cannot_be_loaded_is_no_error_of_rows(
     place: Place, monkeypatch: pytest.MonkeyPatch, error_class: str, passes: bool
 ) -> None:
-    """A job waits where the load is tried again, and is paused where only people can help. Then it goes on."""
+    """A job waits while the load is tried again, and then completes. It is paused if only an operator can help."""
     monkeypatch.setattr(models, "OTHER_COOL_DOWN_S", 0.1)
     place.adapter.refusals[MODEL] = ModelLoadFailed("no weights", extras={"error_class": error_class})
     job = (await place.submit({"file": await place.upload(texts(30)), "text": "{t}"}))["id"]
@@ -134,7 +134,7 @@ async def test_a_model_that_cannot_be_loaded_is_no_error_of_rows(
 
 
 async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
-    """Faults among them; a column that is kept; several shards; equal rows once."""
+    """The rows have faults, duplicates and a column that is kept, and fill several shards."""
     rows: list[Any] = [*texts(50), b"no json", {"id": "x"}, {"id": "same", "t": "text 3", "n": 1}]
     file = await place.upload(rows)
     job = (await place.submit({"file": file, "text": "{t}", "id": "id", "keep": ["n"]}, shard_rows=20))["id"]
@@ -270,7 +270,7 @@ async def test_jobs_are_selected_by_the_names_of_their_states(place: Place) -> N
 
 
 async def test_two_jobs_never_share_a_folder(place: Place) -> None:
-    """The second would take the parts of the first for its own. A retry writes beside what it answers again."""
+    """A second job would take the parts of the first job for its own. A retry writes into a subfolder of its job."""
     file, second_file = await place.upload(texts(3)), await place.upload([{"t": "other"}] * 3)
     output = {"url": f"{place.folder}/out", "format": "jsonl"}
     place.adapter.failures = {"text 1": ErrorInfo("INFERENCE_ERROR", "why")}
@@ -291,14 +291,14 @@ async def test_two_jobs_never_share_a_folder(place: Place) -> None:
 
 
 async def test_a_key_of_idempotency_that_comes_again_takes_nothing_of_a_forgotten_job_for_its_own(place: Place) -> None:
-    """Its id is that of the forgotten job, whose parts are still in the folder."""
+    """The new job has the id of the forgotten job, whose parts are still in the folder."""
     output, headers = {"url": f"{place.folder}/out", "format": "jsonl"}, {"idempotency-key": "nightly"}
     source = {"url": f"{place.folder}/in.jsonl", "text": "{t}", "keep": ["t"]}
     (place.folder / "in.jsonl").write_text('{"t": "old"}\n')
     job = (await place.submit(source, output=output, headers=headers))["id"]
     await place.job(job)
     owner = (place.folder / "out/.sie-job").read_text()
-    for claimed in (owner, job):  # as this version writes it, and as earlier ones did
+    for claimed in (owner, job):  # in the form of this version, and in that of earlier versions
         assert (await place.gateway.client.delete(f"/v1/jobs/{job}")).status_code == 200
         (place.folder / "out/.sie-job").write_text(claimed)
         (place.folder / "in.jsonl").write_text('{"t": "new"}\n')
@@ -309,7 +309,7 @@ async def test_a_key_of_idempotency_that_comes_again_takes_nothing_of_a_forgotte
 
 
 async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Place) -> None:
-    """The job is planned and has no part yet. Somebody puts a part of another run into its folder."""
+    """The job is planned and has no part yet when a part of another run appears in its folder."""
     place.adapter.hold_batches = True
     source = {"file": await place.upload(texts(5)), "text": "{t}"}
     job = (await place.submit(source, output={"url": f"{place.folder}/out", "format": "jsonl"}))["id"]
@@ -398,7 +398,7 @@ async def test_what_changed_is_computed_where_answers_are_kept(cluster: InProces
     info = await place.job(second)
     computed = place.asked() - asked_before
     assert info["counts"]["reused"] == (99 if is_cached else 0)
-    # a model says by an answer which state it is in
+    # a job computes one input more to learn the fingerprint of the model
     assert computed <= 2 if is_cached else computed == 100
     table = await place.table(second)
     assert np.allclose(table[7]["dense"], vector_of(ids_of("another text")))
@@ -439,7 +439,7 @@ async def test_the_rows_that_failed_are_answered_again_alone(place: Place, monke
 
 
 class Aliased(Source):
-    """With the alias `search` of one model."""
+    """A source with the alias `search` of one model."""
 
     target = MODEL
 
@@ -477,7 +477,7 @@ async def test_a_retry_keeps_the_model_of_its_job_after_the_alias_leads_to_anoth
 
 
 async def test_a_retry_of_a_retry_fails_with_the_name_of_the_deleted_job(place: Place) -> None:
-    """Its rows are those that failed in the parts of both jobs."""
+    """The rows of a second retry are read from the parts of both earlier jobs."""
     job = (await place.submit({"file": await place.upload([*texts(2), {"x": 1}]), "text": "{t}"}))["id"]
     await place.job(job)
     again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
@@ -509,7 +509,7 @@ async def test_a_part_that_somebody_damaged_is_named_by_its_rows_and_by_a_retry(
 async def test_a_part_in_numpy_whose_ids_would_fill_the_memory_is_an_error_with_the_remedy(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each id takes four bytes for each character of the longest one."""
+    """Each id takes four bytes for each character of the longest id."""
     monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 10_000)
     rows = [{"id": f"r{number}", "t": "a"} for number in range(9)] + [{"id": "x" * 1000, "t": "a"}]
     source = {"file": await place.upload(rows), "text": "{t}", "id": "id"}
@@ -573,8 +573,8 @@ async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> No
 async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One group is computed; nine of its shard wait for room. The window closes; the group is answered. It opens
-    again.
+    """The window closes while one group is computed and nine groups of its shard wait for room. The group is answered.
+    No other group begins before the window opens again.
     """
     opens_in_s = 0.0
     monkeypatch.setattr(pace, "opens_in_s", lambda *_: opens_in_s)
@@ -603,7 +603,7 @@ async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
 
 
 async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
-    """The job is led by another gateway."""
+    """Another gateway leads the job."""
     place.adapter.hold_batches = True
     job = (await place.submit({"file": await place.upload(texts(200)), "text": "{t}"}, shard_rows=10))["id"]
     await place.job(job, "running")
@@ -623,7 +623,7 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
         done=0,
         rows_per_s=2.0,
     )
-    second_leases = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late one
+    second_leases = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late job
     assert await LeaderLease(second_leases, "job.job-late").acquire()
     await bucket.write([Write("job.job-late", records.encode(late))])
 
@@ -656,8 +656,8 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 async def test_answers_of_another_key_are_taken_where_keys_share_them(cluster: InProcess, shared: bool) -> None:
-    """SIE_CACHE_SHARED. 1. A key keeps an answer. 2. Another key sends the same input: unless answers are shared,
-    nothing tells it that somebody did before. 3. The first key has its answer again.
+    """SIE_CACHE_SHARED: another key with the same input gets the stored answer only if keys share answers. The first
+    key always gets it.
     """
     place = await place_of(cluster, SIE_CACHE_SHARED=str(shared).lower(), **TOKENS)
 
@@ -672,9 +672,8 @@ async def test_answers_of_another_key_are_taken_where_keys_share_them(cluster: I
 
 
 async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProcess) -> None:
-    """SIE_JOBS_PER_KEY, SIE_MAX_JOBS. 1. Submissions at the same moment take no more than the bound of a key. 2. The
-    refusal names number, setting and remedy; a batch counts too. 3. Another key has jobs until all have the bound of
-    all. 4. What is deleted makes room.
+    """SIE_JOBS_PER_KEY, SIE_MAX_JOBS: concurrent submissions do not pass the bounds, and batches count too. The refusal
+    names the number, the setting and the remedy. A deleted job makes room.
     """
     bounds = {"SIE_JOBS_PER_KEY": "3", "SIE_MAX_JOBS": "5"}
     place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **bounds, **TOKENS)
@@ -732,7 +731,7 @@ async def test_records_of_jobs_are_bounded_by_bytes(cluster: InProcess, setting:
     file = await place.upload(texts(1))
     wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
     source = {"file": file, "text": "{t}"}
-    for _ in range(7):  # of some 8.6 KiB
+    for _ in range(7):  # of about 8.6 KiB each
         await place.submit(source, **wide)
     refused = await place.submit(source, 429, **wide)
     assert f"65536 bytes of records of jobs and batches ({setting}): delete some" in refused["message"]

@@ -1,4 +1,4 @@
-"""`sie jobs`: what each command sends, shows and ends with, against a server of jobs in this process."""
+"""`sie jobs`: the requests, output and exit status of each command, against a server of jobs in this process."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: Job
     assert (result.exit_code, "SIE_API_KEY to a token with the scope infer" in result.output) == (2, True)
 
 
-# ---- look
+# ---- list, show, watch
 
 
 def test_jobs_are_listed(server: JobServer) -> None:
@@ -255,7 +255,7 @@ def test_all_that_is_known_is_shown(server: JobServer) -> None:
 
 
 def test_a_deadline_without_a_date_is_shown_in_words(server: JobServer) -> None:
-    """Milliseconds in place of seconds."""
+    """The deadline is in milliseconds instead of seconds."""
     job = server.add(**RUNNING, request={"model": "org/m", "input": {"file": f"{FILE}0"}, "deadline": 1790000000000.0})
     shown = sie(server, "show", f"{JOB}0")
     assert shown.exit_code == 0
@@ -311,7 +311,7 @@ def test_the_status_of_watch_is_the_outcome(server: JobServer, told_of_it: dict[
 
 
 def test_watching_ends_at_a_pause_that_only_people_can_end(server: JobServer) -> None:
-    """A job that somebody paused is waited for; with --wait a script would else wait for ever."""
+    """Watching goes on during a pause without an error. A pause with an error could keep a script waiting for ever."""
     job = server.add()
     refused = {"state": "paused", "error": {"code": "SINK_REFUSED", "message": "the collection is 768 wide"}}
     server.script = [RUNNING, {"state": "paused"}, RUNNING, refused]
@@ -336,7 +336,7 @@ def test_a_pipe_gets_a_line_for_each_change(server: JobServer) -> None:
 
 
 def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server: JobServer) -> None:
-    """Watch in a terminal. The bar is there. Ctrl-C: status 130, and what to do; the job was not touched."""
+    """Ctrl-C ends the command with status 130 and a hint. The command sends nothing that changes the job."""
     server.add()
     server.script = [RUNNING]
     leader, follower = pty.openpty()
@@ -355,7 +355,7 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
         while True:
             try:
                 shown.extend(os.read(leader, 4096))
-            except OSError:  # the terminal is closed: all have left it
+            except OSError:  # every process has closed the terminal
                 return
             if "━".encode() in shown and b"done at" in shown:
                 bar_event.set()
@@ -377,7 +377,7 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
     assert server.asked("POST") == []
 
 
-# ---- steer, fetch
+# ---- control, fetch
 
 
 def test_a_job_is_steered_by_commands(server: JobServer) -> None:

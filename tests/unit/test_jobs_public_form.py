@@ -23,7 +23,7 @@ SENT: dict[str, Any] = {
 
 
 def request_of(**changes: Any) -> JobRequest:
-    """The job of ours, whose input passes the check of inputs."""
+    """Return the native form of a public job, after the check of its input."""
     job_request = msgspec.convert(requested({**SENT, **changes}), JobRequest)
     templates.check(job_request.input, job_request.operation)
     return job_request

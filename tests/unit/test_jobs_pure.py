@@ -99,7 +99,7 @@ def test_a_forecast_follows_from_the_rate_and_says_how_sure_it_is() -> None:
     estimate = forecast(running, workers=2, now_s=1000.0)
     assert estimate is not None
     assert (estimate.done_at, estimate.plus_minus_s, estimate.workers) == (1600.0, 120.0, 2)
-    assert estimate.workers_needed == 4  # half of the time is left that two workers need
+    assert estimate.workers_needed == 4  # two workers need twice the time that is left
     assert forecast(job(state="running", rows=None, rows_per_s=1.0), 1, 0.0) is None
     assert forecast(job(state="paused", rows=1, rows_per_s=1.0), 1, 0.0) is None
 
@@ -247,7 +247,7 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     digests = [ModelInput(RequestItem(str(number))).digest for number in range(300)]
     for start in range(0, 300, 100):
         await writer.keep(f"s{start}", {digests[place]: value(place) for place in range(start, start + 100)})
-    await writer.keep("s0", {digests[0]: value(7)})  # another leader of the same shard: what is there stays
+    await writer.keep("s0", {digests[0]: value(7)})  # by another leader of the same shard: the stored answers stay
     reader = StoredAnswers(store, space)
     await reader.open()
     assert len(reader) == 300
@@ -272,7 +272,7 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     await writer.keep("s1", {digest: value(2) for digest in digests[100:]})
     reader = StoredAnswers(store, "space")
     await reader.open()
-    size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer one
+    size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer segment
     assert await stored.trim(store, 1 << 20) == 0
     assert await stored.trim(store, size) == 1
     assert len(await reader.find(digests)) == 100
@@ -283,15 +283,15 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
 
 
 async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
-    """The leases of jobs are renewed while it is opened and read."""
+    """The event loop renews the leases of jobs while a cache is opened and read."""
     store, count = opened(str(tmp_path), "TEST"), 200_000
     random = np.random.default_rng(1)
     digests = [random.bytes(16) for _ in range(count)]
     values = [pack_row(value(number)) for number in range(5)]
-    packed = [values[digest[0] % 5] for digest in digests]  # in no order, as those of many segments are together
+    packed = [values[digest[0] % 5] for digest in digests]  # unordered, as the answers of many segments are
     ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
     obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))
-    twin = digests[7][:8] + bytes(8)  # the first half does not tell them apart
+    twin = digests[7][:8] + bytes(8)  # the first halves of both digests are equal
     await StoredAnswers(store, "space").keep("twin", {twin: value(3)})
     cache = StoredAnswers(store, "space")
     own_s, all_s = time.thread_time(), time.process_time()
@@ -331,7 +331,7 @@ async def test_items_come_in_the_order_in_which_they_asked_and_those_that_went_a
     await asyncio.wait([waiting[1]])
     assert entered == []
     room.leave(512, 1e9)
-    waiting[0].cancel()  # when it was let in, and has not heard of it
+    waiting[0].cancel()  # after its admission, before its task runs again
     await asyncio.wait([waiting[0]])
     await asyncio.wait_for(asyncio.gather(*waiting[2:]), 5)
     assert entered == [2, 3]
@@ -340,7 +340,7 @@ async def test_items_come_in_the_order_in_which_they_asked_and_those_that_went_a
 
 
 async def test_a_throttle_holds_requests_that_start_together_to_its_rate() -> None:
-    """The first tells how many tokens inputs have; those that wait beside it start when they are paid for."""
+    """The first answer gives the tokens of an input. Waiting requests start when the rate has room for their tokens."""
     loop = asyncio.get_running_loop()
     throttle = Throttle(1000.0, clock=loop.time)
     began_s, tokens = loop.time(), 0
@@ -367,7 +367,7 @@ async def test_a_throttle_returns_what_a_request_that_failed_did_not_use() -> No
 
 
 async def test_requests_that_waited_for_a_window_start_one_after_the_other() -> None:
-    """Also those that would have been paid for in the meantime."""
+    """The rate earns no tokens for requests that wait for the window."""
     loop = asyncio.get_running_loop()
     is_open, waits = asyncio.Event(), asyncio.Event()
 

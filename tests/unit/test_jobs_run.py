@@ -1,4 +1,4 @@
-"""The life of a job: one leader, every shard once whatever dies, and what its owner says."""
+"""The life of a job: one leader, one part for each shard whatever process dies, and the commands of its owner."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Output:
     parts: dict[str, str] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
+    held: asyncio.Event = field(default_factory=asyncio.Event)  # each shard waits for this event
     before: Callable[[int], None] = lambda number: None
     refuses: str = ""  # the step that the store refuses: open, plan, shard, finish
     breaks: str = ""  # the step that has a bug
-    refusals: int = 1 << 30  # so often
+    refusals: int = 1 << 30  # how often it refuses
     made: int = 0
     unopened: int = 0  # attempts at `open` that were refused
     fingerprints: set[str] = field(default_factory=set)
     closed: int = 0
-    unwinding: asyncio.Event | None = None  # a shard that is cancelled waits for it
+    unwinding: asyncio.Event | None = None  # a cancelled shard waits for this event
     unwinds: int = 0
-    closing: asyncio.Event | None = None  # work that is closed waits for it
+    closing: asyncio.Event | None = None  # `close` waits for this event
 
     def work(self, leader: str) -> Callable[[JobRecord, JobRun], Writing]:
         def made(job: JobRecord, progress: JobRun) -> Writing:
@@ -124,7 +124,7 @@ class World:
         self.output = Output()
         self.brokers: dict[str, MemoryBroker] = {}
         self.stops: dict[str, tuple[Stop, asyncio.Future[Any], JobScheduler]] = {}
-        self.now_s: Callable[[], float] = time.time  # at the broker
+        self.now_s: Callable[[], float] = time.time  # the clock of the broker
         self.removed: list[str] = []  # jobs whose objects a sweeper tried to remove
 
     def gateway(self, name: str, at_once: int = 2) -> JobLedger:
@@ -173,7 +173,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Decorates a test that gets a world of its own. No lease ends because the machine is busy."""
+    """Run a test with a World of its own in virtual time, in which no lease ends because the machine is slow."""
     signature = inspect.signature(test)
     (_, *parameters) = signature.parameters.values()
 
@@ -217,14 +217,14 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
 
 @virtual
 async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
-    """Two gateways; one leads and answers nothing yet. It leaves. The other one leads at once, and answers."""
+    """The leading gateway leaves before it has answered anything. The other gateway leads at once, and answers."""
     first, second = world.gateway("g1"), world.gateway("g2")
     await first.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "a leader computes")
     leader = (await state(world, first, "running")).leader
     successor = "g2" if leader == "g1" else "g1"
     await asyncio.sleep(1.5 * keepers.LEASE_S)
-    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one waits, for longer than a lease
+    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other gateway has waited for longer than a lease
     await world.leave(leader)
     world.output.held.set()
     job = await state(world, second if successor == "g2" else first, "completed")
@@ -347,7 +347,7 @@ async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: W
 
 
 class Killing:
-    """Kills the gateway that leads the job whenever a shard of `deadly` begins; the next gateway starts then."""
+    """Kill the gateway that leads the job whenever it begins a shard of `deadly`, and start the next gateway."""
 
     def __init__(self, world: World, deadly: set[int], calms: Callable[[int], bool] = lambda deaths: False) -> None:
         self.world, self.deadly, self.calms = world, deadly, calms
@@ -364,7 +364,7 @@ class Killing:
             self.world.output.held.clear()
 
     async def run(self) -> None:
-        """One gateway after the other, until the job stops."""
+        """Run one gateway after the other until the job ends."""
         name = "g0"
         ledger = self.world.gateway(name)
         await ledger.create(JOB)
@@ -385,9 +385,9 @@ class Killing:
 
 @virtual
 async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answered(world: World) -> None:
-    """Each gateway that begins the fifth shard dies. The second one answers the fourth before that, alone, so the first
-    death may have been of either. After three more the job is failed, with the reason and the rows. What was answered
-    before is in its output, and no fifth gateway begins that shard.
+    """Every gateway that begins the fifth shard dies. The first death may count for a shard that ran beside it, so
+    MAX_LOST gateways die, or one more. Then the job fails with the reason and the rows. Its output has the rows
+    that were answered before.
     """
     killing = Killing(world, {4})
     await killing.run()
@@ -404,7 +404,7 @@ async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answer
 
 @virtual
 async def test_shards_that_a_leader_may_have_died_of_run_alone_until_they_are_answered(world: World) -> None:
-    """A leader dies with three shards in its hands. The next one answers these one by one, and the rest together."""
+    """A leader dies while it computes three shards. The next one computes these one by one, the others together."""
     first = world.gateway("g1")
     await first.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it has three shards in its hands")
@@ -429,8 +429,8 @@ async def test_shards_that_a_leader_may_have_died_of_run_alone_until_they_are_an
 async def test_leaders_that_get_further_with_a_shard_each_time_do_not_fail_a_job(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gateways die one after the other over the first shard, as those that a fault ends: each has answered one row more
-    of it than the one before. The next one is stopped as often without that, and then the job is failed.
+    """Gateways die one after the other while they compute the first shard. The job goes on while each has answered one
+    row more than the gateway before. After MAX_LOST deaths without further rows the job fails.
     """
     progress: list[int] = []
 
@@ -487,7 +487,7 @@ def test_a_leader_counts_as_lost_with_those_before_it_only_where_no_more_rows_ar
 async def test_an_output_that_kills_the_leaders_of_a_failed_job_kills_no_more_than_as_many_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first shard is what leaders die of, and so is the output of the job that fails of it."""
+    """Leaders die of the first shard, and then of the output of the failed job."""
     killing = Killing(world, {0})
 
     async def finish(self: Writing, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
@@ -528,7 +528,7 @@ async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatc
 
 @virtual
 async def test_an_output_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where earlier leaders died with shards that are answered."""
+    """Earlier leaders died of a shard that was answered later."""
     killing = Killing(world, {4}, calms=lambda deaths: deaths == 2)
     finishing = asyncio.Event()
 
@@ -562,7 +562,7 @@ async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
 
 @virtual
 async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
-    """However often, and without any progress: by their end, and by losing their lease for a moment."""
+    """Leaders that stop regularly do not count, however often and without any progress."""
     for number in range(2 * runs.MAX_LOST):
         ledger = world.gateway(f"g{number}")
         await ledger.create(JOB)
@@ -577,7 +577,7 @@ async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
 
 @virtual
 async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
-    """A leader loses the broker, and another gateway takes over: it counts as dead. It is back: it does not."""
+    """A leader that loses the broker counts as dead once another gateway leads, until its broker is back."""
     first = world.gateway("g1")
     await first.create(JOB)
     await until(lambda: world.output.computed, "it leads")
@@ -847,7 +847,7 @@ async def test_a_leader_waits_for_a_place_that_cannot_be_opened_and_hears_the_ow
 
 @virtual
 async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
-    """The clock of this machine is years past the deadline of one of them, and before that of the other."""
+    """The clock of this machine is years after the deadline of the first job, and before that of the second job."""
     world.now_s, machine_s = lambda: 1000.0, time.time()
     world.output.held.set()
     ahead = JobRequest(model="m", input=JobInput(file="f"), deadline=1500.0, expires=True)
@@ -879,7 +879,7 @@ async def test_a_leader_without_a_broker_stops_before_another_begins(world: Worl
     second = world.gateway("g2")
     _, pending = await asyncio.wait(running, timeout=3 * keepers.FENCE_S)
     assert not pending
-    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one has not begun
+    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other gateway has not begun
     world.output.held.set()
     assert (await state(world, second, "completed")).done == 60
     assert set(world.output.parts.values()) == {"g2"}
@@ -899,7 +899,7 @@ async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: Wor
 
 
 def sweeper(world: World, ledger: JobLedger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
-    """Return a sweeper of jobs whose objects cannot be removed, for these reasons."""
+    """Return a sweeper for which the removal of the objects of some jobs raises the error in `refused`."""
 
     async def forget(job: JobRecord) -> None:
         world.removed.append(job.id)
@@ -953,7 +953,7 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
 
 @virtual
 async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
-    """Jobs that others lead fill more than one look."""
+    """More jobs have other leaders than one round looks at."""
     job_count = keepers.LOOKS + 2
     first, second = world.gateway("g1", at_once=job_count), world.gateway("g2", at_once=0)
     for number in range(job_count):
@@ -971,7 +971,7 @@ async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) 
 
 @virtual
 async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) -> None:
-    """A job that is cancelled writes the record of its last shard while the rows of that shard are still live."""
+    """A cancelled job writes the record of its last shard while the live counts of that shard still exist."""
     run = JobRun(world.gateway("g1", at_once=0), JOB, "g1", world.output.work("g1"), world.now_s)
     run._shards = {}
     run.rows(0, 5, 1)

@@ -1,4 +1,4 @@
-"""Jobs and databases: what a database refuses pauses a job, what passes is sent again, and no row is asked twice."""
+"""Jobs with databases: a refusal pauses a job, a temporary failure is retried, and no row is computed twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUTPUT = {"sink": "main", "collection": "c"}
 
 
 class Database:
-    """A database in memory. `errors`: what its next calls of `upsert` raise. `refused`: ids of rows that it cannot
+    """A database in memory. `errors`: exceptions of its next calls of `upsert`. `refused`: ids of rows that it cannot
     store.
     """
 
@@ -76,7 +76,7 @@ class Place:
         self._client, self._adapter = gateway.client, adapter
 
     async def submit(self, rows: int, status: int = 201, *, keep: tuple[str, ...] = (), **more: Any) -> Any:
-        """A job over so many rows: the job, or the error that it is refused by."""
+        """Submit a job over `rows` rows. Return the job, or the error of its refusal."""
         data = b"".join(
             json.dumps({"id": f"r{number}", "t": f"text {number}", "_id": number}).encode() + b"\n"
             for number in range(rows)
@@ -89,7 +89,7 @@ class Place:
         return answer.json() if status == 201 else answer.json()["error"]
 
     async def until(self, job: str, *states: str) -> Any:
-        """The job, in one of these states. One that waits is in the state `waits`."""
+        """Wait until the job is in one of these states, and return it. `waits`: the job has a `trouble`."""
 
         async def reached() -> Any:
             info = (await self._client.get(f"/v1/jobs/{job}")).json()
@@ -98,17 +98,17 @@ class Place:
         return await until_told(reached, f"the job is {' or '.join(states)}")
 
     async def rows(self, job: str) -> int:
-        """Rows of its only part."""
+        """Return the number of rows in the only part of the job."""
         data = (await self._client.get(f"/v1/jobs/{job}/part?name=part-00000.parquet")).content
         return int(parquet.read_table(io.BytesIO(data)).num_rows)
 
     async def errors(self, job: str) -> dict[str, str]:
-        """The code of each failed row."""
+        """Return the code of each failed row."""
         rows = (await self._client.get(f"/v1/jobs/{job}/rows?failed=true")).json()["rows"]
         return {row["id"]: row["error"]["code"] for row in rows}
 
     def asked(self) -> int:
-        """Inputs that the adapter ran."""
+        """Return the number of inputs that the adapter ran."""
         return sum(len(batch.lengths) // 4 for batch in self._adapter.batches)
 
 
@@ -192,7 +192,7 @@ async def test_a_collection_that_was_removed_is_made_again(place: Place, databas
 async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
     place: Place, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """Keeping fails, or listing what is older."""
+    """The store refuses to write the answers, or to list older ones."""
     put_async, listed = obstore.put_async, obstore.list
 
     async def put(store: Any, path: str, *arguments: Any, **options: Any) -> Any:
@@ -210,7 +210,7 @@ async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
     job = (await place.submit(5, cache=True))["id"]
 
     info = await place.until(job, "completed", "waits")
-    assert (info["state"], info["trouble"], place.asked()) == ("completed", None, 6)  # one tells the state of the model
+    assert (info["state"], info["trouble"], place.asked()) == ("completed", None, 6)  # one for the fingerprint
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ async def test_what_a_database_can_have_is_taken(place: Place, more: dict[str, A
 
 @pytest.mark.parametrize("outputs", [["dense", "sparse", "multivector"], ["sparse"], ["multivector"]])
 def test_each_output_of_a_row_is_written_with_its_width(outputs: list[Output]) -> None:
-    """Numbers of half precision, and sparse ones in any order and with a zero."""
+    """Vectors have half precision. Sparse vectors are unordered and contain a zero."""
     widths: Widths = {"dense": 8, "sparse": 100, "multivector": 4}
     vectors = {
         "dense": {"dense": np.ones(8, np.float16)},
