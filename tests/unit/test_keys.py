@@ -1,6 +1,4 @@
-"""Keys in the broker: what is stored, what gateways know, and what becomes of it when the broker or the bucket goes
-away.
-"""
+"""API keys in the broker: their records, the keys that gateways know, and the loss of the broker or of the bucket."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ REVOKED_WITHIN_S = 1.0
 
 @dataclass
 class Followed:
-    """The keys of a gateway that follows a bucket, and the operator's hand on it."""
+    """The keys of a gateway that follows a bucket, and the bucket at the connection of an operator."""
 
     server: MemoryServer
     keys: Keys
@@ -41,7 +39,7 @@ class Followed:
         await self.bucket.write([Write(key.id, records.encode(key))])
 
     async def made(self, *scopes: str) -> tuple[Key, str]:
-        """A key that the gateway knows."""
+        """Create a key and wait until the gateway knows it. Return the key and its token."""
         key, token = records.create("a test", scopes or ("infer",), now_s=time.time())
         await self.put(key)
         await until(lambda: self.keys.find(token), "the key is known")
@@ -62,7 +60,7 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
 
 
 def test_no_part_of_a_token_is_stored() -> None:
-    """Not even eight of its characters. And a token is 256 random bits, always others."""
+    """A record has no eight consecutive characters of its token. A token has 256 random bits."""
     keys = [records.create(f"name {number}", ("infer",), now_s=1.0) for number in range(50)]
     stored = b"".join(records.encode(key) for key, _ in keys).decode()
     for _, token in keys:
@@ -80,11 +78,10 @@ async def test_a_key_is_found_by_its_token_alone(followed: Followed) -> None:
 
 
 async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None:
-    """A key is good; its record is written as revoked; gateways know, without asking."""
     key, token = await followed.made()
     assert key.ended(time.time()) == ""
     await followed.put(replace(key, revoked_s=time.time()))
-    looks = 0  # in place of a clock, which goes on while the machine stands still
+    looks = 0  # instead of a clock, which goes on while the machine pauses
 
     def is_known() -> bool:
         nonlocal looks
@@ -112,7 +109,7 @@ FOREIGN = b'{"id":"other","name":"","digest":"","scopes":[],"created_s":0}'
 async def test_a_record_that_cannot_be_read_is_nobodys_key(
     followed: Followed, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fail closed: also where a good record was before. The others stay."""
+    """A damaged record is no key, even if it was good before. Other keys stay valid."""
     (key, token), (_, good_token) = await followed.made(), await followed.made()
     await followed.bucket.write([Write(key.id, damage)])
     await until(lambda: followed.keys.find(token) is None, "the damaged key is dropped")
@@ -128,13 +125,13 @@ async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> No
 
 
 async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_out(followed: Followed) -> None:
-    """A key is known; the broker goes; it still is, and what nobody made is not; the broker is back with a
-    revocation.
+    """Without the broker, known keys stay valid and unknown tokens stay invalid. A revocation arrives after the
+    reconnection.
     """
     key, token = await followed.made()
     gateway = followed.keys._records[0].bucket.broker
     gateway.disconnect()  # type: ignore[attr-defined]
-    await asyncio.sleep(0.1)  # several looks at a broker that is not there
+    await asyncio.sleep(0.1)  # several attempts without a broker
     assert followed.keys.find(token) == key
     assert followed.keys.find("sie_stranger") is None
     await followed.put(replace(key, revoked_s=time.time()))
@@ -144,9 +141,9 @@ async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_ou
 
 
 async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) -> None:
-    """A key is known; the bucket is gone and made anew; the key is nobody's, a new one is known."""
+    """The bucket is lost and created again. The old key is invalid, and a new key is known."""
     _, token = await followed.made()
-    await asyncio.sleep(0.005)  # buckets are told apart by when they were made
+    await asyncio.sleep(0.005)  # buckets differ in their creation time
     del followed.server.buckets[topology.KEYS_BUCKET]
     await until(lambda: followed.keys.find(token) is None, "the key of the lost bucket is forgotten")
     followed.bucket = await records.bucket_of(followed.server.connect("operator"), 1).open()
@@ -155,7 +152,7 @@ async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) 
 
 @dataclass
 class Behind:
-    """A bucket whose entries come from a replica that has not seen the last of it; all else is its leader's answer."""
+    """A bucket whose entries come from a replica that lags behind. All other answers come from the leader."""
 
     bucket: KeyValue
     seen: list[Entry]
@@ -174,9 +171,7 @@ class Behind:
 async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(
     entries_at_start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two keys is revoked; a process starts and reads from a replica that has not seen that; the watch brings
-    it.
-    """
+    """A process starts with a replica that lacks a revocation and a new key. The watch delivers both."""
     broker = MemoryServer().connect("gateway")
     bucket = await records.bucket_of(broker, 1).open()
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
@@ -219,7 +214,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def limited(cluster: InProcess, **limits: int) -> str:
-    """The token of a key with these limits."""
+    """Create a key with these limits and return its token."""
     key, token = records.create("a test", ("infer", "read"), now_s=time.time(), limits=KeyLimits(**limits))
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
@@ -227,9 +222,7 @@ async def limited(cluster: InProcess, **limits: int) -> str:
 
 
 async def test_a_key_may_send_what_its_limits_say_and_another_key_more(cluster: InProcess) -> None:
-    """Size and number are refused as the limits for all are: coming again would not help. No token
-    in an answer.
-    """
+    """A request beyond the limits of a key gets the errors of the general limits. No answer contains a token."""
     narrow, wide = await limited(cluster, body_bytes=200, items=2), await limited(cluster)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     await cluster.sidecar()
@@ -260,8 +253,8 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 
 async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(cluster: InProcess) -> None:
-    """60 tokens of 100 are used, as the worker counts them; 50 more are 429; 30 more pass; another key is not
-    concerned; 200 at once are 413: no minute allows them.
+    """After 60 of 100 tokens, about 50 more are refused with 429, and 30 more pass. Another key is not affected. More
+    than 100 tokens at once are refused with 413.
     """
     token, second_key = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
@@ -288,7 +281,7 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
 
 
 async def test_what_a_gateway_could_not_do_costs_no_quota(cluster: InProcess) -> None:
-    """A lane without workers answers 503, or 202 to those who wait for it; the quota stays whole."""
+    """A lane without workers answers 503, or 202 to old SDKs, and the quota stays whole."""
     token = await limited(cluster, tokens_per_minute=20)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="0.01")
     for _ in range(5):
@@ -304,7 +297,7 @@ async def socket_frames(socket: ClientConnection) -> AsyncIterator[str | bytes]:
 
 
 async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
-    """Frames come; the key is revoked; the next frame is a close that says why, and a new handshake is refused."""
+    """After a revocation the socket is closed with a reason, and a new handshake is refused."""
     key, token = records.create("a test", ("read",), now_s=time.time())
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
@@ -321,7 +314,7 @@ async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
 
 
 async def test_a_gateway_that_is_ready_knows_its_keys(cluster: InProcess) -> None:
-    """The first request of a good client is never a 401."""
+    """The first request with a valid key is never answered with 401."""
     tokens = [await limited(cluster) for _ in range(100)]
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     answer = await gateway.client.get("/v1/models", headers={"authorization": tokens[-1]})
@@ -354,8 +347,8 @@ async def test_keys_of_a_bucket_that_was_never_read_do_not_count_as_lost(
 async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two keys, one of them revoked. Damage takes one, and brings the other back as it was. Both are as they were, and
-    the log names them. A writer that died between bucket and copy is no damage.
+    """The bucket loses one key, and the revocation of another. The gateway takes both from the copy, and the log names
+    them. A key without a copy, as a writer leaves that dies between bucket and copy, is not lost.
     """
     buckets = await KeyBuckets.open(followed.server.connect("operator"), 1)
     (active_key, kept_token), (ended, ended_token), (young, young_token) = (

@@ -1,4 +1,4 @@
-"""Workers that a gateway finds by the Kubernetes API, here a small server that answers as that does."""
+"""Discovery of workers by the Kubernetes API, for which a small server stands."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 class Api:
-    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch that
-    tells of changes.
-    """
+    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch of their changes."""
 
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
@@ -107,8 +105,8 @@ async def following(endpoints: Endpoints) -> AsyncIterator[Callable[[], tuple[st
 async def test_pods_appear_and_disappear_with_the_events_of_the_api(
     account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each
-    time.
+    """SIE_GATEWAY_KUBERNETES: pods that are not ready are listed, terminating pods are not. The token is read again for
+    each request.
     """
     monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
     async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as addresses:
@@ -159,8 +157,8 @@ async def test_namespace_service_and_port_say_where_workers_are_looked_for(
 async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod(
     cluster: InProcess, account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start
-    fails and names it.
+    """Without SIE_GATEWAY_KUBERNETES the API is never called. With it, outside of a pod, the start fails and names the
+    setting.
     """
     monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
     with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):

@@ -1,4 +1,4 @@
-"""How tests are put into lanes: a lane of one marker collects only the files that name it."""
+"""The lanes of tests: a lane with a marker collects only the files that contain this marker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKED = [lane for lane in lanes.LANES if lane.marker]
 
 @pytest.mark.parametrize("lane", MARKED, ids=lambda lane: lane.name)
 def test_a_marker_is_given_in_the_file_of_its_tests(lane: lanes.Lane) -> None:
-    """Elsewhere the lane would not find them."""
+    """The lane would not find tests that get the marker from another file."""
     own = Path(__file__)
     elsewhere = [
         path.name
@@ -38,7 +38,7 @@ def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
 
 
 def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
-    """Also those of folders that no other lane looks into."""
+    """The long lanes collect all folders of tests."""
     commands = [lanes.command(lane, []) for lane in lanes.LONG]
     assert [argv[argv.index("-m", 3) + 1] for argv in commands] == [
         "(long or hypothesis) and not serial",
@@ -50,5 +50,5 @@ def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
 
 
 def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
-    """Otherwise the tests of a file may come to several processes, each of which starts the file's cluster."""
+    """Otherwise several processes may get tests of one file, and each of them would start the cluster of the file."""
     assert request.node.nodeid.endswith("@test_lanes") == getattr(request.config.option, "loadgroup", False)

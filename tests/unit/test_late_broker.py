@@ -16,7 +16,7 @@ from sie_runtime.process import Stop
 
 
 class Late(MemoryBroker):
-    """Answers the second time that it is told of a subject: the first answer took too long."""
+    """A broker that times out at the first subscription to each subject, and accepts the second."""
 
     def __init__(self, server: MemoryServer, name: str) -> None:
         super().__init__(server, name)
@@ -30,7 +30,7 @@ class Late(MemoryBroker):
 
 
 class LateServer(MemoryServer):
-    """Late for the processes of one name."""
+    """A server that is late for the processes of one name."""
 
     def __init__(self, late: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LateServer(MemoryServer):
 
 
 async def test_a_gateway_waits_for_a_broker_that_answers_late(tmp_path: Path) -> None:
-    """Were it to end instead, all requests that wait at its port would be refused."""
+    """If the gateway ended instead, all requests that wait at its port would be refused."""
     async with InProcess(tmp_path, server=LateServer("gateway")) as cluster:
         gateway = await cluster.gateway()
         await cluster.sidecar()
@@ -55,7 +55,7 @@ async def test_a_gateway_waits_for_a_broker_that_answers_late(tmp_path: Path) ->
 
 
 async def test_a_sidecar_waits_for_a_broker_that_answers_late(tmp_path: Path) -> None:
-    """Its pod is not started again, which would load all models again."""
+    """A restart of the pod would load all models again."""
     async with InProcess(tmp_path, server=LateServer("sidecar")) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         assert (await gateway.encode("one")).status_code == 200

@@ -1,6 +1,4 @@
-"""The table that is kept from look to look is the one that would be made anew, and is made in time for a
-large fleet.
-"""
+"""The placement table that is updated by changes equals a table that is computed from scratch."""
 
 from __future__ import annotations
 

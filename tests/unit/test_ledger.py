@@ -1,4 +1,4 @@
-"""Deliveries of a killed sidecar are handed back by the next one."""
+"""The ledger from which a sidecar returns the deliveries of a killed predecessor to the queue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(path: Path, now_s: float = NOW_S) -> LeaseLedger:
 
 
 def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None:
-    """A process notes three deliveries and settles one; it is killed with nothing flushed; the next one finds the other
+    """A process records three deliveries, settles one, and is killed without a flush. The next process finds the other
     two.
     """
     path = tmp_path / "w.leases"
@@ -100,7 +100,7 @@ def test_what_is_no_ledger_is_replaced_with_one_line(
 
 
 def test_a_full_disk_costs_the_ledger_and_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the start needs room."""
+    """Only the creation of the ledger needs room."""
     with caplog.at_level(logging.WARNING):
         assert open_ledger(Path("/dev/full"), lambda: NOW_S) is None
         assert open_ledger(tmp_path / "none" / "w", lambda: NOW_S) is None
@@ -129,9 +129,8 @@ def test_more_than_it_has_room_for_is_not_noted(tmp_path: Path) -> None:
 
 
 async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A sidecar holds work that its adapter does not finish; it is killed: its connection and its tasks end where they
-    are, its ledger stays; the next one of that worker, long before the ack wait of 30 s is over, has it again and
-    answers.
+    """A sidecar is killed while it holds work: its connection and its tasks end, its ledger stays. The next sidecar of
+    the worker gets the work long before the ack wait of 30 s is over, and answers it.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
         adapter = await cluster.adapter("a.sock")
@@ -143,7 +142,7 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
         copy = await until(
             lambda: content if (content := path.read_bytes()).count(b"$JS.ACK") == 5 else b"", "all of it in the ledger"
         )
-        await first.broker.close()  # nothing it says from here on arrives
+        await first.broker.close()  # no message of this sidecar arrives from here on
         first.task.cancel()
         await asyncio.gather(first.task, return_exceptions=True)
         await asyncio.to_thread(path.write_bytes, copy)

@@ -1,4 +1,4 @@
-"""The connections to an adapter: what is given up, or too large, takes nothing else with it."""
+"""The connections to an adapter: a request that is cancelled or too large does not affect other requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def left_alone() -> None:
 
 @pytest.fixture
 async def linked(tmp_path: Path, left_alone: None) -> AsyncIterator[Linked]:
-    """A link of two batch connections to an adapter that holds toy/one. What no task ever looked at fails the test."""
+    """A link of two batch connections to an adapter that holds toy/one. An unretrieved exception fails the test."""
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
     adapter = await FakeAdapter(tmp_path / "a.sock").start()
@@ -62,8 +62,8 @@ def batch(ids: int = 1, name: str = "b") -> ipc.RunBatch:
 
 
 async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Linked) -> None:
-    """The batch that the device had is suspect also when the end of the control connection is read
-    before its own.
+    """The batch at the device is suspect even if the end of the control connection is read before that of its own
+    connection.
     """
     link, adapter = linked
     adapter.hold_batches = True
@@ -72,7 +72,7 @@ async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Link
     await asyncio.wait_for(begun.wait(), 10)
     adapter.freeze()
     asking = asyncio.create_task(link.request(ipc.Ping()))
-    await asyncio.sleep(0)  # the question is on its way: its reader is woken with the batch's
+    await asyncio.sleep(0)  # the request is sent, so both readers wake together
     await adapter.stop()
     outcomes = await asyncio.wait_for(asyncio.gather(running, asking, return_exceptions=True), 10)
     assert all(isinstance(outcome, AdapterGone) and outcome.died for outcome in outcomes), outcomes
@@ -94,7 +94,7 @@ async def test_a_batch_that_the_adapter_would_not_read_is_refused_before_it_is_s
 
 
 async def test_a_question_that_is_given_up_leaves_no_task_and_the_link_is_made_again(linked: Linked) -> None:
-    """Its answer might still come, so the connection cannot be used any more."""
+    """The answer might still arrive, so the connection cannot be used again."""
     link, adapter = linked
     adapter.freeze()
     before = asyncio.all_tasks()
@@ -136,7 +136,7 @@ async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Li
 
 
 def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) -> None:
-    """In uvloop, as a sidecar runs: it refuses to write to a closed transport with an error of its own."""
+    """The test uses uvloop, as a sidecar does. uvloop has an error of its own for a write to a closed transport."""
     path = str(tmp_path / "a.sock")
 
     async def run() -> None:
@@ -158,7 +158,7 @@ def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) 
 
 
 async def test_a_batch_names_what_may_go_and_every_reply_what_went(linked: Linked) -> None:
-    """A batch, a relief, and a load that is refused."""
+    """The requests are a batch, a relief, and a load that is refused."""
     link, adapter = linked
     drops: list[tuple[str, ...]] = []
     link.attach(lambda: ("toy/idle", "toy/other"), drops.append)
@@ -174,7 +174,7 @@ async def test_a_batch_names_what_may_go_and_every_reply_what_went(linked: Linke
 
 
 async def test_a_relief_may_take_longer_than_a_short_question(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter gives much memory back: it is not taken for dead, and health checks pass."""
+    """An adapter that takes long to release memory does not count as dead, and answers health checks."""
     link, adapter = linked
     monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
     adapter.hold_relief = True

@@ -1,5 +1,4 @@
-"""Why a model does not load, as a client sees it: each class by a real cause, in a real adapter behind gateway and
-sidecar.
+"""Failed loads as a client sees them: a real cause for each error class, in a real adapter behind gateway and sidecar.
 
 request ──► gateway ──► sidecar ──► Server, Engine, Loader ──► a folder, a package, the allocator, a hub on loopback
 """
@@ -47,7 +46,7 @@ FAMILIES = {
 
 @contextlib.contextmanager
 def real_adapter(path: Path, cache: Path) -> Iterator[None]:
-    """An engine with its socket at `path`, on threads of this process."""
+    """Run an engine with its socket at `path`, on threads of this process."""
     engine = AdapterEngine(
         Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache), hf_fallback=True)
     )
@@ -68,7 +67,7 @@ def real_adapter(path: Path, cache: Path) -> Iterator[None]:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does, by the name of the repository."""
+    """A hub whose answer depends on the name of the repository."""
 
     def _answer(self) -> None:
         if "cut" in self.path:
@@ -85,7 +84,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = _answer
 
     def _cut_off(self) -> None:
-        """One file, whose connection closes after its first bytes."""
+        """Send one file, and close the connection after its first bytes."""
         listing = json.dumps([{"type": "file", "oid": "0" * 40, "size": 1000, "path": "config.json"}]).encode()
         is_listing = "/tree/" in self.path
         length = len(listing) if is_listing else 1000
@@ -109,7 +108,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +123,7 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def closed() -> Iterator[str]:
-    """The address of a port that is taken and does not listen."""
+    """Yield the address of a bound port that does not listen."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -147,9 +146,7 @@ def headless(good: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(good: Path) -> Path:
-    """Folders of models whose weights are half there, a pointer to where they are, or more than any machine has memory
-    for.
-    """
+    """Create folders of models whose weights are cut off, a pointer of Git LFS, or larger than any memory."""
     whole = (good / "model.safetensors").read_bytes()
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     contents = {
@@ -160,15 +157,15 @@ def broken(good: Path) -> Path:
     for name, content in contents.items():
         folder = shutil.copytree(good, good.parent / "broken" / name)
         (folder / "model.safetensors").write_bytes(content)
-    # takes no room on the disk
+    # a sparse file
     os.truncate(good.parent / "broken" / "vast" / "model.safetensors", (1 << 42) + 8 + len(header))
     return good.parent / "broken"
 
 
 @dataclass(frozen=True)
 class Case:
-    """`entry`: what differs from one that loads; words in braces are folders. `texts` are in the message: what is
-    wrong, what helps.
+    """A cause of a failed load. `entry`: fields that differ from an entry that loads; words in braces are folders.
+    `texts`: parts of the message, for the cause and the remedy.
     """
 
     entry: dict[str, Any]
@@ -210,7 +207,7 @@ CASES = {
         True,
         ("model.safetensors", "SHA-256"),
     ),
-    "unproven": Case(  # it would be downloaded for nothing
+    "unproven": Case(  # refused before the download
         {**_hub("none"), "unproven": "its oracle is not at hand"},
         "CERTIFICATE",
         True,
@@ -246,12 +243,12 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """500 at once, without Retry-After: class, attempts, whether it stays. A second request is told the same without
-    another attempt.
+    """The answer is 500 without Retry-After, with class, attempts and `permanent`. A second request gets the same
+    without another attempt.
     """
     case = CASES[name]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub if case.network else closed)
-    for module in ("utils._http", "file_download"):  # 23 s of pauses between five attempts
+    for module in ("utils._http", "file_download"):  # without 23 s of pauses between five attempts
         monkeypatch.setattr(
             f"huggingface_hub.{module}.time", types.SimpleNamespace(sleep=lambda seconds: None, time=time.time)
         )
@@ -278,7 +275,7 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
                 )
                 assert [text for text in case.texts if text not in error["message"]] == [], error["message"]
                 assert str(tmp_path.parent) not in answer.text, "clients are told of no path"
-            async with asyncio.timeout(30):  # a heartbeat brings it
+            async with asyncio.timeout(30):  # a heartbeat brings the state
                 while True:
                     shown = (await gateway.client.get("/v1/models/toy/failing")).json()
                     if shown["state"] == "failed":

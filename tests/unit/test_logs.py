@@ -49,7 +49,7 @@ LINE = re.compile(r"(?P<endpoint>\w+) (?P<status>\d{3}) in (?P<ms>\d+\.\d) ms(?P
 
 @contextlib.contextmanager
 def configured(*, json: bool, worker: str | None = None) -> Iterator[None]:
-    """The logs of a process, until the end of the block."""
+    """Configure the logs of a process until the end of the block."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
@@ -63,8 +63,8 @@ def configured(*, json: bool, worker: str | None = None) -> Iterator[None]:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets up JSON logs; call it for the lines of requests that came since the last call, each with what its message
-    says.
+    """Configure JSON logs. Return a function that returns the lines of requests since its last call, with the fields of
+    each message.
     """
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
@@ -270,9 +270,7 @@ def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixtur
 async def test_refused_requests_are_counted_and_a_few_have_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one
-    with the rest.
-    """
+    """MAX_REFUSED_LINES of 5,000 refusals have a line, and one line counts the rest by kind. Each answer has its line."""
     monkeypatch.setattr(history, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
     log = RequestLogger()

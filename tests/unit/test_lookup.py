@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
-    """A hub with a model, one without weights and one whose weights are pickled; this process asks it."""
+    """Serve a hub with a model, one without weights and one with pickled weights, and make this process use it."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -44,7 +44,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     bare = {name: data for name, data in stub.repositories["org/mini"].items() if not name.endswith(".safetensors")}
     stub.repositories |= {"org/bare": bare, "org/pickled": {**bare, "pytorch_model.bin": b"x" * 5000}}
     with stub.serving():
-        # what the library makes of HF_ENDPOINT at its import
+        # the library sets these from HF_ENDPOINT at its import
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stub.url)
         template = f"{stub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)

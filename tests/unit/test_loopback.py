@@ -1,4 +1,4 @@
-"""No proxy of the environment is used for this machine's own addresses, and one is for every other host."""
+"""A proxy of the environment is used for every host except for the addresses of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ws_proxy", "wss_
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server, and a proxy: a request with a whole URL is answered by what answers the others."""
+    """A server that is a proxy too: a request with an absolute URL gets the same answer as any other."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def listening(host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
-    """The address of a server, and the targets of the requests that it has answered."""
+    """Start a server. Yield its address, and the targets of the requests that it has answered."""
     targets: list[str] = []
     with ThreadingHTTPServer((host, 0), Handler) as server:
         server.targets = targets  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def listening(host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture
 def proxied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Names a proxy in the environment, and no exceptions."""
+    """Return a function that sets a proxy in the environment, without exceptions."""
 
     def name(url: str) -> None:
         for variable in NAMES:
@@ -196,7 +196,7 @@ async def test_a_bucket_at_this_machine_is_reached_without_the_proxy(
         for name, value in store.environ.items():
             monkeypatch.setenv(name, value)
         for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.setenv(name, "")  # which is undone
+            monkeypatch.setenv(name, "")  # for monkeypatch to restore
         bypass_proxies(os.environ)
         bucket = opened(f"s3://{BUCKET}/", "SIE_PAYLOAD_STORE_URL")
         await within(10, obstore.put_async(bucket, "a", b"b"))

@@ -42,7 +42,7 @@ class Toy:
 async def toy(tmp_path: Path) -> AsyncIterator[Toy]:
     async with InProcess(tmp_path, ENTRY, WITH_PROFILES) as cluster:
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
-        # a batch that is sent ahead has its LoRA checked at once
+        # with more, the LoRA of a batch that is sent ahead is checked too early
         await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")
         yield Toy(adapter, gateway)
 
@@ -86,7 +86,7 @@ async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_l
 
 
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
-    """The content of its folder may change under one name, and may have several names."""
+    """The files of a LoRA may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
     prints = {
         name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")
@@ -99,7 +99,7 @@ async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
 
 
 async def test_the_name_of_a_lora_is_told_in_short(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a client's text."""
+    """The name is a text of a client."""
     monkeypatch.setattr(loading, "HOLD_S", 0.05)
     toy.adapter.hold_loads = False
     await toy.ask("warm")
@@ -154,7 +154,7 @@ async def test_more_loras_than_are_kept_all_get_their_answers(toy: Toy) -> None:
 async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_come_back(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 LORA_LOADING with Retry-After 1; the load goes on, and the base is served meanwhile."""
+    """The answer is 503 LORA_LOADING with Retry-After 1. The load goes on, and the base model is served meanwhile."""
     monkeypatch.setattr(loading, "HOLD_S", 0.05)
     await toy.ask("warm")
     toy.adapter.hold_loads = True
@@ -171,7 +171,7 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
 async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """500 without Retry-After, for this LoRA alone."""
+    """Requests with this LoRA get 500 without Retry-After. Requests with another LoRA succeed."""
     toy.adapter.refusals["org/x"] = LoraLoadFailed(
         "the LoRA org/x could not be loaded: no", extras={"lora_id": "org/x"}
     )
@@ -192,7 +192,7 @@ async def test_a_model_that_was_unloaded_gets_its_lora_again(toy: Toy) -> None:
     await toy.adapter.die()
     assert right(await toy.ask("b", "org/x"), "b", "org/x")
     assert toy.adapter.lora_loads == ["org/x", "org/x"]
-    toy.adapter.loaded.clear()  # evicted, and nobody was told
+    toy.adapter.loaded.clear()  # evicted without a message to the sidecar
     toy.adapter.loras.clear()
     assert right(await toy.ask("c", "org/y"), "c", "org/y")
     assert toy.adapter.loads.count("toy/one") == 3
@@ -200,9 +200,9 @@ async def test_a_model_that_was_unloaded_gets_its_lora_again(toy: Toy) -> None:
 
 @pytest.mark.parametrize("lost", ["lora", "model"])
 async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_load_time(toy: Toy, lost: str) -> None:
-    """Not the wait of a batch for company, nor inference."""
+    """The load counts neither as batch wait nor as inference."""
     assert right(await toy.ask("a", "org/x"), "a", "org/x")
-    toy.adapter.loras.clear()  # evicted, and nobody was told
+    toy.adapter.loras.clear()  # evicted without a message to the sidecar
     if lost == "model":
         toy.adapter.loaded.clear()
     toy.adapter.hold_loads = True
@@ -221,7 +221,7 @@ async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_load_time(to
 
 
 async def test_loras_of_profiles_load_with_the_model_that_serves_them(toy: Toy) -> None:
-    """The profile with load options of its own is another copy of the weights: its LoRA waits for that."""
+    """A profile with load options of its own is a separate copy of the weights, and its LoRA loads with this copy."""
     await toy.ask("a", model="toy/profiles")
     await toy.adapter.until(lambda adapter: adapter.lora_loads == ["org/tuned"], "the LoRA of the profile")
     answer = await toy.ask("a", model="toy/profiles:tuned")
