@@ -80,7 +80,7 @@ class Served(NamedTuple):
         return (await self.gateway.client.get(path)).json()
 
     async def targets(self, count: int) -> dict[str, Any]:
-        """Return the alias as the models API shows it, once it has so many targets."""
+        """Return the alias as the models API shows it, once it has `count` targets."""
         async with asyncio.timeout(30):
             while True:
                 info: dict[str, Any] = await self.get("/v1/models/search")

@@ -121,7 +121,7 @@ def test_a_sketch_names_its_source_and_its_own_width() -> None:
 
 
 def test_float16_is_printed_exactly_in_json_and_sent_as_it_is_in_msgpack() -> None:
-    """0.1 as float16 is 0.0999755859375; the shortest digits that tell it from its neighbours are others."""
+    """0.1 as float16 is 0.0999755859375. The shortest digits that identify it as a float16 are others."""
     output_arrays = {"dense": np.full(4, 0.1, "<f2")}
     data, _ = reply.encode(slot(output_arrays, msgpack=False, dtype="float16"), msgpack=False)
     assert b"0.0999755859375" in data
@@ -356,7 +356,7 @@ def test_a_route_without_a_format_answers_in_another() -> None:
 
 
 def chunk_of(count: int, **outputs: np.ndarray) -> list[tuple[WorkResult, Ok]]:
-    """A result of `count` inputs, each with its row of every output, in one block."""
+    """Return a result of `count` inputs, each with its row of every output, in one block."""
     block, outcomes = b"", []
     for row in range(count):
         slices = {}

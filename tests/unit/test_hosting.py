@@ -227,7 +227,7 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
     sidecar.link.may_load.set()
     await load
     assert slots(980, "toy/a", "toy/b", "toy/c") == (1600 - 680) // 100
-    assert slots(1990, "toy/a") == 1  # 0 would be no bound
+    assert slots(1990, "toy/a") == 1  # 0 means unknown
 
 
 async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_present_one() -> None:

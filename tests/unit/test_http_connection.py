@@ -239,7 +239,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[BodyTime]:
 
 def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(run: Run, times: list[BodyTime]) -> None:
     """The next request of the connection is timed separately."""
-    least = int(RATE * TIME_S)  # bytes in that time
+    least = int(RATE * TIME_S)  # bytes in TIME_S
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):

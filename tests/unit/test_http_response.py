@@ -24,7 +24,7 @@ _ID = re.compile(rb"(?<=request-)id: [0-9a-f-]{36}")
 STREAMED = b"x" * 40_000
 COMMON = b"".join(
     b"%b: %b\r\n" % pair for pair in common_headers({REQUEST_ID: "ID", "headers": ()})
-)  # of a request with this id
+)  # headers of a reply to a request with this id
 LARGE = 16 << 20  # more than the socket buffers hold
 
 

@@ -61,7 +61,7 @@ async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) 
         second = asyncio.create_task(encode(gateway, encoded(picture(80, 50, 1))))
         async with asyncio.timeout(30):
             while await sidecar.metric("sie_images_total", result="prepared") < 2:
-                pass  # a scrape awaits
+                pass  # the scrape yields to the event loop
         assert not first.done()
         assert len(adapter.batches) <= adapter.lanes + 1
         adapter.let_go()

@@ -329,7 +329,7 @@ def test_the_public_surface_of_the_sdk() -> None:
 
 
 def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:
-    """Their imports would take a third of the processor time of a start."""
+    """The imports of these commands would take a third of the processor time of a start."""
     program = (
         "import sys, sie_cli.main; print(*(m for m in ('httpx', 'numpy', 'rich', 'sie_broker') if m in sys.modules))"
     )

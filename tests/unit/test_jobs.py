@@ -603,7 +603,7 @@ async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
 
 
 async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
-    """Another gateway leads the job."""
+    """Another gateway leads the job with the deadline."""
     place.adapter.hold_batches = True
     job = (await place.submit({"file": await place.upload(texts(200)), "text": "{t}"}, shard_rows=10))["id"]
     await place.job(job, "running")

@@ -50,5 +50,5 @@ def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
 
 
 def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
-    """Otherwise several processes may get tests of one file, and each of them would start the cluster of the file."""
+    """Without the group, several processes may get tests of one file, and each would start the cluster of the file."""
     assert request.node.nodeid.endswith("@test_lanes") == getattr(request.config.option, "loadgroup", False)

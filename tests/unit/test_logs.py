@@ -170,7 +170,7 @@ async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(clust
     again = asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
     async with asyncio.timeout(30):
         while await gateway.metric("sie_gateway_reattached_total") != 1:
-            pass  # the scrape awaits
+            pass  # the scrape yields to the event loop
     adapter.let_go()
     answer = await again
     assert answer.status_code == 200
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure_of_our
     writer.close()
     async with asyncio.timeout(30):
         while await gateway.metric("sie_gateway_requests_total", endpoint="pools") != 1:
-            pass  # the scrape awaits
+            pass  # the scrape yields to the event loop
     assert await gateway.metric("sie_gateway_requests_total", endpoint="pools", status="499") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
