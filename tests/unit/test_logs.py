@@ -270,7 +270,7 @@ def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixtur
 async def test_refused_requests_are_counted_and_a_few_have_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MAX_REFUSED_LINES of 5,000 refusals have a line, and one line counts the rest by kind. Each answer has its line."""
+    """MAX_REFUSED_LINES of 5,000 refusals have a line. One line counts the rest by kind. Each answer has a line."""
     monkeypatch.setattr(history, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
     log = RequestLogger()
