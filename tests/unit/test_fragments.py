@@ -325,7 +325,7 @@ async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
 
 
 async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
-    """The inbox drops the parts half way, as it does with parts that are too old."""
+    """The inbox drops the parts half way, like parts that are too old."""
     collector = side.inbox.open("r", 1)
     harmless: list[bytes] = []
     relay = await relayed(side, harmless)
