@@ -1,9 +1,8 @@
-"""The batch former under random work: what it promises, checked after every step of a state machine, and its order on
-cases made by hand.
+"""The batch former: its invariants under random work, checked by a state machine, and its order in hand-written cases.
 
-Promises: nothing is lost or runs twice; the budget and the request cap hold, unless a job is alone; nothing waits past
-its bound while the device is idle; between two bulk batches there are at most so many interactive ones; and no
-priority, model, key or LoRA starves.
+The invariants: No job is lost or runs twice. A batch of several jobs stays within the cost budget and the request cap.
+No job waits past its bound while the device is idle. Between two bulk batches there are at most `bulk_max_overtakes`
+interactive ones. No priority, model, key or LoRA starves.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ TICK_S = 0.001
 
 
 class Scheduling(RuleBasedStateMachine):
-    """A device before which work comes, runs, ends, and sometimes has to run again. Beside the queue a plain list of
-    what waits.
+    """A device whose work arrives, runs, ends, and sometimes has to run again. The list `here` has the jobs that the
+    queue should hold.
     """
 
     @initialize(
@@ -55,7 +54,7 @@ class Scheduling(RuleBasedStateMachine):
         self.more_expected = False
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
-        # the oldest due one, and batches it may still see
+        # by priority: the oldest due job, and within how many batches of its priority it must run
         self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {
             False: None,
             True: None,
@@ -73,7 +72,7 @@ class Scheduling(RuleBasedStateMachine):
     def arrive(self, model: str, lora: str, operation: str, cost: int, bulk: bool, alone: bool, count: int) -> None:
         for _ in range(count):
             self.number += 1
-            self.now_s += 1e-6  # no two at once: then it is clear who is the oldest
+            self.now_s += 1e-6  # no two jobs arrive at once, so one is the oldest
             key = BatchKey(model, "1", operation, "", lora, padded=model == "m2")
             entry = BatchEntry(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
             self.waiting.add(entry)
@@ -85,7 +84,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def the_device_keeps_up(self) -> None:
-        """Batch after batch, each done before the next."""
+        """Send batches in a row, each to a device with room for it."""
         for _ in range(8):
             self.at_device = self.at_device[: self.depth - 1]
             self.send()
@@ -97,12 +96,12 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.at_device)
     @rule(again=st.booleans())
     def a_batch_ends(self, again: bool) -> None:
-        """Or dies with its adapter: then its jobs come back, older than what arrived meanwhile."""
+        """End a batch. If `again`, its adapter died: its jobs come back, older than those that arrived meanwhile."""
         batch = self.at_device.pop(0)
         for entry in batch.entries if again else ():
             self.waiting.add(entry, back=True)
             self.here.append(entry)
-            self.due[entry.bulk] = None  # another one is the oldest now
+            self.due[entry.bulk] = None  # another job is the oldest now
         self.here.sort(key=lambda entry: entry.arrived_s)
 
     @precondition(lambda self: self.here)
@@ -156,7 +155,7 @@ class Scheduling(RuleBasedStateMachine):
         bulk = batch.entries[0].bulk
         queue = self.of_key(batch.key, bulk)
         head = queue[0]
-        # what it holds
+        # contents
         assert len({entry.work for entry in batch.entries}) == len(batch.entries)
         assert all(any(entry is candidate for candidate in queue) for entry in batch.entries), (
             "each waits, and has this key and this priority"
@@ -167,7 +166,7 @@ class Scheduling(RuleBasedStateMachine):
         )
         assert len(batch.entries) <= self.limits.requests
         assert [entry.cost for entry in batch.entries] == sorted(entry.cost for entry in batch.entries)
-        # in which order
+        # order
         assert any(entry is head for entry in batch.entries), "the oldest of its key"
         works = {entry.work for entry in batch.entries}
         left = [entry for entry in queue if entry.work not in works]
@@ -176,14 +175,14 @@ class Scheduling(RuleBasedStateMachine):
             assert all(latest_s - entry.arrived_s <= self.limits.reorder_s for entry in left)
         else:
             assert all(latest_s < entry.arrived_s for entry in left)
-        # why now
+        # reason to run now
         idle = not self.at_device and not self.more_expected
         spent = bulk and self.overtaken >= self.limits.bulk_max_overtakes > 0
         assert idle or self.is_full(queue) or self.is_due(head) or spent
         heads = [entry for priority in (False, True) if (entry := self.oldest(priority)) is not None]
         if self.limits.bulk_max_overtakes == 0 and all(map(self.is_due, heads)):
             assert min(heads, key=lambda entry: entry.arrived_s).bulk == bulk
-        # nobody starves
+        # no job starves
         for entry in batch.entries:
             self.here.remove(entry)
         if bulk:
@@ -210,7 +209,7 @@ class Scheduling(RuleBasedStateMachine):
             assert self.waiting.cost == sum(entry.cost for entry in self.here)
 
     def teardown(self) -> None:
-        """An idle device is given everything that is left, without waiting."""
+        """Check that an idle device takes all jobs that are left, without a wait."""
         if hasattr(self, "here"):
             self.at_device.clear()
             self.more_expected = False
@@ -227,7 +226,7 @@ Scheduling.TestCase.settings = settings(
 TestScheduling = Scheduling.TestCase
 
 
-# by hand
+# hand-written cases
 
 BOUNDS = BatchLimits(cost=1000, requests=2, wait_s=0.01)
 BUSY = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=False)
@@ -238,7 +237,7 @@ def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
 
 
 def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
-    """The batches of a busy device, one after the other, as the works of each joined."""
+    """Return the batches of a busy device in order, each as the joined names of its jobs."""
     waiting: Waiting[str] = Waiting()
     for entry in entries:
         waiting.add(entry)
@@ -250,7 +249,7 @@ def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
-    """A batch goes to the adapter in one frame; an image over the bound runs alone."""
+    """A batch goes to the adapter in one frame. An image over the bound runs alone."""
     bounds = BatchLimits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
     entries = [
@@ -264,7 +263,7 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
 
 
 def test_the_loras_of_a_model_take_turns() -> None:
-    """A backlog of one LoRA does not hold the others, and no batch mixes two."""
+    """A backlog of one LoRA does not hold up the others. No batch mixes two LoRAs."""
     backlog = [BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
     later_entries = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
     assert formed([*backlog, *later_entries], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
@@ -276,7 +275,7 @@ def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:
 
 
 def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
-    """The device is busy: its batch grows while that of the backlog runs."""
+    """While the device is busy with the backlog, the batch of the other LoRA grows."""
     entries = [
         *(BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(4)),
         BatchEntry(key(lora="b"), 1, 0.995, "b"),
@@ -300,8 +299,8 @@ def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> N
 
 
 def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
-    """Long and short in turn: by arrival every batch is as long as its longest; packed rows have no padding, so there
-    they go in order.
+    """Long and short jobs alternate. In order of arrival each batch would be padded to a long row. Packed rows have no
+    padding and go in order of arrival.
     """
     arrivals = [
         BatchEntry(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0])
@@ -313,7 +312,7 @@ def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
 
 
 def test_like_cost_overtakes_within_the_age_bound_only() -> None:
-    """The odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
+    """The long job runs when it is the oldest. A job that arrived later by more than the bound does not overtake it."""
     spaced = [
         BatchEntry(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
         for number in range(6)
@@ -323,7 +322,7 @@ def test_like_cost_overtakes_within_the_age_bound_only() -> None:
 
 
 def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
-    """Bulk work that is neither full nor due, while full interactive batches come one after the other."""
+    """A bulk batch that is neither full nor due runs after `bulk_max_overtakes` full interactive batches."""
     waiting: Waiting[str] = Waiting()
     waiting.add(BatchEntry(key(), 1, 0.0, "b", bulk=True))
     for number in range(20):

@@ -8,7 +8,7 @@ import pytest
 from sie_sidecar.batching.sizing import MEMORY_S, Rate
 from sie_sidecar.prepare.rows import TokenRow
 
-ROWS = ((12, 0), (12, 32), (40, 32))  # tokens, and what a row is filled up to
+ROWS = ((12, 0), (12, 32), (40, 32))  # tokens of a row, and the length to which it is padded
 
 
 def test_time_without_a_batch_does_not_count() -> None:
@@ -21,7 +21,7 @@ def test_time_without_a_batch_does_not_count() -> None:
 
 
 def test_batches_sent_ahead_count_the_time_once() -> None:
-    """One lane, the next batch ready: both are at the adapter from 0 to 1 s, and each runs 1 s."""
+    """One lane has two batches at the adapter at any time: one runs for 1 s, the other waits."""
     rate = Rate()
     rate.sent(0.0)
     rate.sent(0.0)
@@ -56,6 +56,6 @@ def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
 
 
 def test_what_inputs_cost() -> None:
-    """A text its tokens, or what its row is filled up to."""
+    """The cost of a text is its number of tokens, or the padded length of its row if that is more."""
     costs = [TokenRow(np.zeros(tokens, np.int32), tokens, expanded=expanded).cost for tokens, expanded in ROWS]
     assert costs == [12, 32, 40]

@@ -1,6 +1,4 @@
-"""The scheduler inside a running sidecar: how deliveries are gathered, and what the worker tells of its work and its
-speed.
-"""
+"""The scheduler inside a running sidecar: gathering of deliveries, recording, and the figures of heartbeats."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device import recording
 from sie_sidecar.intake.intake import WorkIntake
 
-TURNS = 20  # of the loop between two deliveries: all that follows from one is done before the next
+TURNS = 20  # of the event loop between two deliveries: the sidecar is done with one before the next arrives
 
 
 class Wire:
-    """Pulls whose deliveries come one by one, with some turns of the loop between them."""
+    """Pulls whose deliveries come one by one, with `TURNS` turns of the event loop between them."""
 
     def __init__(self, handler: Callable[[Delivery], None]) -> None:
         self._handler = handler
@@ -84,7 +82,7 @@ class WireServer(MemoryServer):
 
 
 class Wired(InProcess):
-    """The cluster of a test with a wire before its sidecars."""
+    """An in-process cluster whose sidecars get their deliveries through a `Wire`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -126,8 +124,8 @@ def stored(server: MemoryServer) -> int:
 
 
 async def test_deliveries_on_their_way_are_gathered_and_tokenised_together(tmp_path: Path) -> None:
-    """A backlog of 61 that comes one by one. Without a quantum each delivery is a tokenise call of its own; with one, a
-    call is a batch.
+    """61 deliveries arrive one by one. Without a quantum the sidecar gathers them almost singly. With a quantum it
+    gathers many at once.
     """
     none = {"SIE_ADAPTIVE_MIN_QUANTUM_MS": "0", "SIE_ADAPTIVE_MAX_QUANTUM_MS": "0"}
     long = {"SIE_ADAPTIVE_MIN_QUANTUM_MS": "1000", "SIE_ADAPTIVE_MAX_QUANTUM_MS": "1000"}
@@ -149,7 +147,7 @@ async def test_a_gathering_whose_deliveries_were_all_cancelled_is_not_counted() 
 
 
 async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
-    """With nothing behind it a delivery is prepared at once, however long the quantum."""
+    """A delivery is prepared at once if no other one is on its way, however long the quantum."""
     async with Wired(tmp_path) as cluster:
         gateway = await cluster.gateway()
         adapter = await cluster.adapter()
@@ -162,7 +160,7 @@ async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
 def test_an_empty_text_is_recorded_as_a_token_and_a_batch_with_all_its_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A model without a tokenizer has no tokens for it. A replay accepts no request without a token."""
+    """A model without a tokenizer has no tokens for an empty text. A replay accepts no request without a token."""
     monkeypatch.setattr(recording, "runnable", lambda work: ([SimpleNamespace(cost=0), SimpleNamespace(cost=7)], []))
     lease = SimpleNamespace(delivery=SimpleNamespace(sent_s=1.0))
     work = SimpleNamespace(item=SimpleNamespace(priority="bulk"), lease=lease)
@@ -180,8 +178,8 @@ def test_an_empty_text_is_recorded_as_a_token_and_a_batch_with_all_its_times(
 async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
     cluster: InProcess, tmp_path: Path
 ) -> None:
-    """No text, no id: a request for each message at the broker's time, its rows in tokens, and each batch as the device
-    ran it.
+    """The recording has no text. It has a request for each message, with its time and the tokens of its rows, and each
+    batch that the device ran.
     """
     path = tmp_path / "trace.jsonl"
     gateway = await cluster.gateway()
@@ -210,8 +208,8 @@ async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
 
 
 async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:
-    """A batch runs: the rate is known. Batches are held: their tokens, and the age of the oldest by model. All gone
-    again.
+    """After a batch the heartbeat has the rate. While batches are held, it has their tokens and the age of the oldest
+    item of each model. Afterwards these are zero again.
     """
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
@@ -219,7 +217,7 @@ async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_de
     started = cluster.last_beat("w0", ready=True)
     assert started is not None
     assert started.rate == started.held_cost == 0
-    # two batches wait and two are at the adapter (one lane, a pipeline of 2), each of at most this cost and so many
+    # two batches wait and two are at the adapter (one lane, a pipeline of 2), each of at most 16384 tokens and 12
     # messages
     assert (started.credit_cost, started.credit_items) == (4 * 16384, 4 * 12)
     before_s = time.perf_counter()

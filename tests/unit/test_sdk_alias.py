@@ -1,4 +1,4 @@
-"""The distribution that gives `sie_sdk`: the names of `sie_client`, beside another owner of that name or not."""
+"""The distribution that provides `sie_sdk`, with the names of `sie_client`, alone or beside another `sie_sdk`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(sie_sdk.__name__)
 
 
 def test_another_owner_of_the_name_comes_first(site: Path) -> None:
-    """The installation is as by pip: both are in one folder. The wheel has no file at a path of the other one."""
+    """Both packages are in one folder, as pip installs them. The wheel has no file at a path of the other package."""
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {
         "sie_sdk_alias",
         "sie_sdk_alias.pth",

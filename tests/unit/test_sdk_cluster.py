@@ -1,4 +1,4 @@
-"""Models, capacity and pools without I/O: what is sent, and what a reply that is none becomes."""
+"""Models, capacity and pools of the client without I/O: its requests, and its errors for unreadable replies."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
 def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     inputs: list[str], tasks: list[str], path: str, answer: dict[str, Any]
 ) -> None:
-    """Demand is what makes a worker start; looking at the catalogue never does. A client that does not wait elsewhere
-    waits here.
-    """
+    """Only demand makes a worker start; a look at the catalogue does not."""
     info = {"name": "org/m", "inputs": inputs, "tasks": tasks, "state": "available"}
     session = Session(wait_for_capacity=False)
     sent, final_info = replied(
@@ -112,7 +110,6 @@ PLANS = {
     "reply", [None, [], 3, "text", {}, {"workers": [3]}, {"pools": [{}]}, {"expires_at": "soon"}], ids=str
 )
 def test_a_reply_that_is_none_is_an_error_of_the_server(name: str, reply: Any) -> None:
-    """No KeyError, no AttributeError."""
     with pytest.raises(sie_client.ServerError, match="could not be read"):
         replied(PLANS[name](), reply)
 

@@ -71,8 +71,8 @@ def plan(items: list[str], **options: object) -> Plan[list[sie_client.EncodeResu
 
 
 def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
-    """Return the requests of a plan, answered with `replies` in order, and its result. Parts run one after the other;
-    other steps are done.
+    """Return the requests of a plan, answered with `replies` in order, and its result. Parts run one after the other,
+    and blocking work runs at once.
     """
     answers, sent = iter(replies), []
 
@@ -189,7 +189,7 @@ def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
 
 
 def test_each_item_has_its_own_usage_and_the_list_that_of_the_call() -> None:
-    """Also where an older server tells only of the request: nothing of that stands at an item."""
+    """If an older server reports only the usage of the request, the items have none."""
     own = {"prompt_tokens": 2, "total_tokens": 2, "truncated": True}
     _, results = outcome(plan(["x", "y"]), replied(items=[{"usage": own}, {}]))
     assert [result.get("usage") for result in results] == [own, None]  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def test_only_the_parts_under_way_are_made_ready() -> None:
 
 
 def test_work_that_takes_long_is_asked_for_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event loop is not held up by files, large bodies and large replies."""
+    """Files, large bodies and large replies do not hold up an event loop."""
     monkeypatch.setattr(verbs, "ASIDE_BYTES", 10)
     steps = plan(["a text of more than ten bytes"])
     encoding = next(steps)
@@ -304,7 +304,7 @@ def test_only_what_the_server_calls_retryable_is_sent_again(answer: Received, ki
 
 
 def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
-    """A gateway behind a balancer is restarted: the balancer answers, not SIE."""
+    """While a gateway behind a load balancer restarts, the balancer answers in its place."""
     steps = plan(["a"], connection_budget_s=1.3)
     next(steps)
     pause = steps.send(Received(503, {"retry-after": "600"}, b"<html>no upstream</html>"))
@@ -360,7 +360,7 @@ def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
 
 
 def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
-    """A list of hours may meet many short waits; what ends it is a time in which nothing was answered."""
+    """A call of hours may have many short waits. It ends if no part is answered within the budget."""
     together = next(plan(["a" * 40] * 3, part_tokens=12, capacity_budget_s=8))
     assert isinstance(together, Together)
     first, second, _ = together.plans
@@ -442,7 +442,7 @@ def test_an_answer_has_the_class_of_its_code_else_of_its_status(
 
 @pytest.mark.parametrize("leaf", errors.catalogue(), ids=lambda leaf: leaf.code)
 def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(leaf: type[errors.SIEError]) -> None:
-    """Word for word what the server answers, for as long as it answers so."""
+    """The error has the code, status, reason, parameter, request id and details of the server's answer."""
     error = leaf("why", reason="a_reason", param="items[3].text", extras={"limit": 7})
     body = errors.envelope(error, "r9", [{"index": 0, "code": leaf.code}])
     headers = {"x-sie-error-code": leaf.code, "x-should-retry": str(error.retryable).lower(), "retry-after": "1"}
@@ -698,8 +698,8 @@ def test_scores_come_back_as_the_server_ordered_them() -> None:
 
 
 def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order,
-    failures are last.
+    """The server sorts its replies and ids may repeat, so the client finds each entry by its place. Ties keep their
+    order. Failures come last.
     """
     monkeypatch.setattr(verbs, "MAX_ITEMS", 3)
     items: list[object] = [
@@ -799,7 +799,7 @@ def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, d
     ids=type,
 )
 async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame: Any) -> None:
-    """Its elements are the names of its columns, which would be encoded."""
+    """An iteration over a table yields the names of its columns, which would be encoded."""
     with SIEClient("http://127.0.0.1:1") as client:
         for call in (
             lambda: client.encode("m", frame),
@@ -823,7 +823,7 @@ async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame:
 
 
 def columns(*texts: str) -> dict[str, Any]:
-    """The same texts as columns of each library and type that holds texts."""
+    """Return the same texts as a column of each library and type that holds texts."""
     array = pyarrow.array(texts)
     return {
         "array": array,
@@ -989,7 +989,7 @@ def extracted(schema: type[Any], items: int, **params: Any) -> Plan[Any]:
 
 @pytest.mark.parametrize("schema", [Looked, LookedStruct])
 def test_an_exception_of_a_class_is_the_error_of_its_item(schema: Any) -> None:
-    """Whatever its kind, and also if a model that answers no schemas gives no values."""
+    """The exception may be of any kind. A reply without values, from a model that ignores schemas, is an error too."""
     reply = replied(items=[{"data": {"who": "Ada"}}, {"data": {"who": "Charles"}}, {}])
     _, results = outcome(extracted(schema, 3), reply)
     good, bad, empty = results  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Drawings of the objects of an image on it."""
+"""`draw`, which draws the objects of an image on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def changed(drawn: Image.Image, original: Image.Image) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("bbox", [SQUARE, DISC])
 def test_a_frame_is_drawn_on_the_outermost_pixels_of_the_box(bbox: tuple[int, int, int, int]) -> None:
-    """Its inside, and all around it other than the label above it, is as it was."""
+    """No other pixels change, except those of the label above the frame."""
     original = scene()
     drawn = draw(original, {"objects": [an_object("a thing", list(bbox))]})
     x, y, width, height = bbox

@@ -37,11 +37,11 @@ class Plain:
     who: str
 
 
-HANGING = 30.0  # seconds that nothing here takes, unless it hangs
+HANGING = 30.0  # seconds; only a step that hangs takes longer
 
 
 class Server(ThreadingHTTPServer):
-    """Answers encode with the number in each text, and what `special` says for requests it knows. Counts."""
+    """A server that answers encode with the number in each text, or as `special` says, and counts requests."""
 
     daemon_threads = True
 
@@ -51,14 +51,14 @@ class Server(ThreadingHTTPServer):
         self.seen: list[tuple[str, str, Any]] = []
         self.running = self.most_running = 0
         self.changed = threading.Condition()
-        self.connected = self.connections = 0  # so far, and now
+        self.connected = self.connections = 0  # all so far, and those open now
         self.keys: list[str | None] = []
         self.special: Callable[[str, str, Any, int], tuple[int, Any] | None] = lambda *_: None
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is part of these tests."""
+        """Write nothing: clients that disconnect are part of these tests."""
 
     @property
     def url(self) -> str:
@@ -72,7 +72,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent apart: Nagle's algorithm would put up to 40 ms between them
     server: Server
 
     def setup(self) -> None:
@@ -144,7 +144,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(params=["sync", "async"])
 def using(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`using(url, function, **options)`: what `function(client)` gives, awaited where it is to be."""
+    """Return `using(url, function, **options)`, which returns the result of `function(client)` of either client."""
 
     def sync(url: str | None, function: Callable[[Any], Any], **options: Any) -> Any:
         with SIEClient(url, **options) as client:
@@ -165,13 +165,13 @@ TEN_A_PART = 20  # tokens: each of these texts counts as two
 
 
 def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Server, using: Callable[..., Any]) -> None:
-    """Ten parts, four at a time, some slower than others. Four are under way at once, never five. All in order."""
+    """Ten parts run four at a time, some slower than others. The results are in the order of the texts."""
     together = threading.Barrier(4)
 
     def special(method: str, path: str, body: Any, number: int) -> None:
         if number <= 4:
             together.wait(HANGING)  # raises if four are never there at once
-        time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)  # what comes first is not what was sent first
+        time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)  # parts end in another order than they began
 
     server.special = special
     reports: list[sie_client.Progress] = []
@@ -239,7 +239,7 @@ def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Ser
 
 
 def test_results_are_printed_short(server: Server) -> None:
-    """Shapes and the first results, and never all numbers."""
+    """The repr has the shapes and the first results, and never all numbers."""
     with SIEClient(server.url) as client:
         results = client.encode("m", TEXTS)
     shown = repr(results)
@@ -294,7 +294,7 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
 def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One part fails while the connection of another one is being made. `with` ends; that part is sent all the same."""
+    """One part fails while another one connects. The `with` block ends before that connection is made."""
     connect, numbers = socket.create_connection, itertools.count()
     connecting, closed = threading.Event(), threading.Event()
 
@@ -318,7 +318,7 @@ def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
     closed.set()
     with server.changed:
         assert server.changed.wait_for(lambda: server.connected == 2 and not server.connections, HANGING)
-    gc.collect()  # of a connection that nobody closed Python warns now, which is an error
+    gc.collect()  # Python warns now of a connection that was not closed, and pytest makes that an error
 
 
 def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[..., Any]) -> None:
@@ -391,7 +391,7 @@ def test_a_client_that_was_closed_says_so(server: Server) -> None:
 def test_a_host_that_does_not_exist_is_told_at_once(
     using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
 ) -> None:
-    """A resolver that could not tell is asked again, within patience."""
+    """The client repeats a lookup only if the resolver's failure is temporary (EAI_AGAIN)."""
     attempts = []
 
     def nobody(*_: object, **__: object) -> Any:
@@ -443,7 +443,7 @@ def test_pools_are_made_listed_renewed_and_deleted(server: Server, using: Callab
 
 
 def reserve(client: Any, enough: Callable[[], bool]) -> Any:
-    """Hold a reservation until `enough`."""
+    """Hold a reservation until `enough()` is true."""
 
     def hold() -> Iterator[None]:
         end_s = time.monotonic() + HANGING
@@ -480,7 +480,7 @@ def test_a_reservation_is_renewed_while_it_is_held_and_deleted_at_the_end(
 def test_a_reservation_whose_lease_lapsed_is_made_again(
     server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A laptop slept, or every gateway was away for longer than the lease."""
+    """A lease lapses when a laptop sleeps, or when every gateway is away for longer than the lease."""
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     server.special = pools(server, lapsed := threading.Event())
     using(server.url, lambda client: reserve(client, lambda: lapsed.is_set() and len(server.seen) >= 4))
@@ -515,8 +515,8 @@ def test_a_renewal_that_ends_after_its_reservation_does_not_create_it_again(
 def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
     server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A renewal hangs, and so does the delete. The block fails. Its error is raised soon, and the log says what is
-    left.
+    """A renewal and the delete hang, and the block fails. The error of the block is raised soon. The log says that the
+    reservation ends with its lease.
     """
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "CLOSE_S", 0.1)
@@ -544,7 +544,7 @@ def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
-    """A websocket that breaks after two frames each time; its address and the tokens that came."""
+    """Yield the address of a websocket that breaks after two frames each time, and the tokens that it received."""
     monkeypatch.setattr(watching, "AGAIN_AFTER_S", 0.01)
     tokens: list[str] = []
 
@@ -600,7 +600,7 @@ async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
     socket._connection = Connection()
     task = asyncio.create_task(socket.next())
     for _ in range(3):
-        await asyncio.sleep(0)  # it waits for the frame now
+        await asyncio.sleep(0)  # the task waits for the frame now
     arrived.set_result(b"{}")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -49,7 +49,7 @@ async def test_the_async_client_tells_the_same(caplog: pytest.LogCaptureFixture)
 def test_how_long_a_refused_connection_is_waited_for(
     options: dict[str, Any], is_nobody: bool, patience_s: float
 ) -> None:
-    """A server that has answered restarts; who is told to wait waits."""
+    """A server that has answered before may be restarting. A budget of the caller holds in any case."""
     steps = verbs.encode("org/one", ["a"], options, Session())
     assert isinstance(next(steps), Send)
     pause = steps.send(TransportFailed(ConnectionRefusedError("no"), address=NOBODY, is_nobody=is_nobody))
@@ -67,7 +67,7 @@ def test_how_long_a_refused_connection_is_waited_for(
     ],
 )
 def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str, Any], says: str) -> None:
-    """Before anything is sent: there is no server here."""
+    """The client raises the error before it sends anything: no server runs here."""
     with SIEClient(NOBODY) as client, pytest.raises(TypeError) as caught:
         getattr(client, verb)("org/one", *(("q",) if verb == "score" else ()), ["a"], **params)
     assert f"{verb}() got an " in str(caught.value)

@@ -38,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobServer]:
 
 @pytest.fixture(params=["sync", "async"])
 def using(request: pytest.FixtureRequest, server: JobServer) -> Callable[..., Any]:
-    """`using(function)`: what `function(client, do)` gives. `do` awaits what is to be, and makes a list of pages."""
+    """Return `using(function)`, which returns the result of `function(client, do)`. `do` awaits or lists a result."""
 
     def sync(function: Callable[..., Any]) -> Any:
         with SIEClient(server.url) as client:
@@ -132,7 +132,7 @@ def test_an_address_and_a_file_that_was_sent_are_named(
 
 
 def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Callable[..., Any]) -> None:
-    """The client sends its own key with each attempt of one call, and the key of its caller in place of that."""
+    """Two calls with the caller's idempotency key are one job. Two calls without one are two jobs."""
 
     def submit(client: Any, do: Callable[[Any], Any]) -> Any:
         job_ids = [do(client.jobs.submit("org/m", f"{FILE}0", idempotency_key="mine")).id for _ in range(2)]
@@ -144,7 +144,7 @@ def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Ca
 def test_a_file_that_is_sent_again_for_one_job_is_deleted(
     server: JobServer, using: Callable[..., Any], rows: Path
 ) -> None:
-    """Its first upload is what the job reads."""
+    """The job reads the first upload."""
 
     def submit(client: Any, do: Callable[[Any], Any]) -> Any:
         return [do(client.jobs.submit("org/m", rows, idempotency_key="mine")).id for _ in range(2)]
@@ -223,7 +223,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind: str) -> None:
-    """256 MiB up and down again cost a few MiB."""
+    """An upload and a download of 256 MiB take less than 48 MiB of memory."""
     path, saved = tmp_path / "large.jsonl", tmp_path / "saved"
     with path.open("wb") as file:
         file.truncate(256 << 20)
@@ -240,7 +240,7 @@ def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind
 
 
 def test_an_error_in_the_shape_of_another_api_has_the_class_of_its_code() -> None:
-    """The routes of files are those of OpenAI."""
+    """The routes of files answer errors in the shape of OpenAI."""
     body = {"error": {"message": "there is no such file", "type": "invalid_request_error", "code": "not_found"}}
     headers = {"x-sie-error-code": "NOT_FOUND", "x-should-retry": "false"}
     plan = files.get(f"{FILE}0", core.Session())
@@ -288,7 +288,7 @@ def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
 
 
 def test_what_an_attempt_without_an_answer_did_is_a_success(server: JobServer, using: Callable[..., Any]) -> None:
-    """The server deletes and cancels, and its answer is lost. What was gone before is still not found."""
+    """The server deletes and cancels, and its answer is lost. A job that was gone before is still not found."""
     server.add(**COMPLETED)
     server.add(state="running")
     server.add(**COMPLETED)
@@ -405,12 +405,13 @@ def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
     monkeypatch.setattr(files.Arriving, "begin", begin_on_a_full_disk)
     with pytest.raises(sie_client.InvalidInputError, match="No space left") as caught:
         using(download(tmp_path))
-    assert list(tmp_path.iterdir()) == []  # the traceback in `caught` still has the frames of the call
+    # `caught` holds the frames of the call, so no garbage collection deleted the file
+    assert list(tmp_path.iterdir()) == []
     assert caught.value.__traceback__ is not None
 
 
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
-    """A part is cut off twice. All are there. Of the second call only the part that was spoilt is fetched."""
+    """One part is cut off twice, and all parts arrive. A second call fetches only the part that was damaged."""
     finished(server)
     server.cuts["part-00003.parquet"] = 2
     reports: list[sie_client.Progress] = []

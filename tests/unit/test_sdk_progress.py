@@ -129,10 +129,10 @@ def test_an_iterator_whose_length_nobody_knows_has_a_line_without_an_end() -> No
 
 
 def test_the_output_of_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no terminal, and rewrites its line as one does."""
+    """The output of a notebook is no terminal, but rewrites its line as a terminal does."""
 
     class OutStream(io.StringIO):
-        """By the name that ipykernel gives it."""
+        """A stream with the class name of ipykernel's output."""
 
     monkeypatch.setattr(OutStream, "__module__", "ipykernel.iostream")
     assert "1,000/1,000" in bar(OutStream(), Session())

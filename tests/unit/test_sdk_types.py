@@ -21,7 +21,7 @@ OF_OTHERS = {"queue_pool", "input_tokens"}  # fields that only public clients se
 
 
 def fields(shape: type) -> dict[str, Any]:
-    """Types by field, without what says that a field may be absent or null."""
+    """Return the types of a shape by field, without None and UnsetType."""
     return {name: bare(hint) for name, hint in typing.get_type_hints(shape).items() if name != "EXAMPLE"}
 
 

@@ -1,4 +1,4 @@
-"""Answers to public SDKs, by version, and the version at which they change."""
+"""Answers to public SDKs by the version of the SDK, and the versions at which the answers change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_error_that_may_not_be_retried_keeps_its_code(version: str) -> None:
     failed = SIEError.from_info(ErrorInfo("MODEL_LOAD_FAILED", "message", extras={"attempts": 3, "permanent": True}))
     spoken = dialect.spoken(failed)
     assert (spoken.status, spoken.extras, spoken.reason) == (502, {"attempts": 3, "permanent": True}, "")
-    assert failed.status == 500  # others that wait for the same load read it as it is
+    assert failed.status == 500  # other requests that wait for the same load get the error unchanged
 
 
 def test_native_errors_stay_as_they_are() -> None:
@@ -107,7 +107,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 async def test_a_public_sdk_is_told_at_once_that_no_worker_is_there(cluster: InProcess) -> None:
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
-    async with asyncio.timeout(18):  # less than a request is held
+    async with asyncio.timeout(18):  # less than SIE_LOAD_HOLD_S
         for version, status in zip(VERSIONS, (202, 202, 503, 503, 503), strict=True):
             answer = await gateway.encode("x", X_SIE_SDK_Version=version)
             assert (answer.status_code, answer.headers["x-sie-error-code"]) == (status, "PROVISIONING")
@@ -121,7 +121,7 @@ async def test_a_public_sdk_is_told_within_seconds_that_a_model_is_being_loaded(
     adapter.hold_loads = True
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
     await cluster.sidecar(adapter)
-    async with asyncio.timeout(18):  # less than a request is held
+    async with asyncio.timeout(18):  # less than SIE_LOAD_HOLD_S
         answer = await gateway.encode("x", X_SIE_SDK_Version="0.10.1")
     assert (answer.status_code, answer.json()["code"]) == (503, "MODEL_LOADING")
     adapter.let_go()

@@ -157,7 +157,7 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_a_file_that_cannot_be_sent_is_named_by_its_place(image: Any, why: str) -> None:
-    """No other exception leaves the client, and what was given is not repeated."""
+    """No other exception leaves the client."""
     with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.images\[1\].*{why}") as caught:
         wire.item({"images": [b"x", image]}, "items[2]")
     assert (caught.value.code, caught.value.reason) == ("INVALID_INPUT", "invalid_media")
@@ -286,7 +286,7 @@ GOOD = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [1], b"data": b"\0\
     ids=str,
 )
 def test_an_array_that_is_none_is_never_made(change: dict[bytes, Any]) -> None:
-    """No other type and no pickle is created; every error of the codec is of the kinds that `core.reading` names."""
+    """The codec creates no other type and no pickle. Each of its errors is of a kind that `core.reading` converts."""
     with pytest.raises((ValueError, LookupError, TypeError, msgspec.DecodeError)):
         wire.decode_vectors(reply({**GOOD, **change}))
     for name in (b"nd", b"type", b"shape", b"data"):
@@ -305,7 +305,7 @@ def test_metadata_comes_back_with_its_arrays() -> None:
 @pytest.mark.parametrize("kind", ["float32", "float64", "int16", "int32", "uint8"])
 @pytest.mark.parametrize("channels", [None, 1, 2])
 def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
-    """Another library reads it as the same samples."""
+    """soundfile reads the same samples from the file."""
     shape = (101,) if channels is None else (101, channels)
     values = np.random.default_rng(0).uniform(0, 0.9, shape)
     samples = values.astype(kind) if kind.startswith("float") else (values * np.iinfo(kind).max).astype(kind)
