@@ -1,7 +1,7 @@
 """Settings that each process of `sie serve` resolves. The command runs unchanged up to the point where it would start
-them; then each process reads its own command line and environment.
+them. Then each process reads its own command line and environment.
 
-The two examples that end the documentation of the configuration stand here word by word;
+The two examples at the end of the documentation of the configuration are used word for word.
 tests/system/test_seed_examples.py starts them.
 """
 
@@ -33,17 +33,15 @@ STANDALONE = {"standalone": ("gateway", "config", "sidecar"), "adapter": ("adapt
 
 @dataclass
 class Served:
-    """The settings of each process by its name, and the lines that the command and its processes wrote before they
-    would begin.
-    """
+    """The settings of each process by its name, and the warnings of the command and its processes."""
 
     settings: dict[str, Settings]
     warnings: list[str]
 
 
 def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
-    """Return the processes that `sie serve` starts with these arguments, in this environment and with a data directory
-    of its own.
+    """Return settings and warnings of the processes that `sie serve` starts with these arguments and this environment.
+    The data directory is below `folder`.
     """
     children: list[Child] = []
 
@@ -67,7 +65,7 @@ def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
 
 
 def _read(child: Child, lines: list[str]) -> Settings:
-    """The settings of a process from its command line; what it warns of goes to `lines`."""
+    """Return the settings of a process from its command line and environment. Its standard error goes to `lines`."""
     role = next(index for index, word in enumerate(child.argv) if word in {**QUEUE, **STANDALONE})
     command = standalone if child.argv[role] == "standalone" else main.commands[child.argv[role]]
     mode: Mode = "standalone" if child.argv[role] == "standalone" else "queue"
@@ -80,7 +78,7 @@ def _read(child: Child, lines: list[str]) -> Settings:
 
 
 def values_of(service: Served, field: str) -> dict[str, Any]:
-    """The value of a field in each process that reads it."""
+    """Return the value of a field in each process."""
     return {name: getattr(settings, field) for name, settings in service.settings.items()}
 
 
@@ -94,7 +92,7 @@ def test_a_number_of_gpus_on_the_command_line_stays_on_a_cpu(tmp_path: Path) -> 
 
 
 def test_the_production_example_value_by_value(tmp_path: Path) -> None:
-    """On one machine with a queue: what is for standalone alone is told once, and the sidecar's own knobs hold."""
+    """In queue mode the sidecar's own batching settings hold."""
     service = served(tmp_path, exported(PRODUCTION, {}))
     assert service.settings.keys() == QUEUE.keys()
     settings = service.settings
@@ -163,7 +161,7 @@ def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("mode", ["queue", "standalone"])
 def test_each_warning_is_told_once_whatever_the_number_of_processes(tmp_path: Path, mode: str) -> None:
-    """By the command itself; its processes, each of which reads the same environment, say nothing."""
+    """The command writes the warnings. Its processes, which read the same environment, write none."""
     environ = {
         "SIE_TYPO": "1",
         "SIE_MAX_BATCH_REQUESTS": "9",
@@ -207,6 +205,8 @@ def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(
 def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(
     tmp_path: Path, environ: dict[str, str], most: int
 ) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES: an adapter on a CPU has a lane for each core, and lanes bound what runs there."""
+    """SIE_MAX_CONCURRENT_BATCHES: on a CPU the default is the maximum. There the lanes of the adapter, one for each
+    core, are the bound.
+    """
     service = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
     assert service.settings["sidecar"].max_concurrent_batches == most

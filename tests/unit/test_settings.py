@@ -39,8 +39,8 @@ MODES: tuple[Mode, ...] = ("queue", "standalone")
 
 @dataclass(frozen=True)
 class Documented:
-    """One setting as documented. `default` as `sie settings` shows it; `good` is another legal value; `bad` are wrong
-    or out of range.
+    """One setting as documented. `default` is what `sie settings` shows, `good` is another legal value, `bad` are
+    illegal values.
     """
 
     default: str
@@ -49,7 +49,7 @@ class Documented:
 
 
 class _DocumentedSettings(dict[str, Documented]):
-    """Settings by name, which says what to do about one that is missing."""
+    """Documented settings by name. The error for a missing name says what to add."""
 
     def __missing__(self, name: str) -> Documented:
         raise AssertionError(f"{name} has no line in DOCUMENTED of {__file__}: add its default and another legal value")
@@ -251,9 +251,9 @@ def test_a_row_says_what_it_is_for(row: SettingRow) -> None:
 
 @each_row
 def test_a_setting_has_its_documented_default(row: SettingRow) -> None:
-    """Also where everything else is set."""
+    """The other settings do not change the default, except for those that choose the machine profile."""
     rest_environ = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
-    # what these say changes the defaults of others, on purpose
+    # these three change the defaults of others on purpose
     rest_environ = {
         name: raw
         for name, raw in rest_environ.items()
@@ -267,7 +267,7 @@ def test_a_setting_has_its_documented_default(row: SettingRow) -> None:
 
 @each_row
 def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: SettingRow) -> None:
-    """Variables of OpenTelemetry are below."""
+    """OpenTelemetry's variables are checked here as flags only. The next test has their environment."""
     for raw in DOCUMENTED[row.name].bad:
         for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}})[row.is_standard :]:
             with pytest.raises(SettingError) as caught:
@@ -312,7 +312,7 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 @each_row
 def test_a_flag_beats_the_environment_beats_the_default(row: SettingRow) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
-    # of which each character counts
+    # a password gets no spaces around it: each of its characters counts
     configuration = load(
         environ={row.name: good if row.name in ("SIE_NATS_PASSWORD", "SIE_NATS_STREAMS_PASSWORD") else f" {good} "}
     )
@@ -397,7 +397,7 @@ def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> Non
 
 @each_row
 def test_a_setting_without_effect_is_warned_about_once(row: SettingRow) -> None:
-    """Knobs of the other mode. Everything else is silent, and unset is always silent."""
+    """A setting of the other mode causes one warning. Other settings, and settings that are not set, cause none."""
     good = DOCUMENTED[row.name].good
     for mode in MODES:
         expected = []
@@ -455,7 +455,7 @@ def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
 
 
 def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
-    """Repr and str of everything that holds them, the table, and errors about them."""
+    """The forms are repr and str of the objects that hold them, the warnings, and the table."""
     configuration = load(environ=SECRET_ENVIRON)
     assert configuration.settings.auth_token == Secret(CANARY)
     assert configuration.settings.nats_url is not None
@@ -512,7 +512,7 @@ def test_public_urls_keep_all_but_the_credentials() -> None:
 
 
 def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> None:
-    """All flags at once, each against a different value in the environment."""
+    """All flags are set at once, each against another value in the environment."""
     flags: list[str] = []
     flagged = {row.name for row in ROWS if row.name.startswith("SIE_") and not row.secret}
     for name in sorted(flagged):
@@ -595,7 +595,7 @@ async def started(*arguments: str, **environ: str) -> tuple[int, str, str]:
 
 
 async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Path) -> None:
-    """One of each kind of value, and each process of the cluster."""
+    """`BAD_STARTS` has a value of each kind, and each process of the cluster."""
 
     async def check(command: str, name: str, raw: str) -> str:
         more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []

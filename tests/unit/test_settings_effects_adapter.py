@@ -1,5 +1,5 @@
-"""Effects of the adapter's settings, from the variable through a real engine on the CPU, with weights and hub of the
-test.
+"""Effects of the adapter's settings, from the variable through a real engine on the CPU, with a hub and weights that
+the tests make.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def engine_of(**environ: str) -> Iterator[AdapterEngine]:
 
 
 def test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start() -> None:
-    """SIE_DEVICE: never a silent fallback."""
+    """SIE_DEVICE: the adapter never falls back to another device."""
     with engine_of(SIE_DEVICE="CPU") as engine:
         assert engine.device == torch.device("cpu")
         assert engine.describe().device == "cpu"
@@ -97,7 +97,7 @@ AMPERE, TURING = (8, 0), (7, 5)
 def test_the_attention_backend_is_taken_where_the_device_can(
     backend: str, capability: tuple[int, int], is_16_bit: bool, expected: str
 ) -> None:
-    """SIE_ATTENTION_BACKEND: else sdpa."""
+    """SIE_ATTENTION_BACKEND: sdpa replaces a backend that the device does not support."""
     facts = AttentionFacts("cuda", capability, flash_lacks="", is_16_bit=is_16_bit)
     assert resolve_attention(settings_of(SIE_ATTENTION_BACKEND=backend).attention_backend, facts)[0] == expected
 
@@ -112,7 +112,7 @@ def test_the_attention_backend_reaches_what_models_are_loaded_with() -> None:
 @pytest.mark.precision
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_the_default_precision_holds_for_models_without_their_own(precision: str) -> None:
-    """SIE_DEFAULT_COMPUTE_PRECISION: a CPU, which does 16 bit badly, says what it took instead."""
+    """SIE_DEFAULT_COMPUTE_PRECISION: a CPU without this precision reports which one it uses instead."""
     settings: Any = settings_of(SIE_DEFAULT_COMPUTE_PRECISION=precision)
     on_gpu, reason = resolve_precision(None, settings.default_compute_precision, "cuda", lacks="of a CPU")
     assert (str(on_gpu), reason) == (f"torch.{precision}", "")
@@ -129,7 +129,7 @@ def test_the_default_precision_holds_for_models_without_their_own(precision: str
 
 
 def snapshot(cache: Path) -> Path:
-    """A complete snapshot of the entry's weights."""
+    """Write a complete snapshot of the entry's weights. Return its folder."""
     folder = cache / "hub" / "models--org--model" / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -147,7 +147,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
 
 
 def weights_of(entry: ModelEntry, **environ: str) -> Path | str:
-    """The folder of the weights, or the class of the failure with its message."""
+    """Return the folder of the weights, or the class of the failure with its message."""
     with engine_of(**environ) as engine:
         try:
             return engine.loader.sources.folder(entry)
@@ -156,7 +156,7 @@ def weights_of(entry: ModelEntry, **environ: str) -> Path | str:
 
 
 def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: HubStub) -> None:
-    """SIE_LOCAL_CACHE: it wins over HF_HOME, and an empty one with downloads off is a typed failure."""
+    """SIE_LOCAL_CACHE: it wins over HF_HOME. If it is empty and downloads are off, the failure is typed."""
     cached = snapshot(tmp_path / "a")
     full, empty = {"SIE_LOCAL_CACHE": str(tmp_path / "a")}, {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
     assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "c"), **full) == cached
@@ -167,7 +167,7 @@ def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: Hub
 
 
 def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: HubStub) -> None:
-    """HF_HOME: read, and downloads go below it."""
+    """HF_HOME: weights are read from there and downloaded to there."""
     cached = snapshot(tmp_path / "a")
     assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "a")) == cached
     assert hub.asked == []
@@ -177,8 +177,8 @@ def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: Hub
 
 
 def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub: HubStub, place: Place) -> None:
-    """SIE_CLUSTER_CACHE: they land in the local cache, which serves them afterwards; unset, the same start asks the
-    hub.
+    """SIE_CLUSTER_CACHE: weights are copied to the local cache, which serves them afterwards. Without the setting the
+    hub is asked.
     """
     pushed = snapshot(tmp_path / "a")
     ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), FetchProgress("it"))
@@ -199,7 +199,7 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
 
 
 def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: HubStub) -> None:
-    """SIE_HF_FALLBACK: the failure names the variable; with it the hub sees the pinned commit."""
+    """SIE_HF_FALLBACK: the failure names the variable. With the fallback the hub is asked for the pinned commit."""
     cache = {"SIE_LOCAL_CACHE": str(tmp_path)}
     refused = str(weights_of(HUB_ENTRY, SIE_HF_FALLBACK="false", **cache))
     assert refused.startswith("NOT_FOUND: ")
@@ -210,7 +210,7 @@ def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: HubStu
 
 
 def lora(folder: Path, seed: int) -> str:
-    """Random matrices of rank 2 on one layer of the toy BERT, as PEFT lays them out."""
+    """Write a LoRA in PEFT's layout: random matrices of rank 2 for one layer of the toy BERT. Return its folder."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -256,7 +256,7 @@ def toy_batch(model: str, lora: str) -> RunBatch:
 
 
 def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting(tmp_path: Path) -> None:
-    """SIE_INSTRUMENTATION: sizes, cost, padding, times and failures, through the lanes; never what a batch read."""
+    """SIE_INSTRUMENTATION: each batch is described by its sizes, cost, padding, times and failures."""
     entry = toys.entry(toys.save(tmp_path / "base", "bert"))
     ids, lengths = np.arange(7, 90, dtype="<i4"), np.array([60, 23], "<i4")
     groups = (Group(0, 1), Group(1, 2))
@@ -270,7 +270,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         return replies[-1]
 
     def told(engine: AdapterEngine, count: int) -> tuple[RanBatch, ...]:
-        """Return the batches once there are so many: a batch is counted when it is answered."""
+        """Return the described batches once there are `count`: a batch is counted after its answer."""
         until_s = time.monotonic() + 60
         while len(batches := engine.describe().batches or ()) < count:
             assert time.monotonic() < until_s
@@ -318,7 +318,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
 
 
 class Toy:
-    """Weights of no size."""
+    """Weights that take no memory."""
 
     tokenizer = b""
     memory_bytes = 0
@@ -343,8 +343,8 @@ class Toy:
 def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     variable: dict[str, str], percent: float, evicted: tuple[str, ...]
 ) -> None:
-    """SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT: before a load, from the idle ones; room for the new one comes with the
-    first.
+    """SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT: before a load, idle models are evicted while memory is above the
+    threshold.
     """
     level = 0.0
     now_s = 0.0
@@ -372,7 +372,9 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers(workers: int) -> None:
-    """SIE_PREPROCESSOR_WORKERS: of families that tokenise themselves, whatever the number of connections."""
+    """SIE_PREPROCESSOR_WORKERS: the bound holds for families that tokenise in the adapter, on any number of
+    connections.
+    """
     inside, peak, lock, opened = 0, 0, threading.Lock(), threading.Barrier(workers)
 
     class Family:
@@ -400,7 +402,7 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
 
 
 def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
-    """A batch holds the only lane; another one comes on another connection: it is prepared, though no lane is free."""
+    """A batch holds the only lane. A second batch comes on another connection and is prepared without a free lane."""
     held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
 
     def hold(message: RunBatch) -> Reply:
@@ -421,7 +423,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         def execute(self, message: RunBatch, permission: object) -> Reply:
             return hold(message)
 
-    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # the part of an engine that it needs
     pairs = [socket.socketpair() for _ in range(2)]
     message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
     threads = [

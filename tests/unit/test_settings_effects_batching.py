@@ -43,7 +43,7 @@ def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False)
 
 
 def batches_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits, now_s: float = 0.0) -> list[Batch[int]]:
-    """All batches that an idle device is given when these jobs wait."""
+    """Return all batches that an idle device gets when these jobs wait."""
     queue: Waiting[int] = Waiting()
     for job in waiting:
         queue.add(job)
@@ -59,8 +59,8 @@ def sizes(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[int]:
 
 
 def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tuple[float, int]]:
-    """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has
-    come.
+    """Return the time in seconds and the size of each batch for jobs that arrive at their own times, while more are
+    always expected.
     """
     queue: Waiting[int] = Waiting()
     coming = list(arrivals)
@@ -80,7 +80,7 @@ def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tu
 
 @pytest.mark.parametrize("mode", ["queue", "standalone"])
 def test_max_batch_cost_bounds_the_tokens_of_a_batch(mode: Mode) -> None:
-    """SIE_MAX_BATCH_COST: 32 texts of 512 tokens are one batch, or four; one item over the budget runs alone."""
+    """SIE_MAX_BATCH_COST: 32 texts of 512 tokens are one batch, or four. An item over the budget runs alone."""
     roomy = {"SIE_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64"}
     assert sizes(jobs(32, 512), limits(mode, **roomy)) == [32]
     assert sizes(jobs(32, 512), limits(mode, SIE_MAX_BATCH_COST="4096", **roomy)) == [8, 8, 8, 8]
@@ -109,7 +109,7 @@ def test_max_batch_wait_is_how_long_a_lone_item_waits_for_an_expected_one_with_s
 
 
 def test_coalescing_joins_what_arrives_within_the_window_in_queue_mode_only() -> None:
-    """SIE_BATCHER_COALESCE_MS: items every 3 ms; in a window of 5 ms they meet, in one of 1 ms they do not."""
+    """SIE_BATCHER_COALESCE_MS: items come every 3 ms. A window of 5 ms joins two, one of 1 ms none."""
     assert [size for _, size in sent_at(jobs(6, every_s=0.003), limits())] == [2, 2, 2]
     assert [size for _, size in sent_at(jobs(6, every_s=0.003), limits(SIE_BATCHER_COALESCE_MS="1"))] == [1] * 6
     assert limits("standalone", SIE_BATCHER_COALESCE_MS="1") == limits("standalone")
@@ -130,9 +130,7 @@ def order_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> str:
 
 @pytest.mark.parametrize(("variable", "overtakes"), [({}, 4), ({"SIE_BULK_MAX_OVERTAKES": "2"}, 2)])
 def test_bulk_work_is_overtaken_at_most_this_often(variable: dict[str, str], overtakes: int) -> None:
-    """SIE_BULK_MAX_OVERTAKES: both priorities saturated; the oldest bulk batch goes after so many
-    interactive ones.
-    """
+    """SIE_BULK_MAX_OVERTAKES: with a backlog of both priorities, a bulk batch runs after this many interactive ones."""
     bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", **variable)
     assert order_of([*jobs(4, bulk=True), *jobs(40)], bounds).startswith(("i" * overtakes + "b") * 4)
 
@@ -157,8 +155,8 @@ def quantum(p50_ms: float | None, **environ: str) -> Quantum:
 
 
 def gathered_ms(batch_quantum: Quantum, *, every_ms: float | None) -> float:
-    """How long a gathering lasts for which more is always expected: deliveries come at this distance, or none after the
-    first.
+    """Return how long a gathering lasts while more is always expected. Deliveries come at this interval, or none after
+    the first.
     """
     began_s = last_s = 1.0
     while every_ms is not None and last_s + every_ms / 1000 <= batch_quantum.until_s(began_s, last_s):
@@ -167,8 +165,8 @@ def gathered_ms(batch_quantum: Quantum, *, every_ms: float | None) -> float:
 
 
 def test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_late() -> None:
-    """SIE_ADAPTIVE_MIN_QUANTUM_MS: it ends after so long without a delivery, and is no longer when the median is over
-    its target.
+    """SIE_ADAPTIVE_MIN_QUANTUM_MS: a gathering ends after this time without a delivery. It lasts no longer if the
+    median of the answers is over its target, or if there are no answers.
     """
     for environ, shortest_ms in (
         ({}, 2),
@@ -181,7 +179,7 @@ def test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_
 
 
 def test_gathering_lasts_up_to_the_longest_quantum_while_deliveries_keep_coming() -> None:
-    """SIE_ADAPTIVE_MAX_QUANTUM_MS: while answers are immediate; old answers say nothing."""
+    """SIE_ADAPTIVE_MAX_QUANTUM_MS: the bound is reached while answers are immediate. Old answers do not count."""
     assert gathered_ms(quantum(0), every_ms=0.5) == 15
     assert gathered_ms(quantum(0, SIE_ADAPTIVE_MAX_QUANTUM_MS="40"), every_ms=0.5) == 40
     assert gathered_ms(quantum(0, SIE_ADAPTIVE_MAX_QUANTUM_MS="2"), every_ms=0.5) == 2
@@ -189,7 +187,9 @@ def test_gathering_lasts_up_to_the_longest_quantum_while_deliveries_keep_coming(
 
 
 def test_gathering_is_the_longer_the_further_the_median_is_below_its_target() -> None:
-    """SIE_ADAPTIVE_TARGET_P50_MS: half way between the bounds at half the target, the shortest from the target on."""
+    """SIE_ADAPTIVE_TARGET_P50_MS: at half the target it is half way between the bounds, from the target on the
+    shortest.
+    """
     assert gathered_ms(quantum(25), every_ms=0.5) == 8.5
     assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="25"), every_ms=0.5) == 2
     assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="100"), every_ms=0.5) == 11.75
@@ -200,7 +200,7 @@ def test_gathering_is_the_longer_the_further_the_median_is_below_its_target() ->
 
 
 class BarrierTokenizer:
-    """Encodes nothing; each call waits until `count` of them run at once, and the most that ever did is kept."""
+    """A tokenizer whose calls wait until `count` of them run at once. `peak` is the most that ever ran at once."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count)
@@ -224,8 +224,8 @@ class BarrierTokenizer:
 async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers(
     variable: dict[str, str], workers: int
 ) -> None:
-    """SIE_PREPROCESSOR_WORKERS: a barrier inside the tokenizer opens only when so many threads are in it, and no more
-    ever are.
+    """SIE_PREPROCESSOR_WORKERS: a barrier inside the tokenizer opens only when this many threads are in it. There are
+    never more.
     """
     pool = TokenizerPool(settings_of(**variable).preprocessor_workers)
     tokenizer = BarrierTokenizer(workers)

@@ -1,4 +1,4 @@
-"""Effects of the settings of broker and config service: every process of the cluster in this event loop, before a real
+"""Effects of the settings of broker and config service: every process of the cluster in this event loop, with a real
 nats-server.
 """
 
@@ -42,7 +42,7 @@ def nats(tmp_path: Path) -> Iterator[NatsServer]:
 
 
 class Processes:
-    """`run` of each process, as its command calls it, until the end of a test."""
+    """Processes that run in tasks, as their commands run them, until the end of a test."""
 
     def __init__(self) -> None:
         self._stop = Stop()
@@ -53,7 +53,7 @@ class Processes:
         return self._tasks[-1]
 
     async def config(self, **environ: str) -> str:
-        """The URL of a config service that has its catalogue."""
+        """Start a config service. Return its URL when it has its catalogue."""
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         settings = settings_of(SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
         self.start(
@@ -66,7 +66,7 @@ class Processes:
         return url
 
     async def gateway(self, **environ: str) -> str:
-        """The URL of a gateway that is ready. Raises what it refused to start for."""
+        """Start a gateway. Return its URL when it is ready. Raises the error that ends its start."""
         port = free_port()
         settings = settings_of(SIE_GATEWAY_METRICS_PORT="0", SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
         task = self.start(sie_gateway.process.run(settings, self._stop, host="127.0.0.1", port=port))
@@ -136,7 +136,7 @@ async def encode(url: str, text: str = "x", timeout_s: float = 20) -> httpx.Resp
 
 
 async def stored(nats: NatsServer) -> dict[str, Any]:
-    """Configuration and state of the work stream, as the broker's monitor tells; empty without one."""
+    """Return configuration and state of the work stream from the broker's monitor; empty if there is no stream."""
     answer = await asked(nats.monitor_url, "/jsz?streams=true&config=true")
     streams = [stream for account in answer.get("account_details", []) for stream in account["stream_detail"]]
     return next(({**stream["config"], **stream["state"]} for stream in streams if stream["name"] == STREAM), {})
@@ -145,8 +145,8 @@ async def stored(nats: NatsServer) -> dict[str, Any]:
 async def test_all_traffic_goes_over_the_named_broker(
     nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service is encoded; another
-    broker is idle.
+    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service answers. Another
+    broker stays idle.
     """
     with NatsServer(tmp_path / "other") as idle_server:
         broker = {"SIE_NATS_URL": nats.url}
@@ -167,7 +167,7 @@ async def test_all_traffic_goes_over_the_named_broker(
 async def test_a_password_may_have_any_character_and_stands_in_no_url(
     adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_NATS_PASSWORD: all processes come to a broker that asks for it, and nobody with another one."""
+    """SIE_NATS_PASSWORD: all processes connect to a broker that asks for it. Another password is refused."""
     password = " p@ss/w:o%72d#?&\"\\'$(HOME) é "
     extra = f'authorization {{ user: "sie", password: {json.dumps(password, ensure_ascii=False)} }}'
     with NatsServer(tmp_path / "nats", extra=extra) as nats:
@@ -205,7 +205,7 @@ async def test_a_process_of_the_cluster_without_a_broker_refuses_to_start(proces
 async def test_without_a_config_service_the_packaged_catalogue_serves_and_nothing_waits(
     nats: NatsServer, models: str, processes: Processes
 ) -> None:
-    """SIE_CONFIG_SERVICE_URL: with it, what the config service has."""
+    """SIE_CONFIG_SERVICE_URL: with it the catalogue of the config service serves."""
     config = await processes.config(SIE_NATS_URL=nats.url, SIE_MODELS_DIR=models)
     packaged = set(read_folder(packaged_folder() / "models"))
     for url, expected in (("", packaged), (config, {*packaged, "toy/one"})):
@@ -221,7 +221,7 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
     """SIE_STREAM_STORAGE.
 
     1. a request is queued, no worker is up; 2. the broker is killed with -9 and started again; 3. a worker starts;
-    4. the request is answered from the file; of what was in memory the client hears QUEUE_UNAVAILABLE.
+    4. the request is answered from the file; a request that was in memory gets QUEUE_UNAVAILABLE.
     """
     broker = {"SIE_NATS_URL": nats.url}
     config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}

@@ -40,7 +40,7 @@ def put(folder: Path, *entries: ModelEntry) -> Path:
 
 
 def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIE_MODELS_DIR: ./models where it is not set, and a start without it when that is not there."""
+    """SIE_MODELS_DIR: the default is ./models, which need not exist."""
     monkeypatch.chdir(tmp_path)
     assert {name: source for name, (_, source) in wanted_models(settings_of()).items()} == dict.fromkeys(
         PACKAGED, "packaged"
@@ -57,7 +57,7 @@ def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, m
 
 
 def test_a_named_models_folder_that_cannot_be_read_ends_the_start() -> None:
-    """SIE_MODELS_DIR; test_models_bucket has the same of buckets."""
+    """SIE_MODELS_DIR: test_models_bucket has the same for buckets."""
     with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: "):
         wanted_models(settings_of(SIE_MODELS_DIR="/is/not/there"))
 
@@ -73,7 +73,7 @@ def test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_s
 
 
 def reads(token: str, **environ: str) -> bool | type[SIEError]:
-    """Whether the config service lets this token read the export."""
+    """Return True if the config service lets this token read the export, else the class of the error."""
     try:
         access.ConfigGate(settings_of(**environ)).check(
             "GET", TABLE.match("/v1/configs/export"), f"Bearer {token}" if token else ""
@@ -84,7 +84,7 @@ def reads(token: str, **environ: str) -> bool | type[SIEError]:
 
 
 def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else() -> None:
-    """SIE_CONFIG_READ_TOKEN: where neither is configured nobody reads, and the read token writes nothing."""
+    """SIE_CONFIG_READ_TOKEN: if neither token is configured, reads are refused. The read token allows no write."""
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "root", "SIE_AUTH_TOKEN": "user"}
     assert [reads(token, **tokens) for token in ("reader", "root", "user", "")] == [
         True,
@@ -101,7 +101,7 @@ def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_e
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/docs/", "/docs/oauth2-redirect", "/v1/configs/models"])
 async def test_the_pages_that_describe_the_service_need_what_its_other_pages_need(path: str) -> None:
-    """The scope read: the read token, or the admin token."""
+    """The pages need the scope `read`, which the read token has."""
     service = ConfigService(settings_of(SIE_CONFIG_READ_TOKEN="reader", SIE_ADMIN_TOKEN="root"))
     transport = httpx.ASGITransport(listened(create_app(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://config") as client:

@@ -1,4 +1,4 @@
-"""Effects of the gateway's settings: whole clusters in this event loop, and its own small objects on virtual clocks."""
+"""Effects of the gateway's settings: whole clusters in this event loop, and single objects on virtual clocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal_results(cluster: InProcess) -> None:
-    """SIE_CHUNK_COST: 40 texts of an estimated 26 tokens."""
+    """SIE_CHUNK_COST: 40 texts have an estimated 26 tokens each."""
     await cluster.sidecar(ready=False)
     texts = [f"{number:098d}" for number in range(40)]
     vectors = []
@@ -87,8 +87,8 @@ async def test_a_body_may_have_this_many_bytes_and_a_key_fewer(cluster: InProces
 
 
 async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(cluster: InProcess) -> None:
-    """SIE_BODY_MEMORY_BYTES: 1. a body of 2 MiB waits for a device; 2. one that becomes many values is refused before
-    they are made, and so is a large one; 3. a small one is let in; 4. when the first has its answer, the next is too.
+    """SIE_BODY_MEMORY_BYTES: 1. a body of 2 MiB waits for a device; 2. another large body is refused, and so is one
+    that decodes to many values; 3. a small body is admitted; 4. after the first answer a large body is admitted.
     """
     gateway = await cluster.gateway(SIE_BODY_MEMORY_BYTES=str(10 << 20))
     adapter = await cluster.adapter()
@@ -116,7 +116,7 @@ async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(
 async def test_a_body_must_come_at_the_least_rate(
     cluster: InProcess, path: str, rate: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_MIN_BODY_RATE, on routes of inference, uploads and all others: of a slower body the beginning is answered."""
+    """SIE_MIN_BODY_RATE: on all kinds of routes, a slower body is refused before it ends."""
     times = body_times(monkeypatch)
     gateway = await cluster.gateway(SIE_MIN_BODY_RATE=rate, SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
     host, port = gateway.url.removeprefix("http://").split(":")
@@ -140,8 +140,8 @@ async def test_a_body_must_come_at_the_least_rate(
 
 
 async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:
-    """SIE_MAX_CONCURRENT_REQUESTS: 20 at each of two gateways wait for the held device; the 21st to 23rd are shed, and
-    only they.
+    """SIE_MAX_CONCURRENT_REQUESTS: 20 requests at each of two gateways wait for the held device. Only the other three
+    of each are refused.
     """
     gateways = [await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="20") for _ in range(2)]
     adapter = await cluster.adapter()
@@ -164,12 +164,12 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
 
 
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
-    """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from
+    """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not. The work is removed from
     the queue.
     """
     gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="2")
     idle = Heartbeat("idle", "_default", "other", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
-    await cluster.send(topology.health_subject("idle"), messages.encode(idle))  # a worker that takes nothing
+    await cluster.send(topology.health_subject("idle"), messages.encode(idle))  # a worker that takes no work
     cases = [({}, "2"), ({"X_SIE_Timeout_Ms": "1500"}, "1.5"), ({"X_SIE_Timeout_Ms": "60000"}, "2")]
     answers = await asyncio.gather(*(gateway.encode("nobody answers", **headers) for headers, _ in cases))
     for (_, budget), answer in zip(cases, answers, strict=True):
@@ -196,8 +196,8 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
 async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gateways_share_them(
     cluster: InProcess, gateways: int, variable: dict[str, str], messages_each: int
 ) -> None:
-    """SIE_KEY_WINDOW_TOKENS: requests of 20 messages of 260 tokens, for a worker that takes nothing and knows no bound
-    of its own.
+    """SIE_KEY_WINDOW_TOKENS: each request has 20 messages of 260 tokens. The worker takes no work and has no bound of
+    its own.
     """
     idle = Heartbeat("idle", "_default", "_default", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
     auth = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b"}
@@ -208,7 +208,7 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
     await cluster.send(topology.health_subject("idle"), messages.encode(idle))
     for gateway in started:
         async with asyncio.timeout(30):
-            while await gateway.metric("sie_gateway_gateways") != gateways:  # until it has heard of the other
+            while await gateway.metric("sie_gateway_gateways") != gateways:  # until it knows the other gateway
                 pass
     requests = [
         asyncio.create_task(gateway.encode(*["x" * 98] * 200, Authorization=f"Bearer {key}", X_SIE_Priority=priority))
@@ -227,7 +227,7 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
 
 
 async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cluster: InProcess) -> None:
-    """SIE_LOAD_HOLD_S: 20 s unless it is set, and never longer than the budget."""
+    """SIE_LOAD_HOLD_S: the default is 20 s. No request is held for longer than its budget."""
     default, short = await cluster.gateway(), await cluster.gateway(SIE_LOAD_HOLD_S="0.2")
     assert default.settings.load_hold_s == 20.0
     for gateway, headers, min_s, max_s in ((short, {}, 0.2, 15), (default, {"X_SIE_Timeout_Ms": "300"}, 0.3, 15)):
@@ -242,7 +242,7 @@ async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cl
 
 
 async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Path) -> None:
-    """SIE_INLINE_PAYLOAD_BYTES: unset it is what the broker takes less 16 KiB; above that is a start error."""
+    """SIE_INLINE_PAYLOAD_BYTES: the default is the payload limit of the broker less 16 KiB. More ends the start."""
     async with InProcess(tmp_path, toy_entry(max_tokens=1 << 17), max_payload=1 << 16) as cluster:
         await cluster.sidecar(ready=False)
         default, small = await cluster.gateway(), await cluster.gateway(SIE_INLINE_PAYLOAD_BYTES="4096")
@@ -256,7 +256,7 @@ async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Pa
 
 
 async def test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted(tmp_path: Path) -> None:
-    """SIE_QUEUE_MAX_BYTES: the smallest, 1 MiB, holds five texts of 200 kB."""
+    """SIE_QUEUE_MAX_BYTES: the smallest value, 1 MiB, holds five texts of 200 kB."""
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_QUEUE_MAX_BYTES=str(1 << 20))
         accepted = [asyncio.create_task(gateway.encode("x" * 200_000)) for _ in range(5)]
@@ -307,7 +307,7 @@ async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(clu
 async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope(
     cluster: InProcess,
 ) -> None:
-    """SIE_GATEWAY_API_METRICS: in mode none for everybody, else with the scope metrics. A user's token has it not."""
+    """SIE_GATEWAY_API_METRICS: in auth mode none no token is needed, else one with the scope metrics."""
     tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "good", "SIE_ADMIN_TOKEN": "root"}
     gateway = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", **tokens)
     answers = [await gateway.client.get("/metrics", headers={"authorization": token}) for token in ("", "good", "root")]
@@ -326,7 +326,7 @@ async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_toke
 
 
 async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:
-    """On both ports, with the workers that a gateway may send work to; text for curl, whose Accept is a wildcard."""
+    """Both ports answer alike. The JSON counts the healthy workers. curl, whose Accept is a wildcard, gets text."""
     gateway = await cluster.gateway()
 
     async def told(accept: str) -> tuple[str, str]:
@@ -339,7 +339,7 @@ async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProce
 
     assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
     await cluster.sidecar()
-    assert (await gateway.encode("a text")).status_code == 200  # so it has heard of the worker
+    assert (await gateway.encode("a text")).status_code == 200  # after this the gateway knows the worker
     assert await told("text/html, application/json;q=0.9") == (
         "application/json",
         '{"status":"ready","healthy_workers":1}',
@@ -374,8 +374,8 @@ def lane(fleet: Fleet, machine_profile: str = "") -> str:
 
 
 async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker() -> None:
-    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, those of the workers
-    that there are.
+    """SIE_GATEWAY_CONFIGURED_GPUS: names have any case, and l4 means l4-spot too. Without the setting the profiles of
+    the workers may be asked for.
     """
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_GATEWAY_CONFIGURED_GPUS=" L4-spot , a100"))
     assert lane(fleet) == "l4-spot"
@@ -412,7 +412,7 @@ async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(clus
 async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
     variable: dict[str, str], timeout_s: float
 ) -> None:
-    """SIE_HEARTBEAT_TIMEOUT_MS: one missed message changes nothing."""
+    """SIE_HEARTBEAT_TIMEOUT_MS: one missed heartbeat changes nothing."""
     now_s = 100.0
     settings = settings_of(**variable)
     fleet = Fleet(MemoryServer().connect("gateway"), settings, lambda: now_s)
@@ -438,7 +438,7 @@ async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
 async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(
     variable: dict[str, str], ack_wait_s: int
 ) -> None:
-    """SIE_ACK_WAIT_S: at the consumer that the gateway makes, and in the fence of the holder, on one virtual clock."""
+    """SIE_ACK_WAIT_S: the holder gives up its lease before the broker delivers the work again."""
     now_s = 1000.0
     settings = settings_of(**variable)
     server = MemoryServer(clock=lambda: now_s)
@@ -483,8 +483,8 @@ async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess)
 async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(
     cluster: InProcess,
 ) -> None:
-    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS: what stands at the broker otherwise is a refusal that names the
-    variable.
+    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS: if the stream at the broker differs, the start is refused with the
+    name of the variable.
     """
     await cluster.gateway(SIE_STREAM_STORAGE="memory", SIE_STREAM_REPLICAS="3")
     spec = cluster.server.streams[STREAM].spec
@@ -495,7 +495,7 @@ async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_chang
         await cluster.gateway(SIE_STREAM_STORAGE="memory")
 
 
-# who may
+# authorisation
 
 
 def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encode/m") -> bool | type[SIEError]:
@@ -503,7 +503,7 @@ def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encod
         gate.check(method, path, f"Bearer {token}" if token else "")
     except SIEError as error:
         return type(error)
-    except HTTPException as error:  # let in, to be told that a gateway does not do this
+    except HTTPException as error:  # authorised, but a gateway does not serve this
         return error.status_code == 405
     return True
 
@@ -546,7 +546,7 @@ def test_the_auth_token_passes_user_routes_and_no_admin_route() -> None:
 
 
 def test_every_one_of_the_auth_tokens_passes_until_it_is_dropped() -> None:
-    """SIE_AUTH_TOKENS: spaces and empty entries mean nothing."""
+    """SIE_AUTH_TOKENS: spaces and empty entries are ignored."""
     both = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=" a , ,b,"))
     assert [allowed(both, token) for token in ("a", "b", "c", "")] == [True, True, Unauthenticated, Unauthenticated]
     rotated = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="b"))
@@ -554,7 +554,7 @@ def test_every_one_of_the_auth_tokens_passes_until_it_is_dropped() -> None:
 
 
 def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed() -> None:
-    """SIE_ADMIN_TOKEN: in mode none too; unset fails closed."""
+    """SIE_ADMIN_TOKEN: this holds in auth mode none too."""
     write = ("POST", "/v1/configs/models")
     for mode in ({}, {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user"}):
         gate = Gate(settings_of(SIE_ADMIN_TOKEN="root", **mode))
@@ -582,8 +582,8 @@ async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: I
 
 
 async def test_the_default_models_answer_what_names_none(cluster: InProcess) -> None:
-    """SIE_DEFAULT_MODELS: one of two that could; a name in the request outweighs it; without either
-    nothing is guessed.
+    """SIE_DEFAULT_MODELS: the setting chooses one of two models. A name in the request wins over it. Without both the
+    request is refused.
     """
     cluster.source.put(toy_entry("toy/two"))
     plain, configured = await cluster.gateway(), await cluster.gateway(SIE_DEFAULT_MODELS="embed=toy/two")
@@ -602,7 +602,7 @@ async def test_the_default_models_answer_what_names_none(cluster: InProcess) -> 
 
 
 async def test_deltas_are_taken_from_trusted_producers_alone(cluster: InProcess) -> None:
-    """SIE_NATS_CONFIG_TRUSTED_PRODUCERS: an unlisted one is counted and ignored, a listed one is applied."""
+    """SIE_NATS_CONFIG_TRUSTED_PRODUCERS: deltas of others are counted and ignored."""
     plain = await cluster.gateway()
     trusting = await cluster.gateway(SIE_NATS_CONFIG_TRUSTED_PRODUCERS="sie-config, release-two")
     entry = {"id": "toy/two", "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": 8}, "max_tokens": 8}

@@ -1,4 +1,4 @@
-"""SIE_LOG_JSON: what every process writes, and what it never does."""
+"""SIE_LOG_JSON: the log lines of every process, which never quote an input or a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEYS = {
 }
 PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) sie(\.\w+)+: .+|warning: .+")
 
-# everything but the workers' engine in one process, and that engine
+# standalone runs everything but the adapter in one process
 PROCESSES = {
     "standalone": [
         "--port",
@@ -54,7 +54,7 @@ LAST = {"standalone": "gateway listening", "adapter": "adapter ready"}
 
 
 def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
-    """All lines of a process, from its start through a SIGTERM when it is up."""
+    """Return all lines of a process that gets a SIGTERM when it is up."""
     arguments = [argument.format(folder=folder) for argument in PROCESSES[process]]
     (folder / "run").mkdir(parents=True)
     environ = {"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ}
@@ -73,7 +73,7 @@ def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
 
 
 async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> None:
-    """SIE_LOG_JSON: on, every line is one object with the documented keys; off, none is."""
+    """SIE_LOG_JSON: with it, every line is one JSON object with the documented keys. Without it, no line is."""
     plain, *json = await asyncio.gather(
         asyncio.to_thread(lines_of, "standalone", tmp_path / "plain"),
         *(asyncio.to_thread(lines_of, name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES),
@@ -89,7 +89,7 @@ async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> N
 
 
 async def test_what_python_itself_writes_is_a_line_too_and_quotes_nobody() -> None:
-    """SIE_LOG_JSON: warnings, exceptions that nobody catches, and names that are no text."""
+    """SIE_LOG_JSON: warnings, uncaught exceptions and names with lone surrogates are lines too."""
     code = f"""
 import logging, threading, warnings
 from sie_runtime.process import own_stderr
@@ -127,7 +127,7 @@ def json_logs() -> Iterator[None]:
 async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIE_LOG_JSON: successes and failures; the canary is in inputs, ids, metadata, tokens and bad bodies."""
+    """SIE_LOG_JSON: successes and failures are logged. The canary is in inputs, ids, metadata, tokens and bad bodies."""
     with json_logs():
         async with InProcess(tmp_path) as cluster:
             gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=f"{CANARY}-token")

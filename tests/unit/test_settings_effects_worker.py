@@ -1,5 +1,5 @@
-"""Effects of the worker's settings: the real sidecar before a fake adapter on a real socket, with a gateway where one
-is needed.
+"""Effects of the worker's settings: the real sidecar with a fake adapter on a real socket, and with a gateway where
+a test needs it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> float:
-    """The most batches that a held adapter is sent while the sidecar has more in hand. The gauge of batches says the
-    same.
+    """Return the most batches that a held adapter gets while the sidecar has more work. The gauge of batches must show
+    the same number.
     """
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
@@ -50,7 +50,7 @@ async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> 
 
     async with asyncio.timeout(30):
         while await sidecar.metric("sie_queue_depth") <= expected:
-            pass  # the scrape awaits
+            pass  # the scrape yields to the event loop
     gauge = await sidecar.metric("sie_batches_in_progress")
     adapter.let_go()
     assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
@@ -87,9 +87,7 @@ async def test_never_more_batches_are_in_progress_than_allowed(
 async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
     tmp_path: Path, variable: dict[str, str], most: int
 ) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES: of all models together. A device of fewer lanes takes fewer, by
-    SIE_RUST_PIPELINE_DEPTH.
-    """
+    """SIE_MAX_CONCURRENT_BATCHES: the bound holds for the batches of all models together."""
     entries = [toy_entry(f"toy/model-{number}") for number in range(8)]
     async with InProcess(tmp_path, *entries) as cluster:
         gateway = await cluster.gateway()
@@ -100,7 +98,7 @@ async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
         await adapter.until(lambda adapter: adapter.running >= most, f"{most} batches at the adapter")
         async with asyncio.timeout(30):
             while await sidecar.metric("sie_queue_depth") < len(entries):
-                pass  # the scrape awaits
+                pass  # the scrape yields to the event loop
         assert await sidecar.metric("sie_batches_in_progress") == adapter.peak_running == most
         assert adapter.connections == 1 + most, "SIE_IPC_POOL_SIZE follows it, one more carries control"
         adapter.let_go()
@@ -123,8 +121,8 @@ async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
 async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote_how_many(
     tmp_path: Path, lanes: int, environ: dict[str, str], most: int, connections: int
 ) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES of the machine profile cpu, as in `sie serve` and in the chart; connections follow
-    what can run.
+    """SIE_MAX_CONCURRENT_BATCHES: `sie serve` and the chart set the machine profile cpu. The number of connections
+    follows the number of batches that can run.
     """
     entries = [toy_entry(f"toy/model-{number}") for number in range(most + 2)]
     async with InProcess(tmp_path, *entries) as cluster:
@@ -137,7 +135,7 @@ async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote
         await adapter.until(lambda adapter: adapter.running >= most, f"{most} batches at the adapter")
         async with asyncio.timeout(30):
             while await sidecar.metric("sie_queue_depth") < len(entries):
-                pass  # the scrape awaits
+                pass  # the scrape yields to the event loop
         assert adapter.peak_running == most
         adapter.let_go()
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
@@ -167,7 +165,7 @@ async def test_the_pool_has_so_many_connections_and_one_for_control(
 async def test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_nobody_is_there(
     cluster: InProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_IPC_SOCKET_PATH. Whoever reaches the port of the probes is told of no path."""
+    """SIE_IPC_SOCKET_PATH: the probes do not show the path."""
     monkeypatch.setattr("sie_runtime.process.QUIET_S", 0.0)
     caplog.set_level(logging.INFO, "sie")
     gateway = await cluster.gateway()
@@ -184,20 +182,20 @@ async def test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_
 
 
 async def test_the_adapter_is_pinged_at_the_interval(cluster: InProcess) -> None:
-    """SIE_WORKER_PING_INTERVAL_MS: ten pings at 100 ms are one, or at most two, at 1000 ms."""
+    """SIE_WORKER_PING_INTERVAL_MS: in the time of ten pings at 100 ms there are one or two at 1000 ms."""
     await cluster.gateway()
     often, seldom = await cluster.adapter("often.sock"), await cluster.adapter("seldom.sock")
     await cluster.sidecar(often, SIE_WORKER_PING_INTERVAL_MS="100")
     await cluster.sidecar(seldom, SIE_WORKER_PING_INTERVAL_MS="1000")
     start, seldom_start, start_s = len(often.pings), len(seldom.pings), asyncio.get_running_loop().time()
     await often.until(lambda adapter: len(adapter.pings) >= start + 10, "ten pings")
-    seconds = asyncio.get_running_loop().time() - start_s  # one, unless the machine stood still
+    seconds = asyncio.get_running_loop().time() - start_s  # 1 s, or more on a slow machine
     assert len(seldom.pings) - seldom_start <= seconds + 1
     assert min(later - earlier for earlier, later in zip(often.pings, often.pings[1:], strict=False)) >= 0.09
 
 
 async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals(cluster: InProcess) -> None:
-    """SIE_WORKER_READYZ_STALE_MULT: after three intervals, by default, and later where more are allowed."""
+    """SIE_WORKER_READYZ_STALE_MULT: the default is three intervals. A larger value makes it later."""
     await cluster.gateway()
     soon, late = await cluster.adapter("soon.sock"), await cluster.adapter("late.sock")
     quick = await cluster.sidecar(soon, SIE_WORKER_PING_INTERVAL_MS="100")
@@ -243,7 +241,7 @@ async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess, tmp_pat
     await cluster.sidecar(SIE_GPU_COUNT="0")
     cluster.adapters.append(on_cpu := FakeAdapter(tmp_path / "cpu.sock", device="cpu"))
     await on_cpu.start()
-    alone = await cluster.sidecar(on_cpu)  # there is no GPU to count, whatever was said
+    alone = await cluster.sidecar(on_cpu)  # the device is a CPU, so the default of one GPU does not count
     health = (await gateway.client.get("/health")).json()
     assert [worker["gpu_count"] for worker in health["workers"]] == [1, 2, 0, 0]
     assert health["cluster"]["gpu_count"] == 3
@@ -262,7 +260,9 @@ async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess, tmp_pat
 async def test_the_machine_profile_is_what_requests_are_routed_by(
     cluster: InProcess, environ: dict[str, str], profile: str
 ) -> None:
-    """SIE_MACHINE_PROFILE: else SIE_GPU_TYPE, else the pool; another kind of node beside it never gets its work."""
+    """SIE_MACHINE_PROFILE: the default is SIE_GPU_TYPE, else the pool. A worker of another profile gets none of the
+    work.
+    """
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
     named, idle_adapter = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
     sidecar = await cluster.sidecar(named, **environ)
@@ -278,7 +278,7 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(
 
 
 async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InProcess) -> None:
-    """SIE_GPU_TYPE: and the gateway, given the same, queues for it before any worker is up."""
+    """SIE_GPU_TYPE: a gateway with the same setting queues work for this type before any worker is up."""
     gateway = await cluster.gateway(SIE_GPU_TYPE="l4")
     early = asyncio.create_task(gateway.encode("before any worker"))
     await until(lambda: cluster.server.streams["WORK__default"].messages, "the message in the stream")
@@ -296,7 +296,7 @@ async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InPr
 
 
 async def test_without_a_gpu_type_the_detected_one_routes(cluster: InProcess) -> None:
-    """SIE_GPU_TYPE: unset, requests may name what was detected; what nobody is is refused with what there is."""
+    """SIE_GPU_TYPE: requests may name the detected type. The refusal of another type lists the types that there are."""
     gateway = await cluster.gateway()
     adapter = await cluster.adapter(gpu="NVIDIA H100 80GB HBM3")
     await cluster.sidecar(adapter)
@@ -333,8 +333,8 @@ async def test_work_of_a_pool_is_taken_by_workers_of_that_pool_only(cluster: InP
 async def test_a_model_is_served_by_workers_of_its_bundle_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_BUNDLE: and a delta for one bundle does not reach workers of another. A worker of a bundle that is none says
-    so.
+    """SIE_BUNDLE: a delta for one bundle does not reach workers of another. A worker whose bundle does not exist logs
+    that.
     """
     async with InProcess(
         tmp_path, ONE, toy_entry("toy/vision", bundle="vision"), toy_entry("toy/any", bundle="")
@@ -355,7 +355,7 @@ async def test_a_model_is_served_by_workers_of_its_bundle_only(
         await cluster.send(topology.config_subject("vision"), messages.encode(delta))
         assert await sidecars["vision"].metric("sie_config_deltas_total", result="applied") == 1
         assert await sidecars["default"].metric("sie_config_deltas_total", result="applied") == 0
-        for model, bundle in (("toy/any", "default"), ("vision:/toy/any", "vision")):  # of any family, so both can
+        for model, bundle in (("toy/any", "default"), ("vision:/toy/any", "vision")):  # no bundle, so both can
             answer = await gateway.encode("x", model=model)
             assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
         await cluster.sidecar(await cluster.adapter("other.sock"), SIE_BUNDLE="nowhere")
@@ -393,14 +393,14 @@ async def test_metrics_and_probes_of_the_sidecar_answer_on_its_port(cluster: InP
 
 
 async def test_heartbeats_come_at_the_interval(cluster: InProcess) -> None:
-    """SIE_HEALTH_PUBLISH_INTERVAL_MS: ten at 100 ms are one, or at most two, at 1000 ms."""
+    """SIE_HEALTH_PUBLISH_INTERVAL_MS: in the time of ten heartbeats at 100 ms there are one or two at 1000 ms."""
     await cluster.gateway()
     await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
     await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="1000")
     cluster.beats.clear()
     start_s = asyncio.get_running_loop().time()
     await until(lambda: sum(beat.worker == "w0" for beat in cluster.beats) >= 10, "ten heartbeats")
-    seconds = asyncio.get_running_loop().time() - start_s  # one, unless the machine stood still
+    seconds = asyncio.get_running_loop().time() - start_s  # 1 s, or more on a slow machine
     assert sum(beat.worker == "w1" for beat in cluster.beats) <= seconds + 1
 
 
@@ -416,8 +416,8 @@ async def test_a_heartbeat_follows_a_reconnect_at_once(cluster: InProcess) -> No
 async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export(
     cluster: InProcess,
 ) -> None:
-    """SIE_WORKER_CONFIG_POLL_INTERVAL_MS, SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS: without deltas, each worker with a
-    source of its own.
+    """SIE_WORKER_CONFIG_POLL_INTERVAL_MS, SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS: there are no deltas. Each worker
+    has a source of its own.
 
     1. four workers know toy/one; 2. toy/two appears, with a new epoch at `polled` and `slow`, without one at `full` and
       `never`;
@@ -455,7 +455,7 @@ async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at
 
 
 async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: InProcess) -> None:
-    """SIE_PRELOAD_MODELS: and the first request finds its model there."""
+    """SIE_PRELOAD_MODELS: the first request finds its model loaded."""
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     adapter.hold_loads = True
@@ -476,7 +476,7 @@ async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: I
 async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_and_does_not_hold_the_rest_for_ever(
     cluster: InProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_PRELOAD_MODELS: no room for one model is no reason to serve none; an unknown name ends the start."""
+    """SIE_PRELOAD_MODELS: a worker that cannot load one model serves the others. An unknown name ends the start."""
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
@@ -509,7 +509,7 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
 
 
 async def test_an_idle_model_is_unloaded_and_without_the_setting_it_stays(cluster: InProcess) -> None:
-    """SIE_IDLE_EVICT_S: the smallest, a second."""
+    """SIE_IDLE_EVICT_S: 1 s is the smallest value."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="evicts,keeps")
     evicting, keeping = await cluster.adapter("evicts.sock"), await cluster.adapter("keeps.sock")
     await cluster.sidecar(evicting, SIE_MACHINE_PROFILE="evicts", SIE_IDLE_EVICT_S="1")
@@ -540,7 +540,7 @@ class LoadsAtOnce:
 
 
 async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is_held_for_it() -> None:
-    """SIE_IDLE_EVICT_S: 300 on a virtual clock; a request every 299 s keeps it."""
+    """SIE_IDLE_EVICT_S: 300 s on a virtual clock. A request every 299 s keeps the model."""
     now_s = 0.0
     idle_s = settings_of(SIE_IDLE_EVICT_S="300").idle_evict_s
     assert idle_s is not None

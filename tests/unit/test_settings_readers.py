@@ -1,8 +1,7 @@
 """One place reads the environment, every setting has a reader where its row says, and every setting has a test of its
 effect.
 
-EFFECTS is the list of these tests: a setting that starts to be read gets its line here, with the test that shows what
-it does.
+EFFECTS is the list of these tests: a new setting gets a line there with the test of its effect.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sie_contracts import settings
 from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
 CACHED = "tests/unit/test_cached.py"
 JOBS = "tests/unit/test_jobs.py"
@@ -212,7 +211,7 @@ EFFECTS = {
 # (setting, component): its value is only checked there, against that of another setting, when the process starts
 CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 
-# What may touch the environment, by file, and why.
+# files that may read or write the environment or the home folder, each with its reason
 READS_ENVIRON = {
     "adapter/sie_adapter/engine/device.py": "CUDA_VISIBLE_DEVICES: hides the GPUs of other adapters from all libraries",
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
@@ -276,7 +275,7 @@ def all_trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def names_used(tree: ast.AST) -> set[str]:
-    """Names and attributes that are mentioned, imported ones included."""
+    """Return the attributes and the imported names in a tree."""
     used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -310,7 +309,7 @@ def writes_environ(node: ast.AST) -> bool:
 
 
 def _is_os(node: ast.AST, names: set[str]) -> bool:
-    """`os.<name>`, or the import of it by name."""
+    """Return True for `os.<name>`, and for an import of such a name from os."""
     if isinstance(node, ast.ImportFrom):
         return node.module == "os" and any(alias.name in names for alias in node.names)
     return (
@@ -323,7 +322,7 @@ def _is_os(node: ast.AST, names: set[str]) -> bool:
 
 @functools.cache
 def fields_by_attribute() -> dict[str, frozenset[str]]:
-    """The fields behind each attribute of Settings: a field itself, and what a property is made of."""
+    """Return the fields behind each attribute of Settings: a field itself, or the fields that a property reads."""
     fields_by_name = {row.field: frozenset({row.field}) for row in ROWS}
     tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
@@ -341,7 +340,7 @@ def fields_by_attribute() -> dict[str, frozenset[str]]:
 
 
 def fields_read(tree: ast.AST) -> set[str]:
-    """Fields read as attributes of something named settings."""
+    """Return the fields that are read as attributes of a name `settings` or `_settings`."""
     field_sets = fields_by_attribute()
     read: set[str] = set()
     for node in ast.walk(tree):
@@ -360,8 +359,8 @@ def fields_read(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def readers() -> dict[str, frozenset[str]]:
-    """Field -> components that read it: in their package, in a module of the store that they import, or in the command
-    that starts their process.
+    """Return the components that read each field: in their package, in a module of the store that they import, or in
+    the command that starts their process.
     """
     field_components: dict[str, set[str]] = defaultdict(set)
     commands = {
