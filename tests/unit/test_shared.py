@@ -1,4 +1,4 @@
-"""Work that is shared by those who want it at once, and the pause of a task that may be woken."""
+"""Work that concurrent callers share, and the pause of a task that may be woken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie_runtime.process import Stop
 
 
 class Work:
-    """Ends when it is let, in an error if one is set."""
+    """Work that ends when `let` is set, in `error` if there is one."""
 
     def __init__(self) -> None:
         self.starts = 0
@@ -48,7 +48,7 @@ async def test_an_error_reaches_all_who_wait_and_troubles_nobody_where_none_does
     await asyncio.sleep(0)
     work.let.set()
     assert [type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)] == [ValueError] * 3
-    unawaited = shared.begin("a", work)  # pytest fails where its error is never read
+    unawaited = shared.begin("a", work)  # pytest fails if the exception of a task is never read
     await asyncio.wait({unawaited})
     assert "a" not in shared
 

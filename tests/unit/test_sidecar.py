@@ -1,4 +1,4 @@
-"""The sidecar's small parts."""
+"""Small parts of the sidecar: leases, the order of arrival, remembered failures of loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Delivered:
 
 
 def test_work_of_a_new_stream_is_never_taken_for_work_in_hand() -> None:
-    """Sequences begin anew when a stream was lost: the same number with other data is other work."""
+    """After a stream is lost its sequences start again. The same number with other data is other work."""
     leases = Leases(10.0, lambda: True, lambda: 0.0)
     lease = leases.hold(Delivered(5, b"old"))  # type: ignore[arg-type]
     assert leases.adopt(Delivered(5, b"new")) is None  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def test_work_of_a_new_stream_is_never_taken_for_work_in_hand() -> None:
 
 
 async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
-    """A connection that is dead takes what is written to it, for as long as nobody has noticed."""
+    """A dead connection accepts writes until it is noticed. A renewal counts once the broker has echoed."""
     now_s, hears = 0.0, True
 
     async def heard(timeout_s: float) -> None:
@@ -85,7 +85,7 @@ class _Refusing:
 
 
 async def test_a_remembered_failure_is_told_anew_each_time() -> None:
-    """One load; and no exception that collects the frames of all who met it."""
+    """There is one load. The traceback of the exception does not grow with each caller."""
     link = _Refusing()
     hosting = Hosting(link, lambda: 0.0, lambda: None)  # type: ignore[arg-type]
     entry = ModelEntry(

@@ -123,8 +123,8 @@ async def opened_alive(url: str, patience: RetryPolicy) -> None:
 async def refused(
     answer: bytes, again: bytes, url: str, use: Callable[[str, RetryPolicy], Awaitable[None]] = prepared
 ) -> tuple[StoreError, int]:
-    """Return the error of a sink for a server that answers with this, and then with `again` until the connection
-    closes; and the number of bytes that were read from it.
+    """Return the error of a sink whose server sends `answer`, and then `again` until the connection closes. Return
+    the number of bytes of `again`, too.
     """
     sent = 0
 

@@ -115,7 +115,7 @@ def test_an_input_with_a_sound_is_a_row_without_ids_that_costs_its_chunks(tokeni
 
 
 def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenizer: ModelTokenizer) -> None:
-    """A sound that is read whole costs as much as there is of it."""
+    """The cost of a sound that is read whole grows with its length."""
     whole = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0, filling="pad", levels="relative", whole=True)
     values = np.zeros((1, 90, 8), np.float32).tobytes()
     long = SoundFeatures(1, 1, 90, 8, 1.8, hashlib.sha256(values).digest(), values)

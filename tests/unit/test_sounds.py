@@ -75,7 +75,7 @@ def test_channels_become_their_mean_and_another_rate_the_models() -> None:
     ],
 )
 def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every bit, but for the shrunk view of a long sound. What the library takes at random is the middle here."""
+    """All bits are equal, except for the shrunk view of a long sound. The library's random choice is always the middle."""
     from transformers import ClapFeatureExtractor
 
     library = ClapFeatureExtractor(max_length_s=1, truncation="fusion" if recipe.fused else "rand_trunc")
@@ -92,8 +92,8 @@ def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypa
 
 @pytest.mark.parametrize("seconds", [0.01, 0.7, 2.0, 2.005, 5.3])
 def test_all_of_a_sound_becomes_the_features_of_whisper(seconds: float) -> None:
-    """In every bit those of the library without torch. With torch, which has fewer digits, it gives the same within
-    1e-4.
+    """All bits are those of the library without torch. With torch, which is less exact, the library gives the same
+    within 1e-4.
     """
     from transformers import WhisperFeatureExtractor
 
@@ -169,7 +169,7 @@ def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: p
 
 
 def test_a_wav_file_that_was_cut_or_streamed_is_read_as_far_as_it_goes() -> None:
-    """Its header says 4 GB, or more than there is."""
+    """The header says 4 GB, or more bytes than the file has."""
     size = GOOD.index(b"data") + 4
     streamed = replaced(replaced(GOOD, 4, b"\xff" * 4), size, b"\xff" * 4)
     assert np.array_equal(decoded(streamed), decoded(GOOD))
@@ -238,7 +238,7 @@ def test_the_limits_are_those_of_the_header() -> None:
             recipes.check(header)
 
 
-HOURS = 2.5  # seconds of `long`, whose parts have one
+HOURS = 2.5  # seconds of `long`, whose parts have 1 s
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
     assert (await gateway.encode("x")).status_code == 200
     async with looking(gateway, "/ws/cluster-status") as socket:
         await until(lambda: _is_idle(cluster), "the model in a heartbeat, without work")
-        for _ in range(2):  # the present one, and one that was made before
+        for _ in range(2):  # these two frames may be older than the heartbeat
             await frame(socket)
         cluster_frame, health = await frame(socket), (await gateway.client.get("/health")).json()
     assert set(cluster_frame) == {
@@ -126,7 +126,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
 
 
 async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InProcess) -> None:
-    """The broker tells of it. What it has not told is null, not zero."""
+    """The figures come from the broker. Until then they are null, not zero."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
     async with looking(gateway, "/ws/cluster-status") as socket:
         assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {
@@ -185,7 +185,7 @@ async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess
 
 
 async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(cluster: InProcess) -> None:
-    """401 and 403 are plain HTTP responses in the envelope, and so is an unknown path."""
+    """A 401, a 403 and the 404 of an unknown path are plain HTTP responses with the usual error body."""
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
     for path in ("/ws/cluster-status", "/ws/status", "/ws/nothing"):
         status, body, kind = await refusal(gateway, path)
@@ -226,7 +226,7 @@ async def test_there_are_so_many_websockets_and_not_one_more(
 
 
 def seated(held: contextlib.ExitStack, seats: Seats, address: str, key: str = "") -> bool:
-    """Whether a websocket of this client finds room. It stays."""
+    """Return True if a websocket of this client gets a seat. `held` keeps the seat."""
     try:
         held.enter_context(seats.seat({"client": (address, 1234)}, key))
     except ResourceExhausted:
@@ -235,8 +235,8 @@ def seated(held: contextlib.ExitStack, seats: Seats, address: str, key: str = ""
 
 
 def test_one_client_cannot_take_all_websockets() -> None:
-    """By its address, by its key from many addresses; others have room until all is taken, and who
-    leaves makes room.
+    """A client is limited by its address and by its key. Others get seats until all are taken. A websocket that ends
+    frees its seat.
     """
     seats = Seats(16, "gateway")
     with contextlib.ExitStack() as held:
@@ -294,7 +294,7 @@ async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None
 
 
 async def test_the_workers_frame_has_the_last_batches_where_the_adapter_keeps_them(cluster: InProcess) -> None:
-    """They appear within a second of being told, also through the gateway that shows the worker's frames."""
+    """The frame comes through the gateway of the worker. It has the batches once the adapter has described them."""
     port = str(free_port())
     gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
     adapter = await cluster.adapter()
@@ -373,7 +373,7 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
         "memory_threshold_pct",
     }
     assert (device["device"], device["gpu_type"], device["memory_total_bytes"]) == ("fake", "l4", 1 << 30)
-    first, second = worker_frame["models"]  # by falling memory
+    first, second = worker_frame["models"]  # sorted by memory, the largest first
     assert (first["name"], first["state"], first["device"], first["memory_bytes"]) == (
         "toy/one",
         "loaded",
@@ -436,7 +436,7 @@ async def test_frames_follow_the_work_that_is_held(cluster: InProcess) -> None:
 
 
 async def test_a_worker_is_looked_at_with_the_read_token_alone_where_there_is_one(cluster: InProcess) -> None:
-    """SIE_CONFIG_READ_TOKEN: refused before the handshake; the probes and metrics beside it stay open."""
+    """SIE_CONFIG_READ_TOKEN: others are refused before the handshake. The metrics stay open."""
     await cluster.gateway()
     sidecar = await cluster.sidecar(SIE_CONFIG_READ_TOKEN=TOKEN)
     for headers in ({}, {"Authorization": "Bearer bad"}):
@@ -451,7 +451,7 @@ async def test_a_worker_is_looked_at_with_the_read_token_alone_where_there_is_on
 
 
 async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProcess) -> None:
-    """Contract 18: `last_error` with class, attempts and permanence; the summary of the model says failed."""
+    """`last_error` has the class, the attempts and the permanence. The summary of the model says failed."""
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     adapter.refusals["toy/one"] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
@@ -478,9 +478,7 @@ async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProce
 
 
 async def test_the_gateway_shows_its_own_workers_by_number(cluster: InProcess) -> None:
-    """SIE_GATEWAY_WORKERS, SIE_CONFIG_READ_TOKEN: the gateway shows the token that it holds, its clients need the scope
-    read.
-    """
+    """SIE_GATEWAY_WORKERS, SIE_CONFIG_READ_TOKEN: the gateway authenticates to its workers with its own token."""
     ports = [free_port(), free_port()]
     own = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=own, SIE_CONFIG_READ_TOKEN=TOKEN)
@@ -519,8 +517,8 @@ async def test_a_worker_that_is_away_is_told_of_and_ends_what_is_shown_of_it(
 async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_GATEWAY_HEALTH_MODE, SIE_GATEWAY_WORKERS: both URLs are in the view, one of nobody as unhealthy; a worker
-    that only sends heartbeats is not, and serves all the same.
+    """SIE_GATEWAY_HEALTH_MODE, SIE_GATEWAY_WORKERS: in mode ws both URLs are in the view, the one without a worker as
+    unhealthy. A worker that only sends heartbeats is not in the view, and serves all the same.
     """
     monkeypatch.setattr(workers, "RETRY_S", 0.05)
     ports = [free_port(), free_port()]
@@ -631,7 +629,7 @@ def test_the_reason_of_a_failed_load_is_that_of_workers_that_are_healthy_or_star
 
 
 async def test_the_rate_of_requests_is_that_of_all_gateways(cluster: InProcess) -> None:
-    """10 and 4 answers a second, told by each gateway to all."""
+    """One gateway answers 10 requests a second, the other 4. Each sends its rate to all."""
     now_s = 0.0
     sent: list[GatewayBeat] = []
     peers = [Peers(cluster.server.connect(f"g{number}"), dict, lambda: now_s) for number in range(2)]
@@ -671,7 +669,7 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
 async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same at every gateway, whoever wrote them."""
+    """Letters that other processes write count, too."""
     monkeypatch.setattr(statuses, "DEAD_EVERY_S", 0.02)
     gateway = await cluster.gateway()
     assert await gateway.metric("sie_gateway_dlq_events_total") == 0

@@ -1,4 +1,4 @@
-"""Object stores: how often they are asked, for how long, and what their refusals become."""
+"""Object stores: retries, time limits, and the errors for their refusals."""
 
 from __future__ import annotations
 

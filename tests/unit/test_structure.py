@@ -8,7 +8,7 @@ import measure
 import pytest
 import request_path
 
-pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
 # Figures of today: they may only fall.
 MOST_REUSED_CLASSES = 13

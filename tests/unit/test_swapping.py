@@ -1,4 +1,4 @@
-"""Two models, memory for one: neither waits for ever, and nothing that was pulled is dropped."""
+"""Models that do not fit into memory together: none waits for ever, and no pulled work is dropped."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class OneModel:
         return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()})
 
     async def request(self, question: ipc.Request) -> ipc.Reply:
-        """Describe, the only question that a load asks."""
+        """Answer Describe, the only request of a load."""
         models = (ipc.LoadedModel(self.loaded, "local", "f", "float32", "toy"),) if self.loaded else ()
         return ipc.Description(ipc.PROTOCOL, 1, "cpu", "0", models=models)
 
 
 class Worker:
-    """Worker that uses a hosting as the sidecar does: work is taken in, made ready, run on the loaded model, and let
-    go.
+    """Worker that uses a hosting like the sidecar: it takes in work, has it made ready, runs it on the loaded model,
+    and lets it go.
     """
 
     def __init__(self, swap_after_s: float, *, load_s: float = 0.0) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self.a, self.b = self.all[:2]
 
     async def run(self, hosted: ModelState, running_s: float = 0.002, items: int = 1) -> str:
-        """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
+        """Run work items that came together. Return the model that was loaded from their start to their end."""
         self.hosting.add_items(hosted, items)
         try:
             await self.hosting.ensure(hosted, lambda: items)
@@ -129,8 +129,8 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
 def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_has_its_turn(
     load_s: float, models: int, swap_after_s: float
 ) -> None:
-    """Under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and
-    turns and a load.
+    """All models have work all the time, under virtual time. No work item waits longer than a round of loads and turns
+    and one more load.
     """
     turn_s = max(min(load_s, MAX_TURN_S), swap_after_s)
     round_s = models * (load_s + turn_s)
@@ -184,9 +184,7 @@ async def test_a_model_that_is_too_large_for_an_empty_device_is_refused() -> Non
 
 
 async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() -> None:
-    """Neither is refused because of the other, whichever the adapter had begun first; and none is asked for again and
-    again.
-    """
+    """Neither load is refused because of the other one. Both need few attempts."""
     worker = Worker(0.02)
     models: list[str] = []
     inside = 0
@@ -197,7 +195,7 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
         models.append(question.model)
         inside += 1
         try:
-            await asyncio.sleep(0)  # both are asked for, and both run out of memory
+            await asyncio.sleep(0)  # both loads begin, and both run out of memory
             if inside > 1:
                 await asyncio.sleep(0)
                 raise ModelLoadFailed("no memory", extras={"error_class": "OOM"})
@@ -222,7 +220,7 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
         if count > 1:
             return await ensure_ready(question)
         assert question.may_drop == ("toy/a",)
-        await worker.run(worker.a, 0.0)  # and it is idle again before the answer comes
+        await worker.run(worker.a, 0.0)  # toy/a is idle again before the answer comes
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
 
     async with asyncio.timeout(30):
@@ -234,8 +232,8 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
 
 @pytest.mark.parametrize("described", [True, False])
 async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
-    """The adapter outlives its sidecar. What it holds is known from its description, if need be from one that is asked
-    for.
+    """The adapter outlives its sidecar. The next sidecar learns from its description what it holds, and asks for one
+    if need be.
     """
     worker = Worker(1000.0)
     worker.link.loaded = "toy/left"
@@ -258,7 +256,7 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
         if count > 2:
             return await ensure_ready(question)
         if count == 2:
-            worker.link.loaded = "toy/left"  # it ends between this answer and the next question
+            worker.link.loaded = "toy/left"  # the earlier load ends between this answer and the next request
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
 
     worker.link.ensure_ready = arriving  # type: ignore[method-assign]
@@ -269,8 +267,8 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
 
 
 async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() -> None:
-    """Otherwise a model with nothing but parked work is neither idle nor busy, and no model is loaded in its place any
-    more.
+    """Otherwise a model with only parked work would be neither idle nor busy, and no model could be loaded in its
+    place.
     """
     worker = Worker(1000.0)
     await worker.run(worker.a)
@@ -299,9 +297,7 @@ async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gat
 
 
 async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:
-    """B waits for a's work to end. Its own work is withdrawn. a ends, and stays: loading b would evict it for
-    nobody.
-    """
+    """toy/b waits for the work of toy/a to end, until its own work is withdrawn. Then toy/a stays loaded."""
     worker = Worker(1000.0)
     await worker.run(worker.a)
     worker.hosting.add_items(worker.a)

@@ -30,7 +30,7 @@ from sie_sidecar.intake.pull import HostAssignment
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)
 LIMIT = 1 << 20
-MODELS = 9_999  # with another one as many as a gateway remembers
+MODELS = 9_999  # one less than a gateway remembers
 
 
 def table_of(count: int, at_s: float = 1.0) -> Placement:
@@ -115,7 +115,7 @@ def test_an_older_entry_does_not_replace_a_newer_one(count: int) -> None:
 )
 @settings(max_examples=25, deadline=None)
 def test_a_reader_shows_a_table_that_was_written_or_the_one_before(sizes: list[tuple[int, int]], random) -> None:  # type: ignore[no-untyped-def]
-    """Also where a bucket brings only the last write of each key, and a reader begins in between."""
+    """This holds for a late reader, too, which gets only the last write of each key."""
     bucket, written = Bucket(), []
     for number, (count, more) in enumerate(sizes):
         table = table_of(count, float(number))
@@ -180,7 +180,7 @@ async def _exercise(brokers: list[Broker]) -> None:
     assert placers[1].table(LANE) == table
     for assignment, name in ((early, "w001"), (late, "w002")):
         assert assignment.models() == {model for model, hosts in table.hosts.items() if name in hosts}
-    # the second goes on from there, the first sees it
+    # the second gateway continues from there, and the first sees the change
     placers[1].note(LANE, [msgspec.structs.replace(item, model="new")])
     await placers[1].step()
     second = placers[1].table(LANE)

@@ -1,4 +1,4 @@
-"""Tenants are apart: every route, by id, by list or by cross reference, as each credential, over what one key made.
+"""Isolation of tenants: every route, by id, by list or by cross reference, with each credential, on one key's objects.
 
 A new route without a row here fails.
 """
@@ -28,7 +28,7 @@ MODEL, POOL, FILE, NAME = f"model-{MARK}", f"pool-{MARK}", f"file-{MARK}.jsonl",
 ADMIN, STATIC = "admin-token-of-a-test", "static-token-of-a-test"
 DEFAULT = ("infer", "read", "pools")
 
-# A route of something that A made: A and an administrator have it, for everybody else it is not there.
+# Routes of one object of A. A and an administrator reach the object, everybody else gets 404.
 OWNED = """
     GET    /v1/pools/{name} /v1/requests/{request}
     POST   /v1/pools/{name}/renew
@@ -42,12 +42,12 @@ OWNED = """
     DELETE /v1/batches/{batch}
     POST   /v1/batches/{batch}/cancel
 """
-# A route that gives to A what A made, and the same without it to everybody else.
+# Routes that show the objects of A to A, and leave them out for everybody else.
 SHOWS = """
     GET    /v1/pools /v1/requests /v1/requests/{request}/log /v1/files /v1/jobs /v1/batches
     GET    /v1/cluster /health /v1/pools/assignments /v1/scaling/{lane} /ws/cluster-status
 """
-# A route that has nothing of a tenant, or only what its own body brought.
+# Routes that return nothing of a tenant, except what is in the body of the request.
 SILENT = """
     POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path} /v1/redact/{model:path}
     POST   /v1/embeddings /embeddings /v1/contextualizedembeddings
@@ -90,12 +90,12 @@ def rows(text: str) -> set[tuple[str, str]]:
 
 
 class Tenant:
-    """Objects of tenant A, by the placeholder of a path."""
+    """Objects of tenant A by the placeholder of a path, and calls of routes."""
 
     def __init__(self, gateway: GatewayProcess, tokens: dict[str, str]) -> None:
         self.gateway, self.tokens = gateway, tokens
         self.ids = {"{name}": POOL, "{lane}": f"{POOL}.l4.default", "{model:path}": f"{MODEL[:-1]}", "{id:path}": "x"}
-        # what others have in common with A
+        # bodies of requests, some with names of A's objects
         self.bodies: dict[str, dict[str, Any]] = {
             "/v1/pools": {"json": {"name": POOL, "gpus": {"l4": 1}}},
             "/v1/files": {"files": {"file": ("b.jsonl", b"{}")}, "data": {"purpose": "jobs"}},
@@ -120,7 +120,7 @@ class Tenant:
         return await self.send(caller, method, path, params=query, **(more if method != "GET" else {}))
 
     async def frame(self, caller: str) -> str:
-        """The first frame of the cluster's websocket."""
+        """Return the first frame of the cluster's websocket."""
         url = f"{self.gateway.url.replace('http', 'ws')}/ws/cluster-status"
         headers = {"authorization": f"Bearer {self.tokens[caller]}"}
         async with connect(url, additional_headers=headers, proxy=None) as socket:
@@ -133,7 +133,7 @@ def beat(worker: str, pool: str = "_default") -> bytes:
 
 @pytest.fixture
 async def tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Tenant]:
-    """A with a reservation that a worker serves, a file, a job, a batch, a request for a model that is not there."""
+    """Yield A with a reservation that a worker serves, a file, a job, a batch, and a request for an unknown model."""
     caplog.set_level(logging.INFO, "sie")
     async with InProcess(tmp_path) as cluster:
         tokens = {"": "", "static": STATIC, "admin": ADMIN}
@@ -200,7 +200,7 @@ async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_
     outsiders = ("B", "static", "R", "")
     parts = ("{name}", "{file}", "{job}", "{batch}", "{request}")
     secrets = [tenant.ids[part] for part in parts]
-    # first: the failed requests of a minute that are kept are few, and those of others follow
+    # A comes first: few failed requests of a minute are kept, and the calls of others below fail
     for caller in ("A", "admin"):
         for row in sorted(rows(SHOWS) | rows(OWNED)):
             if row[0] == "GET" and not row[1].startswith("/ws/"):
@@ -237,7 +237,7 @@ async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_
                 text = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
                 assert not any(secret in text for secret in (*secrets, MODEL, FILE, NAME)), (caller, row, answer.text)
     assert count > 300
-    for body in ("/v1/pools", "/v1/jobs", "/v1/batches"):  # by the name of A's pool, the id of A's file
+    for body in ("/v1/pools", "/v1/jobs", "/v1/batches"):  # the bodies name A's pool and A's files
         answer = await tenant.call("B", "POST", body)
         assert answer.status_code in (400, 404, 409), answer.text
         assert "spec" not in answer.text

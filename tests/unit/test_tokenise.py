@@ -1,5 +1,5 @@
-"""Answers of the tokenizer by itself: tokens with their bytes, their number, and the text of ids. Against the
-library.
+"""Answers of the tokenizer by itself, compared with the library: tokens with their bytes, their number, and the text of
+ids.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def counted(kind: str, inputs: list[Input], run: RunOptions) -> list[int]:
 def test_tokens_are_those_of_the_library_with_their_bytes(
     kind: str, texts: list[str], special: bool, prefix: str
 ) -> None:
-    """Places are those of the library in characters; a slice of the UTF-8 text is the text of the token."""
+    """A token's slice of the UTF-8 text is its text. The library gives the same places in characters."""
     for text, output in zip(texts, told(kind, texts, tokenizing(prefix, add_special_tokens=special)), strict=True):
         whole = prefix + text
         expected = library(kind)(
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_the_library_with_their_bytes(
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), prefix=st.sampled_from(["", "query: "]))
 @example(texts=["river mountain " * 3000, "", ALL_HARD], prefix="query: ")
 def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: list[str], prefix: str) -> None:
-    """The count is of texts and of their ids."""
+    """Texts are counted, and so are their ids."""
     run = RunOptions(prefix=prefix, truncate="NONE", max_tokens=8)
     for inputs in ([Input(text) for text in texts], [Input(tokens=tuple(plain(kind, text))) for text in texts]):
         (work_rows,) = make(ours(kind), Rows("text", tokens=True), [WorkItemInput(inputs, None, run)])

@@ -1,6 +1,4 @@
-"""A running sidecar answers tokenize and decode by itself, and new kinds of input beside texts. Over the broker in
-memory.
-"""
+"""A running sidecar with the broker in memory: it answers tokenize and decode by itself, and takes ids beside texts."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def data(result: WorkResult) -> list[object]:
 
 
 async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
-    """Each result is delivered and its message acknowledged as that of any work; a busy device does not matter."""
+    """Results are delivered and messages acknowledged as for other work, even while the device is busy."""
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter)
     adapter.hold_batches = True
@@ -144,7 +142,7 @@ async def test_work_that_was_cancelled_while_it_waits_is_not_answered(cluster: D
 
 
 async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct) -> None:
-    """Also where no input may be cut, and with one that is too long."""
+    """This holds if no input may be cut, too. Then an input that is too long fails alone."""
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter)
     ids = (7, 8, 9)
@@ -179,7 +177,7 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
 async def test_a_work_item_that_cannot_be_prepared_fails_alone_in_its_group(
     cluster: Direct, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """The others of its group may be of other clients."""
+    """The other work items of its group may be of other clients."""
     make, images = layouts.make, Prepare._images
     groups: list[int] = []
 

