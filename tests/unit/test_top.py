@@ -1,4 +1,4 @@
-"""`sie top`: a frame in terminals of many sizes, and life with a real terminal, a pipe and a gateway that goes away."""
+"""`sie top`: its picture in terminals of many sizes, with a real terminal, a pipe and a gateway that goes away."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
 
 
 def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
-    """Return a frame of a gateway. The last worker is not healthy, where there are two."""
+    """Return a frame of a gateway. If there are several workers, the last one is not healthy."""
     rows = [
         {
             "name": f"worker-{number}",
@@ -231,7 +231,7 @@ def test_lanes_are_sums_over_their_workers() -> None:
 
 
 def test_work_that_has_no_worker_is_shown_first() -> None:
-    """Workers cannot tell of it."""
+    """No worker reports this work. The frame has it from the broker."""
     rows = [WorkerRow("a", "l4", "p", "b", True, device="cpu")]
     models = [ModelRow("m/waits", "available", 0, 0), ModelRow("m/rests", "available", 0, 0)]
     waiting = queue("a100", 12, 75.0)
@@ -275,7 +275,7 @@ def test_an_empty_cluster_says_so() -> None:
 
 
 def trend_line(width: int, figures: list[tuple[float, int | None]]) -> str:
-    """The line of a picture after these frames; empty where there is none."""
+    """Return the trend line of a picture after these frames; empty if there is none."""
     view = View("http://gateway:8080")
     for rate, messages in figures:
         sums = {"worker_count": 0, "models_loaded": 0, "total_qps": rate}
@@ -341,11 +341,11 @@ def test_a_trend_leaves_blank_what_was_not_known() -> None:
 
 @contextlib.contextmanager
 def gateway(port: int, cluster_frame: dict[str, Any]) -> Iterator[Server]:
-    """Sends a frame at once and then ten each second, until it is shut down."""
+    """Run a websocket that sends a frame at once and then ten each second, until it is shut down."""
     over = threading.Event()
 
     def show(connection: ServerConnection) -> None:
-        with contextlib.suppress(Exception):  # the other side went
+        with contextlib.suppress(Exception):  # the client disconnected
             while True:
                 connection.send(json.dumps(cluster_frame))
                 if over.wait(0.1):
@@ -366,7 +366,7 @@ class Terminal:
     """`sie top` in a pseudo terminal of 24 lines of 80 columns."""
 
     def __init__(self, *args: str, is_job: bool = False, has_keyboard: bool = True) -> None:
-        """`is_job`: as a shell starts one, which Ctrl-Z stops; else the terminal is its own, and controls it."""
+        """Start the command. With `is_job` it is a job of a shell, which Ctrl-Z stops; else the terminal controls it."""
         self.parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self.parent)
@@ -405,7 +405,7 @@ class Terminal:
         return termios.tcgetattr(self.parent) == self.before
 
     def end(self, number: signal.Signals | None = None) -> int:
-        """`number`: by this signal; else it is to end by itself."""
+        """Send signal `number` if there is one, and wait for the end of the command. Return its exit status."""
         if number is not None:
             self.process.send_signal(number)
         try:
@@ -446,7 +446,7 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
 
 @contextlib.contextmanager
 def live(**how: bool) -> Iterator[Terminal]:
-    """A terminal with a picture in it, which is killed at an error."""
+    """Yield a terminal with a picture in it. Kill the command at an error."""
     port = free_port()
     with gateway(port, frame()):
         terminal = Terminal("--url", f"http://127.0.0.1:{port}", **how)
@@ -460,7 +460,7 @@ def live(**how: bool) -> Iterator[Terminal]:
 
 @pytest.mark.parametrize("way", ["q", "Q", "xyzq", "\x03", signal.SIGINT, signal.SIGTERM])
 def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(way: str | signal.Signals) -> None:
-    """Ctrl-C too, as a key of a terminal that controls it, and signals."""
+    """Ctrl-C, as a key of a terminal that controls the command, and signals do so, too."""
     with live() as terminal:
         until(lambda: terminal.reads_single_keys, 30, "it reads single keys")
         assert "q ends it" in terminal.said

@@ -22,7 +22,7 @@ from sie_contracts.wire.topology import (
     work_stream,
 )
 
-# any Unicode that UTF-8 can hold, and what is likely to collide
+# any Unicode that UTF-8 can hold, and names that are likely to collide
 NAMES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
     st.text("aA/_-.:~ é*>2f", min_size=1, max_size=12),
@@ -34,7 +34,7 @@ PRIORITIES = st.sampled_from(["interactive", "bulk"])
 
 
 def untoken(text: str) -> str:
-    """The inverse, for tests: nothing in the product parses a name back."""
+    """Return the name of a token. Nothing in the product needs this inverse."""
     pieces = re.findall(r"(?:_[0-9a-f]{2})+|[^_]+", text)
     return "".join(bytes.fromhex(piece.replace("_", "")).decode() if piece[0] == "_" else piece for piece in pieces)
 
@@ -52,7 +52,7 @@ def test_different_names_have_different_tokens(first: str, second: str) -> None:
 
 @given(NAMES)
 def test_a_token_is_one_legal_word_in_a_subject_and_in_a_name(name: str) -> None:
-    """No dot, space, wildcard or slash; and no double underscore, which separates tokens."""
+    """A token has no dot, space, wildcard or slash, and no double underscore, which separates tokens."""
     assert re.fullmatch(r"[A-Za-z0-9_-]+", token(name))
     assert "__" not in token(name)
     assert not token(name).endswith("_")
@@ -122,7 +122,7 @@ def test_names_are_short_enough_for_a_folder_at_the_broker(lane: Lane, priority:
 def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
     lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
 ) -> None:
-    """Both ways of a model may hold messages at once, so no filter may take what another one takes."""
+    """The slot and the own consumer of a model may hold messages at once, so their filters must be disjoint."""
     slot, own = (
         topology.slot_consumer(lane, priority, model, 10),
         work_consumer(other_lane, other_priority, other_model, 10),
@@ -144,7 +144,7 @@ def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
 
 @given(LANES, PRIORITIES, st.one_of(NAMES, st.text("ab/é", min_size=60, max_size=300)))
 def test_a_subject_says_which_consumer_serves_it(lane: Lane, priority: str, model: str) -> None:
-    """Long names included, which are cut once in the subject and once more in the name."""
+    """This includes long names, which are cut once in the subject and once more in the name."""
     head = f"{lane.consumer_prefix()}{priority}__"
     whole = topology._bounded(token(model), 180 - len(head))
     assert topology.consumer_of(topology.work_subject(lane, priority, model), 10).name == head + whole
@@ -173,7 +173,7 @@ def test_slots_are_filled_evenly() -> None:
 
 @pytest.mark.parametrize("size", [33, 48, 49, 100, 180, 255])
 def test_long_names_are_cut_and_stay_different(size: int) -> None:
-    """They end in a digest of the whole."""
+    """A cut name ends in a digest of the whole name."""
     long = [f"{'m' * (size - 1)}{end}" for end in "ab"]
     lanes = [Lane("_default", profile, bundle) for profile in long for bundle in long]
     assert len({lane.consumer_prefix() for lane in lanes}) == 4

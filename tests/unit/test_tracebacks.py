@@ -37,7 +37,7 @@ def as_it_was() -> Iterator[None]:
 def test_a_value_that_an_exception_quotes_is_not_logged(
     fault: Callable[[str], object], as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where it is the cause of another one, and in both kinds of log."""
+    """The exception is the cause of another one. Both kinds of log are checked."""
     configure_logging(json=as_json)
     try:
         try:

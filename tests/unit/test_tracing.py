@@ -1,7 +1,7 @@
-"""Effects of the tracing settings, in one process before a fake adapter, with a real collector over gRPC; and the
+"""Effects of the tracing settings, in one process with a fake adapter, with a real collector over gRPC; and the
 limits of a trace.
 
-The whole way, to the forward pass, is in tests/system/test_tracing.py.
+A trace down to the forward pass is in tests/system/test_tracing.py.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ UNSAMPLED = CLIENT[:-2] + "00"
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # the SDK's own: milliseconds between two exports
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # a variable of the SDK: milliseconds between two exports
     with Collector() as collector:
         yield collector
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_current() -> Iterator[None]:
-    """A request has a context of its own; a test that begins one has that of all tests of its process."""
+    """Clear the current trace: a test that begins a request does so in the context of all tests of its process."""
     yield
     current_trace.set_current(NONE)
 
@@ -58,7 +58,7 @@ def made(folder: Path) -> Path:
 
 
 async def traced(cluster: InProcess, **environ: str) -> GatewayProcess:
-    """A gateway before a sidecar, both with these settings and with tracing on."""
+    """Return a gateway with a sidecar, both with these settings and with tracing on."""
     own = {"SIE_TRACING_ENABLED": "true", **environ}
     gateway = await cluster.gateway(**own)
     await cluster.sidecar(**own)
@@ -66,7 +66,7 @@ async def traced(cluster: InProcess, **environ: str) -> GatewayProcess:
 
 
 async def until(collector: Collector, name: str, count: int = 1) -> list[Seen]:
-    """All spans, once there are so many of that name."""
+    """Return all spans once there are `count` of that name."""
 
     def enough(spans: list[Seen]) -> list[Seen]:
         return list(spans) if sum(span.name == name for span in spans) >= count else []
@@ -101,7 +101,7 @@ async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_no
         answer = await gateway.encode("a", traceparent=CLIENT, tracestate="vendor=1")
         assert "x-trace-id" not in answer.headers
         batch = adapter.batches[-1]
-        # it goes on, untold
+        # the context of the client is passed on without spans
         assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (
             CLIENT,
             "vendor=1",
@@ -182,7 +182,7 @@ def test_the_log_of_a_collector_that_is_away_has_no_credentials_of_its_url(
 async def test_the_sampler_decides_and_every_process_decides_alike(
     tmp_path: Path, collector: Collector, client: str | None
 ) -> None:
-    """OTEL_TRACES_SAMPLER: by itself, or where it is `parentbased_` as the client did, if it said."""
+    """OTEL_TRACES_SAMPLER: a `parentbased_` sampler decides as the client did, if the client did."""
     headers = {} if client is None else {"traceparent": client}
     by_client = {"parentbased_always_off": client == CLIENT, "parentbased_always_on": client != UNSAMPLED}
     expected = {"always_on": True, "always_off": False, **by_client}
@@ -226,7 +226,7 @@ def test_a_disabled_sdk_traces_nothing() -> None:
 
 
 def test_spans_go_to_the_collector_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_EXPORTER_OTLP_PROTOCOL: with the SDK's own headers, and beside another exporter."""
+    """OTEL_EXPORTER_OTLP_PROTOCOL: the headers of the SDK's own variable are sent."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=search,authorization=Bearer%20abc")
     with HttpCollector() as collector:
@@ -266,7 +266,7 @@ def test_without_the_propagator_a_client_s_context_is_left_alone() -> None:
 
 
 def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
-    """OTEL_SERVICE_NAME, which comes first."""
+    """OTEL_SERVICE_NAME comes first."""
     attributes = {"OTEL_RESOURCE_ATTRIBUTES": "team=a, service.name=my%20search,x"}
     assert settings_of(**attributes).service_name == "my search"
     assert settings_of(**attributes, OTEL_SERVICE_NAME="sie-server").service_name == "sie-server"
@@ -288,7 +288,7 @@ def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
 def test_no_variable_of_the_sdk_ends_a_process(
     variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It works without the variable, or tracing stays off with a warning that says why."""
+    """The process ignores the variable, or tracing stays off with a warning that says why."""
     monkeypatch.setenv(*variable.split("=", 1))
     tracer = tracing.start(
         settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway"
@@ -320,7 +320,7 @@ def test_no_variable_of_the_sdk_ends_a_process(
 def test_what_the_specification_allows_is_taken_without_a_word(
     variable: str, protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An empty value is an unset one, and `none` is a compression: the SDK refuses both."""
+    """An empty value means unset, and `none` is a compression. The SDK refuses both."""
     monkeypatch.setenv(*variable.split("=", 1))
     tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_PROTOCOL=protocol), "gateway")
     assert tracer is not None
@@ -357,7 +357,7 @@ def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pyte
 def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More spans than the queue holds: the oldest go. The end waits for its bound, and says so."""
+    """More spans end than the queue holds. The end waits for its bound and logs that."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with socket.create_server(("127.0.0.1", 0)) as silent, caplog.at_level(logging.WARNING):
         environ = {
@@ -390,14 +390,14 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     ],
 )
 def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
-    """W3C defines it: version ff and ids of zeros alone are invalid, and a later version is read as this version."""
+    """W3C defines version ff and ids of zeros alone as invalid, and a later version is read as this version."""
     context = current_trace.context_from_headers(traceparent, tracestate)
     assert context == expected
     assert current_trace.trace_id_of(context.traceparent) == (TRACE if context.traceparent == CLIENT else None)
 
 
 def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None:
-    """The server begins it in the task of the other, whose context it has."""
+    """The server begins a pipelined request in the task of the one before, with its context."""
     tracing.begin_request(None, {"traceparent": CLIENT}, "GET", "r", 0.0)
     assert current_trace.TRACE_ID.get() == TRACE
     tracing.begin_request(None, {}, "GET", "r", 0.0)
@@ -405,7 +405,7 @@ def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None
 
 
 async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
-    """And two contexts are none, as W3C has it."""
+    """Two contexts count as none, as W3C defines."""
     async with InProcess(tmp_path) as cluster:
         gateway, adapter = await cluster.gateway(), await cluster.adapter()
         await cluster.sidecar(adapter)
@@ -432,10 +432,10 @@ async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_e
         await adapter.die()
         assert (await encode_task).status_code == 200
         spans = await until(collector, "work")
-        await adapter.die()  # with nothing to do, it counts as well
+        await adapter.die()  # the death of an idle adapter counts as well
         async with asyncio.timeout(30):
             while await sidecar.metric("sie_adapter_deaths_total") != 2:
-                pass  # the scrape awaits
+                pass  # the scrape yields to the event loop
     (work,) = [span for span in spans if span.name == "work"]
     first, trial = (span for span in collector.of(TRACE) if span.name == "batch")
     assert (first.is_error, first.attributes["error.type"], trial.is_error) == (True, "AdapterGone", False)
@@ -502,7 +502,7 @@ def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
 def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Set back by an hour: a span would end before it began."""
+    """The clock is set back by an hour. A span that used it would end before it began."""
     own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     tracer = tracing.start(settings_of(**own), "gateway")
     assert tracer is not None
@@ -525,8 +525,8 @@ def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
-    """By any process, also not with the first request. FastAPI itself imports the API, which does nothing without an
-    SDK.
+    """No process imports it, not even with the first request. FastAPI imports only the API, which does nothing without
+    an SDK.
     """
     code = """
 import asyncio, sys, tempfile
@@ -557,7 +557,7 @@ assert "sie_runtime.spans" not in sys.modules
 async def test_the_spans_of_postprocessing_add_up_to_the_stage_of_the_reply(
     tmp_path: Path, collector: Collector
 ) -> None:
-    """Writing the reply at the gateway is a part of it."""
+    """The stage includes the writing of the reply at the gateway."""
     async with InProcess(tmp_path) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
         answer = await gateway.encode("a")

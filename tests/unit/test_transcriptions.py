@@ -1,4 +1,4 @@
-"""OpenAI's routes of recordings: what is refused, the formats of a reply, and a recording of many parts."""
+"""OpenAI's routes of recordings: refusals, the formats of a reply, and recordings of many parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def post(gateway: GatewayProcess, path: str = PATHS[0], file: Any = RECORD
 def outcome(
     spoken: Spoken, seconds: float, *, space: str = " ", language: str = "de", words: Spoken | None = None
 ) -> Ok:
-    """Return the answer of a worker for a part: times count from its begin."""
+    """Return the answer of a worker for a part: times count from its start."""
     entities = [
         {"text": text, "label": "transcript", "score": 1.0, "seconds": [start, end]} for start, end, text in spoken
     ]
@@ -63,7 +63,7 @@ def outcome(
 async def heard(
     cluster: InProcess, request: Awaitable[httpx.Response], worker: Callable[[WorkItem], Outcome]
 ) -> tuple[httpx.Response, list[WorkItem]]:
-    """The reply, and the parts that a worker got."""
+    """Answer the parts of a request as a worker. Return the reply and the parts."""
     task = asyncio.ensure_future(request)
     parts: list[WorkItem] = []
     sequence = 0
@@ -212,7 +212,7 @@ WORDS: Spoken = [(0.0, 0.32, "And"), (0.32, 0.5049, "what"), (2.4, 61.0, "then?"
 async def test_verbose_json_has_the_words_or_the_segments_that_are_asked_for(
     cluster: InProcess, gateway: GatewayProcess, granularities: list[str]
 ) -> None:
-    """A model that always writes words, as Parakeet does."""
+    """The model always writes words, like Parakeet."""
 
     def hear(item: WorkItem) -> Outcome:
         return outcome(SPOKEN, 62.5, words=WORDS)
@@ -272,8 +272,9 @@ EARLIER_S = 0.1
 
 
 def recorder(seconds: float, *, space: str = " ") -> Callable[[WorkItem], Outcome]:
-    """A worker with a recording in which a word is said every 7 s, for 7 s. In a part, it hears each word that begins
-    in it, as far as the part goes. A word begins a little before its segment, since Whisper computes these times apart.
+    """Return a worker for a recording with a word every 7 s, for 7 s. In a part, the worker hears each word that begins
+    there, up to the end of the part. A word begins a little before its segment, since Whisper computes these times
+    apart.
     """
 
     def hear(item: WorkItem) -> Outcome:
@@ -312,7 +313,7 @@ async def test_a_long_recording_is_read_part_by_part_and_each_word_once(
     assert all(part.options.parameters["word_times"] is True for part in parts)
     assert transcript["duration"] == seconds
     begins = [part.options.sound_from_s or 0.0 for part in parts]
-    step_s = MAX_SECONDS - AGAIN_S - WORD_S + 1  # at least, from one part to the next
+    step_s = MAX_SECONDS - AGAIN_S - WORD_S + 1  # the least distance from one part to the next
     most = 1 if seconds <= MAX_SECONDS else 1 + -(-(seconds - MAX_SECONDS) // step_s)
     assert len(begins) <= most
     assert len({part.request for part in parts}) == len(parts)
@@ -345,7 +346,7 @@ async def test_parts_of_a_language_without_spaces_are_joined_without_spaces(
     ("spoken", "begins"),
     [
         ([], [0.0, 570.0, 1140.0]),  # silence
-        ([(0.0, 590.0, "noise")], [0.0, 30.0, 60.0]),  # a segment as no model of this kind writes it
+        ([(0.0, 590.0, "noise")], [0.0, 30.0, 60.0]),  # a segment that no model of this kind writes
         ([(0.0, 570.0, "whole")], [0.0, 570.0, 1140.0]),
     ],
 )

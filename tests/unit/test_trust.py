@@ -1,5 +1,5 @@
-"""Permission to run code: requests of entries, at the config service where they are written and at the adapter where
-they are used.
+"""Permissions of entries to run code and to read paths: at the config service, where entries are written, and at the
+adapter, where they are used.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_what_the_operator_s_own_files_say_is_trusted_and_no_more(loc: str) -> N
     own = entry_of(**ASKS[loc])
     assert trust(own).refused(own, is_here=True) is None
     assert trust(own).refused(msgspec.structs.replace(own, id="other/name", max_tokens=7), is_here=True) is None
-    if "trust_remote_code" in loc:  # the code of that commit, and not of another one
+    if "trust_remote_code" in loc:  # only the code of that commit is trusted
         moved = msgspec.structs.replace(own, weights=msgspec.structs.replace(own.weights, revision="1" * 40))
         assert trust(own).refused(moved, is_here=True) is not None
     for other_loc in ASKS.keys() - {loc}:
@@ -174,12 +174,12 @@ async def api() -> Api:
 
 @pytest.mark.parametrize("loc", ASKS)
 async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
-    """POST, PUT, PATCH and a rollback to what was allowed once; also as a dry run. 403 names the setting
-    and the field.
+    """POST, a dry run, PUT, PATCH and a rollback to an entry that was once allowed are refused. The 403 names the
+    setting and the field.
     """
     setting = "SIE_ALLOW_REMOTE_CODE" if loc in ASKS_FOR_CODE else "SIE_MODEL_PATHS"
     asking = {**PLAIN, **ASKS[loc]}
-    await api.call("POST", "/v1/configs/models", asking, 201)  # anything is allowed still
+    await api.call("POST", "/v1/configs/models", asking, 201)  # everything is allowed still
     await api.call("PUT", "/v1/configs/models/me/model", PLAIN)
     api.service.trust = trust()
     for method, path, body in (
@@ -202,7 +202,7 @@ async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
 
 
 async def test_what_a_file_of_the_folder_says_may_be_changed_over_http(api: Api, tmp_path: Path) -> None:
-    """The rest of such an entry, that is."""
+    """Fields that ask for no permission may be changed."""
     asking = {**PLAIN, "weights": {"path": "/srv/mine"}}
     (tmp_path / "mine.yaml").write_text(json.dumps(asking))
     overlay = Overlay(settings_of(SIE_MODELS_DIR=str(tmp_path)))
@@ -217,7 +217,7 @@ async def test_what_a_file_of_the_folder_says_may_be_changed_over_http(api: Api,
 
 
 class Adapter:
-    """A real one behind its socket, as a process with these settings has it."""
+    """A real adapter behind its socket, as in a process with these settings."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.engine = AdapterEngine(settings)
@@ -253,9 +253,9 @@ SETTINGS = Settings(device="cpu", default_compute_precision="float32", hf_fallba
 
 @pytest.fixture
 def toy(tmp_path: Path) -> ModelEntry:
-    """A model that loads, in a folder that nobody has allowed."""
+    """Return the entry of a model that loads, in a folder that no setting allows."""
     folder = toys.save(tmp_path / "weights", "bert")
-    return toys.entry(folder, load=LoadOptions(engine="torch"))  # which loads without a conversion
+    return toys.entry(folder, load=LoadOptions(engine="torch"))  # torch loads without a conversion
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def refusal(answer: Any) -> Any:
 
 
 def test_an_adapter_trusts_neither_the_broker_nor_the_sidecar(adapter: Any, toy: ModelEntry) -> None:
-    """An entry that somebody put into the catalogue by another way than over HTTP."""
+    """The adapter refuses entries that came into the catalogue by another way than over HTTP."""
     closed = adapter()
     error = refusal(closed.load(toy))
     assert (error.code, error.reason, error.extras["error_class"]) == (
@@ -297,7 +297,7 @@ def test_an_adapter_trusts_neither_the_broker_nor_the_sidecar(adapter: Any, toy:
 
 
 def test_an_adapter_reads_the_operator_s_folder_itself(adapter: Any, toy: ModelEntry, tmp_path: Path) -> None:
-    """A file that comes while it runs counts; broken ones beside it do not."""
+    """A file that is added while the adapter runs counts. A broken file beside it does no harm."""
     folder = tmp_path / "catalogue"
     folder.mkdir()
     running = adapter(models_dir=str(folder))
@@ -308,7 +308,7 @@ def test_an_adapter_reads_the_operator_s_folder_itself(adapter: Any, toy: ModelE
 
 
 def test_a_change_of_a_loaded_model_is_asked_about_too(adapter: Any, toy: ModelEntry) -> None:
-    """Otherwise an allowed model would get a LoRA, or the next load other code, by a delta."""
+    """Otherwise a delta could give an allowed model a LoRA, or its next load other code."""
     running = adapter(model_paths=(toy.weights.path,))
     running.load(toy)
     lora = msgspec.structs.replace(toy, run=msgspec.structs.replace(toy.run, lora="/etc"))
@@ -318,7 +318,7 @@ def test_a_change_of_a_loaded_model_is_asked_about_too(adapter: Any, toy: ModelE
 def test_a_client_is_told_of_no_path(
     adapter: Any, toy: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The adapter's log is."""
+    """The path is in the adapter's log."""
     running = adapter(model_paths=(str(tmp_path),))
     missing = msgspec.structs.replace(toy, weights=msgspec.structs.replace(toy.weights, path=f"{tmp_path}/gone"))
     broken = tmp_path / "broken"
@@ -353,8 +353,8 @@ EVERYTHING = {
 
 
 async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy: ModelEntry, tmp_path: Path) -> None:
-    """With the scope infer alone: every route, of models that load and that cannot, and the probes of the worker before
-    and after.
+    """A key with the scope infer calls every route, for models that load and for models that cannot. The probes are
+    those of workers with and without an adapter.
     """
 
     def placed(name: str, path: str, **more: Any) -> ModelEntry:
@@ -427,8 +427,8 @@ def test_paths_in_messages(text: str, shown: str) -> None:
 
 
 def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIE_MODELS_DIR: by name, and as ./models; SIE_MODEL_PATHS accepts it. An adapter takes nothing in it for the
-    operator's word.
+    """SIE_MODELS_DIR: this holds for a named folder and for ./models, unless SIE_MODEL_PATHS names the folder. An
+    adapter trusts no entry in a refused folder.
     """
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models"
@@ -462,7 +462,7 @@ def test_a_file_that_cannot_be_read_leaves_the_other_entries_of_the_models_folde
 def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_MODELS_DIR: named, it is told loudly."""
+    """SIE_MODELS_DIR: a named folder is used with a warning."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models"
     folder.mkdir(mode=0o755)

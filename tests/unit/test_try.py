@@ -1,5 +1,5 @@
-"""`sie try`: what is asked, which verb that is, and the picture of an answer. The replies are those of a cluster, with
-shorter vectors. The command with a cluster: tests/system/test_try.py.
+"""`sie try`: its inputs, the choice of the verb, and the picture of an answer. The replies are those of a cluster, with
+shorter vectors. tests/system/test_try.py runs the command with a cluster.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A field whose name is misspelt is named, with the name that was meant: where another is missing for it, where it
-means nothing.
-"""
+"""Fields with a misspelt name: the error or the warning names the field, and the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.names import did_you_mean
 
-ONE = "toy/text"  # of a family that we know: the options of another are its own matter
+ONE = "toy/text"  # of a known family: options of an unknown family are not checked
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
 
 
 async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> dict[str, Any]:
-    """The error, which is the same of a body in msgpack."""
+    """Return the error, which must be the same for a body in msgpack."""
     errors = []
     for encode, kind in ((msgspec.json.encode, "application/json"), (msgspec.msgpack.encode, "application/msgpack")):
         answer = await gateway.client.post(path, content=encode(body), headers={"content-type": kind, **headers})
@@ -43,7 +41,7 @@ async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str)
 @pytest.mark.parametrize("route", ["encode", "score", "extract"])
 @pytest.mark.parametrize("field", ["itmes", "item", "Items"])
 async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, route: str, field: str) -> None:
-    """With a body that has only it, and beside others."""
+    """The field is alone in the body, or beside others."""
     for body in ({field: ["secret"]}, {"params": {}, "query": "secret", field: ["secret"], "labels": ["secret"]}):
         error = await refused(gateway, f"/v1/{route}/{ONE}", body)
         assert (error["code"], error["reason"], error["param"]) == ("INVALID_INPUT", "empty_items", "items")
@@ -157,7 +155,7 @@ def test_only_what_is_like_a_name_was_meant() -> None:
 
 @pytest.mark.parametrize("encoder", [msgspec.json, msgspec.msgpack])
 async def test_a_misspelt_field_of_an_item_and_another_model_are_told(gateway: GatewayProcess, encoder: Any) -> None:
-    """A field that is like none of ours is the client's own."""
+    """A field that resembles no known one is the client's own, and causes no warning."""
     body = {
         "model": "toy/score",
         "items": [{"text": "a"}, {"text": "b", "foo": 1, "metdata": {}}, {"text": "c", "foo": 2}],

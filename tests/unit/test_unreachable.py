@@ -26,7 +26,7 @@ COMMANDS = {
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address of this machine where nothing listens, of a user without a `sie serve`."""
+    """Return an address of this machine where nothing listens, for a user without a `sie serve`."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     return f"http://127.0.0.1:{free_port()}"
 

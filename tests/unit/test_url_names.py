@@ -63,7 +63,7 @@ PLANS: dict[str, dict[str, Callable[[str], Plan[Any]]]] = {
 
 
 def requests_of(plan: Plan[Any]) -> Iterator[Send]:
-    """Yield the requests of a plan without an answer. Work without I/O is done."""
+    """Yield the requests that a plan sends before it needs an answer. Do its blocking work."""
     reply: object = None
     while True:
         try:
@@ -109,7 +109,7 @@ def test_every_plan_with_a_name_in_its_path_is_tested() -> None:
         if function.__module__ == module.__name__
         and {"quoted", "identifier", "_path"} & set(function.__code__.co_names)
     }
-    of_others = {"_path", "_send_parts", "_part"}  # _part: by the id in a job that the server described
+    of_others = {"_path", "_send_parts", "_part"}  # _part uses the id of a job from the server
     assert callers - {method for plans in PLANS.values() for method in plans} == of_others
 
 

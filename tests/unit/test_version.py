@@ -1,6 +1,4 @@
-"""The version stands in one place; all that repeats it is found, written from there, and told by `sie` and the
-changelog.
-"""
+"""The version: its one source, the copies that are written from there, `sie --version` and the changelog."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from sie_cli.main import main
 
 ROOT = version.ROOT
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
-pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+pytestmark = pytest.mark.xdist_group("sources")  # one process parses all files
 
 
 def test_every_copy_is_the_version() -> None:
@@ -64,7 +62,7 @@ def test_a_new_version_is_written_everywhere_and_nowhere_else(tmp_path: Path) ->
 
 
 def test_the_changelog_is_of_this_version_and_of_all_that_were_released() -> None:
-    """The newest first, each with its day; the one that is not tagged yet has none."""
+    """The newest version comes first, each with its date. Only the newest may be untagged, without a date."""
     headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     parts = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d|untagged)", heading) for heading in headings[1:]]

@@ -1,4 +1,4 @@
-"""Frames over a websocket, on a server with nothing else: how often they come, who is cut off, how a server ends."""
+"""Frames over a websocket, on a server with nothing else: their interval, slow readers, and the end of the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sie_runtime.http.websocket import ViewerFrames, WebSocketProtocol
 
 @contextlib.asynccontextmanager
 async def served(frames: ViewerFrames) -> AsyncIterator[int]:
-    """A server that shows these frames to everybody; its port."""
+    """Run a server that shows these frames to everybody. Yield its port."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -52,7 +52,7 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
         for _ in range(4):
             await looking.recv()
             at_s.append(loop.time())
-        # others who look meanwhile get a frame that is there; what they send is thrown away
+        # a second client gets a frame that is there, and what it sends is ignored
         async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as second_peer:
             await second_peer.send("x" * 4000)
             assert int(await second_peer.recv()) <= count
@@ -61,7 +61,7 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
 
 
 async def deaf(port: int) -> socket.socket:
-    """A client that shakes hands and never reads."""
+    """Return the socket of a client that sends a handshake and never reads."""
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.setblocking(False)
@@ -82,7 +82,7 @@ async def deaf(port: int) -> socket.socket:
 
 
 async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
-    """The bytes that wait for it stay below the buffers of one connection, whatever the number of frames."""
+    """The bytes that wait for the peer stay below the buffers of one connection, whatever the number of frames."""
     count = 0
     text = "x" * (256 << 10)
 
@@ -101,14 +101,14 @@ async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off()
             while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(slow, 1 << 20), 10):
                 pass
         slow.close()
-        # others never notice
+        # other clients are not affected
         async with connect(f"ws://127.0.0.1:{port}/", proxy=None, max_size=None, close_timeout=0.1) as quick:
             assert str(await quick.recv()).endswith(text)
 
 
 async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
-    """Close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
-    close.
+    """A client that reads gets close code 1001. A client that does not read is cut off; else the server would wait 5 s
+    for its connection to close.
     """
     count = 0
 
