@@ -42,7 +42,7 @@ class Node:
         }
 
     def run(self, *arguments: str, expected: int = 0, stdin: str = "", **environ: str | None) -> Result:
-        """One call of the command."""
+        """Run the command, and check its exit status."""
         result = CliRunner().invoke(
             main, ["weights", *arguments], env={**self.environ, **environ}, input=stdin, prog_name="sie"
         )
@@ -84,7 +84,7 @@ def written(node: Node) -> list[str]:
 
 
 def test_a_model_of_the_catalogue_goes_from_the_local_cache_into_the_bucket(node: Node) -> None:
-    """Then the list has it in both, a second push writes nothing, and another node has it from there."""
+    """The list then has the model on disk and in the bucket. A second push writes nothing. Another node fetches it."""
     node.snapshot()
     node.entry("my/model", f"{{hub: org/model, revision: {COMMIT}}}")
     stdout = node.run("push", "my/model").stdout
@@ -122,7 +122,7 @@ def test_what_is_not_on_the_disk_is_downloaded_first(node: Node, hub: HubStub, t
 
 
 def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(node: Node) -> None:
-    """The hub's own client left no manifest: it is made, and names what is left out."""
+    """The hub's own client writes no manifest. The push writes one, which names the files that are left out."""
     folder = node.snapshot()
     (folder / MANIFEST).unlink()
     (folder / "onnx").mkdir()
@@ -135,7 +135,7 @@ def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(n
 
 
 def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_path: Path) -> None:
-    """The revision is that of its content: pushed again it is the same, changed it is another one beside it."""
+    """The revision depends on the content. A second push has the same one, a changed folder another one beside it."""
     folder = fill(tmp_path / "mine")
     lines = node.run("push", str(folder), "--as", "my/model").stdout.splitlines()
     assert lines[1].startswith("weights: {hub: my/model, revision: ")
@@ -197,7 +197,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     ],
 )
 def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
-    """Status 2 for what was typed, 1 for what cannot be done."""
+    """The exit status is 2 for a wrong command line, and 1 for a request that cannot be done."""
     folder = fill(tmp_path / "mine")
     node.entry("my/packaged", "{package: x}")
     node.entry("my/folder", "{path: /somewhere}")
@@ -221,7 +221,7 @@ def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
 
 
 def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
-    """A size is found by --quick, a byte by reading; the status is 1, and `push --force` ends it."""
+    """`verify --quick` finds a wrong size, `verify` a wrong byte. The exit status is 1. `push --force` repairs both."""
     folder = node.snapshot()
     node.run("push", "org/model")
     assert node.run("verify").stdout == f"org/model@{COMMIT}: 3 files, 97.7 KiB, right\n"
@@ -261,7 +261,7 @@ def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> No
 
 
 def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) -> None:
-    """By names and sizes alone too; the list does not call it complete."""
+    """`--quick` finds it by names and sizes. The list does not call the snapshot complete."""
     folder = node.snapshot()
     (folder / "model.safetensors").write_bytes(b"x")
     (folder / "config.json").unlink()
@@ -307,8 +307,8 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
 
 
 def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:
-    """Threads of the store's runtime would abort the process meanwhile, now and then. What was registered for the end
-    is done.
+    """During a teardown, threads of the store's runtime would now and then abort the process. Functions that are
+    registered with atexit still run.
     """
     script = """
 import atexit, sys

@@ -36,7 +36,7 @@ from sie_store.weights.progress import FetchProgress
 from sie_store.weights.sources import WeightSources, on_disk
 
 MIB = 1 << 20
-TOTAL = 1000 * MIB  # of the disk that is made up
+TOTAL = 1000 * MIB  # bytes of the simulated disk
 SIZE = 100 * MIB
 NAME = "model.safetensors"
 REVISION = "a" * 40
@@ -44,7 +44,7 @@ REVISION = "a" * 40
 
 @dataclass
 class Disk:
-    """A disk of which so many bytes are somebody else's. Files with holes in the folder count as if they had none."""
+    """A simulated disk with `others_bytes` of other files. Sparse files in the folder count with their full size."""
 
     folder: Path
     others_bytes: int = 0
@@ -55,7 +55,7 @@ class Disk:
 
 
 def hollow(path: Path, size: int) -> None:
-    """A file that looks so large."""
+    """Write a sparse file of this size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.truncate(size)
@@ -88,7 +88,7 @@ def disk(tmp_path: Path) -> Disk:
 
 @pytest.fixture
 def cache(tmp_path: Path, disk: Disk) -> LocalCache:
-    """Three snapshots of a tenth of the disk each, `org/b` used longest ago."""
+    """Return a cache of three snapshots of a tenth of the disk each. `org/b` was used longest ago."""
     local_cache = limited(tmp_path, 85.0, disk)
     for name in ("org/b", "org/a", "org/c"):
         put(local_cache, name)
@@ -97,7 +97,7 @@ def cache(tmp_path: Path, disk: Disk) -> LocalCache:
 
 @contextlib.contextmanager
 def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Iterator[WeightSources]:
-    """The sources that a process has with these settings, on that disk."""
+    """Yield the sources that a process has with these settings, on that disk."""
 
     def probe(path: Path) -> Any:
         usage = disk(path)
@@ -130,8 +130,8 @@ def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
 
 
 def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: of what the disk holds now, and only what nobody
-    uses.
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: the threshold holds for the present content of the
+    disk. Snapshots in use stay.
     """
     disk.others_bytes = 540 * MIB
     assert cache.relieve()
@@ -168,8 +168,8 @@ def test_what_was_used_longest_ago_goes_above_the_threshold(
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at
-    86 % one.
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: the threshold holds for the disk with the new weights. At 84 % no snapshot
+    is removed, at 86 % one is.
     """
     disk.others_bytes = foreign_mib * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_PRESSURE_THRESHOLD_PERCENT=percent) as sources:
@@ -184,9 +184,7 @@ def test_what_was_used_longest_ago_goes_above_the_threshold(
 def test_a_limit_below_the_disk_s_counts_the_cache_alone(
     limit: int, evicted_names: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_DISK_CACHE_BYTES: as on a volume with a size limit, which the file system does not know: half of the
-    disk is free.
-    """
+    """SIE_DISK_CACHE_BYTES: the limit of a volume may be unknown to the file system. Here half of the disk is free."""
     disk.others_bytes = 200 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(limit * MIB)) as sources:
         put(sources.cache, "org/new")
@@ -198,14 +196,16 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
 def test_without_the_disk_cache_nothing_is_removed(
     cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_DISK_CACHE_ENABLED: what does not fit is refused before a byte is fetched, and the setting is named."""
+    """SIE_DISK_CACHE_ENABLED: weights that do not fit are refused before a byte is fetched. The message names the
+    setting.
+    """
     disk.others_bytes = 620 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_ENABLED="false") as sources:
         with pytest.raises(
             FetchFailed, match=r"no space.*100\.0 MiB are needed, 80\.0 are free.*SIE_DISK_CACHE_ENABLED"
         ) as raised:
             put(sources.cache, "org/new")
-        assert raised.value.error_class == "NETWORK"  # room may come
+        assert raised.value.error_class == "NETWORK"  # a later try may have room
         assert there(cache) == ["org/a", "org/b", "org/c"]
     with settings_of(cache.folder, disk, monkeypatch) as sources:
         put(sources.cache, "org/new")
@@ -236,7 +236,7 @@ def test_nothing_goes_for_what_would_not_fit_anyway(cache: LocalCache, disk: Dis
 
 
 def test_what_somebody_else_put_there_never_goes(cache: LocalCache, disk: Disk) -> None:
-    """Neither what the hub's own client left, nor what SIE only completed and checked."""
+    """This holds for files of the hub's own client, and for those that SIE only completed and checked."""
     own = cache.place("own/model", REVISION) / NAME
     hollow(own, SIZE)
     hollow(cache.place("own/checked", REVISION) / NAME, SIZE)
@@ -282,7 +282,7 @@ def test_what_is_left_of_a_fetch_goes_and_one_under_way_does_not(tmp_path: Path,
 
 @contextlib.contextmanager
 def held_up(cache: LocalCache) -> Iterator[None]:
-    """Another download of SIZE bytes is under way, and ends afterwards."""
+    """Keep another download of SIZE bytes under way during the block."""
     begun, go = threading.Event(), threading.Event()
 
     def held(folder: Path, progress: FetchProgress) -> Manifest:
@@ -312,7 +312,7 @@ def test_what_other_fetches_have_to_come_counts(cache: LocalCache, disk: Disk) -
 
 @pytest.mark.parametrize("percent", [None, 85.0])
 def test_what_others_have_to_come_is_not_free(percent: float | None, tmp_path: Path, disk: Disk) -> None:
-    """Two downloads that fit one by one, but not both: the second is refused before a byte of it is written."""
+    """Two downloads fit one by one, but not together. The second is refused before a byte of it is written."""
     cache = limited(tmp_path, percent, disk)
     disk.others_bytes = 850 * MIB
     message = r"200\.0 MiB are needed \(100\.0 of them by other fetches\), 150\.0 are free"
@@ -323,7 +323,7 @@ def test_what_others_have_to_come_is_not_free(percent: float | None, tmp_path: P
 
 
 def test_what_is_cut_off_goes_too(cache: LocalCache, disk: Disk) -> None:
-    """A snapshot that no longer counts is in nobody's way of going: what it really holds is what it frees."""
+    """A damaged snapshot may be removed, too. It counts with the bytes that it really has."""
     hollow(cache.place("org/b", REVISION) / NAME, SIZE // 2)
     disk.others_bytes = 560 * MIB
     assert [(candidate.repository, candidate.bytes // MIB) for candidate in cache.candidates()] == [
@@ -358,7 +358,7 @@ def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: Path) -> None:
-    """From before its files are looked for until it is unloaded, also while it waits for memory."""
+    """The files are in use from before they are looked up until the unload, including the wait for memory."""
     folder = toys.save(tmp_path / "toy", "bert")
     cache = LocalCache(tmp_path / "cache")
 
@@ -409,7 +409,7 @@ def test_a_disk_that_is_full_after_all_is_a_failure_that_is_tried_again(tmp_path
 
 
 def test_a_disk_that_fills_up_meanwhile_is_tried_once_more(cache: LocalCache, disk: Disk) -> None:
-    """With room made, and what arrived before is counted once."""
+    """The second try has room. The bytes that had arrived before count once."""
     progress, tries = FetchProgress("org/new"), 0
 
     def fetch(folder: Path, progress: FetchProgress) -> Manifest:
@@ -431,7 +431,7 @@ def test_a_disk_that_fills_up_meanwhile_is_tried_once_more(cache: LocalCache, di
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 96 MiB and 400 files and folders."""
+    """Yield a file system of 96 MiB that holds 400 files and folders."""
     folder = tmp_path / "small"
     folder.mkdir()
     if (
@@ -469,7 +469,7 @@ def test_on_a_real_file_system_the_right_one_goes(small: Path) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Leave no room for a byte, nor for an empty folder: this file system needs no block for that, others do."""
+    """Leave no room for a byte, nor for an empty folder. Other file systems than tmpfs need a block for a folder."""
 
     def repeat(act: Callable[[int], object]) -> None:
         for number in range(1000):
@@ -484,7 +484,7 @@ def fill(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_on_a_full_disk_the_first_lock_makes_room(is_known: bool, small: Path) -> None:
-    """Whether the locks of what is to come are there, empty, or not."""
+    """Empty lock files of the new snapshot may be there already."""
     cache = limited(small, 80.0)
     for name in ("org/a", "org/b"):
         cache.obtain(name, REVISION, real(24 * MIB), name)
@@ -498,7 +498,7 @@ def test_on_a_full_disk_the_first_lock_makes_room(is_known: bool, small: Path) -
 
 
 def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
-    """One that has no lock folder yet, and SIE did not put there; with nothing to evict it is tried again later."""
+    """The model has no lock folder, and SIE did not fetch it. If nothing may be evicted, a later try may succeed."""
     cache = limited(small, 80.0)
     folder = cache.place("org/own", REVISION)
     hollow(folder / NAME, 0)
@@ -543,8 +543,8 @@ print(*[each.repository for each in cache.candidates()])
 
 @pytest.mark.parametrize("mode", [0o644, 0o600])
 def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path) -> None:
-    """Files of root, read by anybody or by nobody else: only what they stand for is left alone where nothing can be
-    told of it.
+    """The lock files belong to root, and all users or only root may read them. A snapshot whose lock cannot be read is
+    not removed.
     """
     if os.getuid() != 0:
         pytest.skip("only root may be another user")

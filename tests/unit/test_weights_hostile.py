@@ -1,4 +1,4 @@
-"""A hub and a bucket that answer with anything: not a listing, no end, other sizes, compressed, a byte now and then."""
+"""A hub and a bucket with hostile answers: no listing, no end, other sizes, compression, a byte now and then."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ENTRY = ModelEntry(
 )
 QUICK = DownloadLimits(stall_s=0.3, tries=2, pause_s=0.01)
 PIECE = b"x" * (1 << 20)
-# bytes that a server gets rid of before it notices that nobody reads: buffers of the kernel and of the client
+# bytes that a server sends before it notices that nobody reads: buffers of the kernel and of the client
 UNREAD_BYTES = 64 << 20
 
 Answer = Callable[["Handler"], None]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers by `listing` or `file`, the functions of its server. `sent`: bytes of bodies that went out."""
+    """Handler that answers with `listing` or `file`. `sent` has the number of bytes of each write."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent apart: Nagle's algorithm would put up to 40 ms between them
     listing: Answer
     file: Answer
     paths: list[str]
@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send(body)
 
     def endless(self, first: bytes, piece: bytes, pause_s: float = 0.0, status: int = 200, **headers: str) -> None:
-        """A body without a length, until nobody reads it."""
+        """Send a body without an end, until the client disconnects."""
         self._head({"Transfer-Encoding": "chunked", **headers}, status)
         while True:
             self.send(b"%x\r\n%b\r\n" % (len(first), first))
@@ -88,11 +88,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write nothing to the test's output."""
 
 
 def siblings(**changes: object) -> list[dict[str, Any]]:
-    """The listing of FILES; `changes` are made to the file of weights."""
+    """Return the listing of FILES, with `changes` to the file of weights."""
     weights = FILES["model.safetensors"]
     digest = {"sha256": hashlib.sha256(weights).hexdigest(), "size": len(weights), "pointerSize": 130}
     return [
@@ -180,7 +180,7 @@ def test_a_listing_has_a_bound_of_bytes_and_of_time(tmp_path: Path, monkeypatch:
 
 
 def test_compressed_answers_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte of them may be a thousand, and of what was compressed twice a million."""
+    """One compressed byte may be a thousand bytes, and one that was compressed twice a million."""
     bomb = zlib.compress(zlib.compress(b" " * (64 << 20)))
     with serving(lambda handler: handler.whole(bomb, Content_Encoding="deflate, deflate")) as server:
         assert "compressed" in refused(server, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""A fetch from a hub that fails in every way that hubs do, and what the local cache makes of what others put there."""
+"""Fetches from a hub with every kind of fault, and files in the local cache that SIE did not fetch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BIG = "model.safetensors"
 
 
 def safetensors(size: int) -> bytes:
-    """A whole file of this format with so many bytes of one tensor."""
+    """Return a complete file of this format with one tensor of `size` bytes."""
     header = msgspec.json.encode({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
     return struct.pack("<Q", len(header)) + header + os.urandom(size)
 
@@ -139,7 +139,7 @@ def test_a_hub_that_sends_nothing_more_is_asked_again(
 def test_no_log_has_an_address_which_may_be_signed_or_hold_a_password(
     hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the levels that every process sets: requests that succeed, and those that are repeated."""
+    """The levels are those of every process. Some requests succeed, and some are repeated."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("://", "://user:canary@"))
     stumbles(hub)
     with logs():
@@ -220,11 +220,11 @@ def test_a_token_opens_what_is_gated(hub: HubStub, tmp_path: Path, monkeypatch: 
 
 
 def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Hugging Face's own variable says it."""
+    """Hugging Face's own variable HF_HUB_OFFLINE has this effect, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
 
-    close_session()  # the client asks for it once
+    close_session()  # the client reads the variable once
     try:
         with pytest.raises(ModelLoadFailed, match="HF_HUB_OFFLINE"):
             WeightSources(tmp_path, True).folder(entry())
@@ -235,7 +235,7 @@ def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, m
 
 
 def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_path: Path) -> None:
-    """Completeness is that of what a model needs. Both serve afterwards, and nothing is asked for twice."""
+    """A snapshot is complete if it has what a model needs. Then it serves both models, and no file is fetched twice."""
     sources, with_code = WeightSources(tmp_path, True), entry(load=LoadOptions(trust_remote_code=True))
     folder = sources.folder(entry())
     assert not (folder / "model.py").exists()
@@ -270,9 +270,7 @@ def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -
 def test_what_the_hubs_own_client_completed_counts_by_its_listing(
     hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are
-    there.
-    """
+    """The client writes the listing first, which shows what is missing. SIE fetches only that."""
     from huggingface_hub import snapshot_download
 
     monkeypatch.setattr(
@@ -287,11 +285,11 @@ def test_what_the_hubs_own_client_completed_counts_by_its_listing(
     assert LocalCache(tmp_path).find(REPOSITORY, COMMIT) is None
     assert WeightSources(tmp_path, True).folder(entry()) == snapshot
     assert hub.sent == {"config.json": len(FILES["config.json"])}
-    assert LocalCache(tmp_path).candidates() == []  # it is somebody else's
+    assert LocalCache(tmp_path).candidates() == []  # SIE did not fetch it
 
 
 def by_hand(cache: Path) -> Path:
-    """A snapshot without anything that tells what belongs to it."""
+    """Write a snapshot without a manifest or a listing. Return its folder."""
     folder = LocalCache(cache).place(REPOSITORY, COMMIT)
     for name in WANTED:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +411,7 @@ def test_names_that_would_leave_the_cache_are_refused(name: str, tmp_path: Path)
 
 
 def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: HubStub, tmp_path: Path) -> None:
-    """Weights that are part of an image."""
+    """The weights may be part of an image."""
     obtain(hub, tmp_path)
     shutil.rmtree(tmp_path / "hub" / ".locks")
     unwritable = tmp_path / "hub" / ".locks"
@@ -431,7 +429,7 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
     assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
     assert hub.sent.keys() == files.keys()
     request_count = len(hub.asked)
-    assert sources.locate_lora("org/lora", entry(), None).folder == located.folder  # the only one that is there
+    assert sources.locate_lora("org/lora", entry(), None).folder == located.folder  # the cache has only this commit
     assert WeightSources(tmp_path, False).locate_lora("org/lora", entry(), None).folder == located.folder
     assert len(hub.asked) == request_count
     assert commit_of("org/lora") == COMMIT
@@ -444,8 +442,8 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
 def test_the_name_of_a_client_s_lora_is_in_no_log(
     hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    """While it is fetched, asked for again, and removed; one that the entry names is told by its name."""
-    caplog.set_level(logging.WARNING, "httpx2")  # as processes have it
+    """This holds for its fetch, its repeated requests and its removal. A LoRA of the entry is logged by its name."""
+    caplog.set_level(logging.WARNING, "httpx2")  # the level that processes set
     caplog.set_level(logging.INFO, "sie")
     for name in ("canary/lora", "org/of-the-entry"):
         hub.repositories[name] = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
@@ -469,7 +467,7 @@ def test_the_name_of_a_client_s_lora_is_in_no_log(
 def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(
     hub: HubStub, tmp_path: Path, links_nothing: bool
 ) -> None:
-    """The length of a redirection is not taken for that of its file."""
+    """The length of a redirection is not taken for the length of the file."""
     hub.lists_only_names, hub.links_nothing = True, links_nothing
     hub.wrong = Counter({BIG: 1})
     obtain(hub, tmp_path)
@@ -478,7 +476,7 @@ def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(
 
 
 def in_bucket(place: Place, cache: Path, file_names: set[str], repository: str = REPOSITORY) -> ClusterCache:
-    """A bucket that has these files of the snapshot that a cache has; the others are left out of its manifest."""
+    """Return a bucket with these files of a cache's snapshot. Its manifest says that the others are left out."""
     local, bucket = LocalCache(cache), ClusterCache(place.url, DownloadLimits(tries=2, pause_s=0.01))
     manifest = local.manifest(repository, COMMIT)
     assert manifest is not None
@@ -493,7 +491,7 @@ def in_bucket(place: Place, cache: Path, file_names: set[str], repository: str =
 def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_hub(
     hub: HubStub, faulty: Place, tmp_path: Path
 ) -> None:
-    """Its files are not fetched from the hub as well, and it is good for those that want no more than it has."""
+    """The files of the bucket are not fetched from the hub. They suffice for a model that needs no others."""
     WeightSources(tmp_path / "pusher", True).folder(entry())
     bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
     hub.sent.clear()
@@ -513,7 +511,7 @@ LORA = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(1
 
 @pytest.fixture
 def pushed_lora(hub: HubStub, tmp_path: Path) -> str:
-    """A LoRA of the hub, which the cache `pusher` has as well."""
+    """Return the name of a LoRA that the hub and the cache `pusher` have."""
     hub.repositories["org/lora"] = LORA
     WeightSources(tmp_path / "pusher", True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
     hub.sent.clear()
@@ -534,7 +532,7 @@ def test_a_lora_that_the_bucket_has_only_a_part_of_comes_from_the_hub(
 def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
 ) -> None:
-    """From the hub, or a copy by hand; where neither has it, the failure is that of the bucket."""
+    """The next place is the hub or a copy by hand. If neither has the LoRA, the failure is that of the bucket."""
     bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json", "adapter_model.safetensors"}, "org/lora")
     faulty.server.faults.refuse = lambda _: ("503 Slow Down", "SlowDown")
     folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder

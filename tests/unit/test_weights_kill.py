@@ -36,7 +36,7 @@ def hub() -> Iterator[HubStub]:
 
 
 def is_right(cache: Path) -> bool:
-    """Whether the cache has the snapshot, as it should be."""
+    """Return True if the cache has the snapshot. Fail if the snapshot is damaged."""
     local = LocalCache(cache)
     folder, manifest = local.find(REPOSITORY, COMMIT), local.manifest(REPOSITORY, COMMIT)
     if folder is None:
@@ -48,17 +48,17 @@ def is_right(cache: Path) -> bool:
 
 
 def on_disk(cache: Path) -> int:
-    """How much of the largest file is there, under any name."""
+    """Return the number of bytes of the largest file on the disk, under any name."""
     return max((path.stat().st_size for path in cache.rglob(f"{BIG}*")), default=0)
 
 
 def asked_for(hub: HubStub) -> list[Asked]:
-    """The requests for the bytes of the largest file."""
+    """Return the requests for the bytes of the largest file."""
     return [request for request in hub.of("/cdn/") if request.path.endswith(BIG)]
 
 
 def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
-    """Run a process that is killed once it has written so much of the largest file, or a little more."""
+    """Run a process that is killed once it has written `offset` bytes of the largest file, or a few more."""
     with fetcher(hub, cache) as victim:
 
         def kill(name: str, sent: int) -> None:
@@ -74,8 +74,8 @@ def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
 
 @pytest.mark.long
 def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path) -> None:
-    """At 20 points of the download nothing counts as cached, and no byte that is on the disk is
-    asked for again.
+    """After a kill at each of 20 points of the download nothing counts as cached, and no byte on the disk is requested
+    again.
     """
     resumed = set()
     for point in range(POINTS):
@@ -105,7 +105,7 @@ def test_killed_twice_it_goes_on_twice(hub: HubStub, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_killed_before_any_change_of_the_disk_the_next_start_completes(hub: HubStub, tmp_path: Path) -> None:
-    """Between two effects: what counts as there is right, and what does not is completed."""
+    """A snapshot that counts as complete after a kill is right. Any other is completed."""
     count = 0
     while True:
         count += 1
@@ -113,7 +113,7 @@ def test_killed_before_any_change_of_the_disk_the_next_start_completes(hub: HubS
         with fetcher(hub, cache, dies_at=count) as victim:
             if victim.end() == 0:
                 break
-        is_right(cache)  # if it counts at all
+        is_right(cache)  # fails if a damaged snapshot counts
         obtain(hub, cache)
         assert is_right(cache)
     assert count > POINTS
@@ -136,7 +136,7 @@ def test_a_removal_that_was_killed_leaves_no_half_of_a_snapshot(hub: HubStub, tm
 
 
 def test_of_several_processes_one_fetches(hub: HubStub, tmp_path: Path) -> None:
-    """Twenty would be the same as four: those who wait hold nothing but a file."""
+    """Four processes stand for any number: a process that waits holds nothing but a file."""
     begun, go = threading.Event(), threading.Event()
 
     def held(name: str, sent: int) -> None:

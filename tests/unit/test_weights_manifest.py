@@ -43,7 +43,7 @@ def test_it_says_what_is_there_and_reads_as_it_was_written(folder: Path) -> None
     assert manifest.bytes == 202
     (folder / MANIFEST).write_bytes(encode(manifest))
     assert decode((folder / MANIFEST).read_bytes()) == manifest
-    assert describe(folder, "org/model", COMMIT) == manifest  # it does not name itself
+    assert describe(folder, "org/model", COMMIT) == manifest  # the manifest does not name itself
     assert verify(folder, manifest) == []
     turned = msgspec.structs.replace(manifest, files=dict(reversed(manifest.files.items())))
     assert encode(turned) == encode(manifest)

@@ -1,4 +1,4 @@
-"""How far a fetch is: what is told, and how often."""
+"""Progress of a fetch: its figures, and how often they are reported."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_what_another_process_does_is_told_until_it_is_done_here() -> None:
     progress.follow(Fetched(30, 100, 7.5))
     assert progress.state() == Fetched(30, 100, 7.5)
     clock.now_s += 50
-    progress.expect(100, 40)  # it was killed, this process goes on
+    progress.expect(100, 40)  # the other process was killed, this one goes on
     clock.now_s += 2
     progress.add(20)
     assert progress.state() == Fetched(60, 100, 10.0)
-    progress.add(-20)  # those were wrong
+    progress.add(-20)  # these bytes were wrong
     assert progress.state().done_bytes == 40
 
 

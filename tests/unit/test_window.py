@@ -1,6 +1,4 @@
-"""The fairness between keys: the pure core alone, by properties, and against a simulated lane that is first in, first
-out.
-"""
+"""The fairness between keys: properties of the pure core, and a simulated lane that is first in, first out."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def order(grants: list[tuple[Ticket, int]]) -> str:
 
 
 def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> None:
-    """The pipelines of all hosts are full for one key; with several, what is ahead and a batch of half of it fit two
-    full batches.
-    """
+    """One key may fill the pipelines of all hosts. If keys share, one and a half times the bound fits two full batches."""
     alone = bound([FULL, FULL], cold_tokens=8192, contested=False, mean_cost=100)
     assert alone == QueueBound(8 * BATCH, 96)
     contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)
@@ -45,7 +41,9 @@ def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> Non
 
 
 def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> None:
-    """Half of the time of a full batch of S is its own: then s = S. All of it by tokens: then two thirds."""
+    """If the fixed part is half of the time of a full batch, the bound is two full batches. Without one it is two
+    thirds of that.
+    """
     times = BatchTimes()
     for tokens in (1000, 2000, 16_000) * 5:
         times.note(tokens, 0.016 + 1e-6 * tokens)
@@ -71,7 +69,7 @@ def test_batches_that_take_the_same_whatever_they_hold_cost_by_number() -> None:
 
 
 def test_a_fast_device_gets_work_for_the_way_of_a_message() -> None:
-    """A device that runs two batches in less than the way there and back would otherwise stand still."""
+    """Otherwise a device that runs two batches in less than the round trip of a message would stand still."""
     fast = Host(1000, 4, rate=1_000_000.0)
     assert bound([fast], cold_tokens=1, contested=False, mean_cost=10) == QueueBound(30_000, 3000)
 
@@ -128,7 +126,7 @@ def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
 
 
 def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
-    """A large chunk is not passed for ever by small ones that fit where it does not, of one key or of many."""
+    """Small chunks of many keys, which fit where a large one does not, do not pass the large one for ever."""
     key_window = window()
     holder = Ticket("h", [100])
     key_window.join(holder)
@@ -181,8 +179,8 @@ def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
 
 
 class Turns(RuleBasedStateMachine):
-    """Whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything
-    is free.
+    """State machine: in any order of events the counts are those of the held chunks, and the bounds hold. At the end
+    everything is free.
     """
 
     def __init__(self) -> None:
@@ -213,7 +211,7 @@ class Turns(RuleBasedStateMachine):
                 assert self.shares.tokens[key] <= limit or (len(mine) == 1 and not before.get(key))
         elif (
             key_window.is_waiting and not key_window.items
-        ):  # nothing in the queue: only a key's own window may keep it
+        ):  # the queue is empty: only a key's own window may hold work back
             assert all(self.shares.tokens.get(key) for key in key_window.waiting_tokens())
 
     @precondition(lambda self: self.open)
@@ -259,9 +257,7 @@ TestTurns = Turns.TestCase
 
 @given(st.lists(st.lists(st.integers(1, QUANTUM), min_size=1, max_size=30), min_size=2, max_size=5), st.integers(1, 4))
 def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests: list[list[int]], room: int) -> None:
-    """For any sizes: the bound of deficit round robin, a quantum and the largest chunk, and a turn that may have
-    passed.
-    """
+    """For any sizes the bound is that of deficit round robin, a quantum and the largest chunk, and one turn more."""
     key_window = window()
     for number, costs in enumerate(requests):
         key_window.join(Ticket(str(number), costs))
@@ -283,11 +279,11 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
 def simulate(
     arrivals: list[tuple[float, str, int]], *, fair: bool, batch_s: float, token_s: float, until_s: float
 ) -> dict[str, list[float]]:
-    """Latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker: a queue that is first in,
-    first out, of which the worker takes in four batches, and a device that runs one batch while the next is ready. A
-    message takes 1 ms each way.
+    """Return the latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker. The queue is first
+    in, first out. The worker takes in four batches. Its device runs one batch while the next is ready. A message takes
+    1 ms each way.
 
-    `fair`: what this gateway lets into the queue is bounded as it does it; else everything goes in at once.
+    If `fair`, the bounds of the gateway hold for the queue; else everything goes in at once.
     """
     key_window, way_s, times = window(), 0.001, BatchTimes()
     shares = key_window.shares
@@ -382,10 +378,10 @@ def p99(values: list[float]) -> float:
     ("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)]
 )
 def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(batch_s: float, token_s: float) -> None:
-    """100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded
-    p99 + two batches.
+    """One key sends 100,000 texts of 64 tokens. Another key has sent small requests since before: their p99 is at most
+    twice the p99 without load plus two batches.
 
-    Throughput stays within a tenth of what the backlog alone gives, whether batches cost by tokens or by number.
+    Throughput stays within a tenth of that of the backlog alone, whether batches cost by tokens or by number.
     """
     full_s = batch_s + token_s * BATCH
     seconds = max(10.0, 100 * full_s)
@@ -401,6 +397,6 @@ def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(b
     assert len(both["b"]) >= 0.9 * len(small)
     assert p99(both["b"]) <= limit_s
     assert len(unfair["b"]) < len(small) / 2 or p99(unfair["b"]) > limit_s
-    if solo["rate"][0] * seconds < 0.95 * len(large) * QUANTUM:  # else it had nothing left to do
+    if solo["rate"][0] * seconds < 0.95 * len(large) * QUANTUM:  # else the backlog ended before the simulation
         lost = 1 - both["rate"][0] / solo["rate"][0]
         assert lost <= 0.1

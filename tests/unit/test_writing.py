@@ -1,4 +1,4 @@
-"""Models that write token by token, in the sidecar: they hold no lane, take no credit, and end when nobody waits."""
+"""Models that write token by token, in the sidecar: lanes, cancellation and budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def direct(tmp_path: Path) -> AsyncIterator[Direct]:
 
 
 async def written(cluster: InProcess, **environ: str) -> FakeAdapter:
-    """An adapter of one lane whose model `WRITER` writes until it is let go, behind a sidecar."""
+    """Return an adapter of one lane with a sidecar. Its model `WRITER` writes until it is let go."""
     adapter = await cluster.adapter()
     adapter.writes.add(WRITER)
     await cluster.sidecar(adapter, **environ)
@@ -40,14 +40,14 @@ async def written(cluster: InProcess, **environ: str) -> FakeAdapter:
 
 
 async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
-    """More pages than are written at once, each a work item; all that have a place run, one item each; a text of
-    another model comes: it waits for none of them; they are let go, and all are answered.
+    """More pages come than are written at once. Each place has one page. A text of another model waits for none of
+    them. All pages are answered after they are let go.
     """
     gateway, adapter = await cluster.gateway(), await written(cluster)
     pages = WRITTEN_AT_ONCE + WRITTEN_READY + 5
     sent = [asyncio.create_task(gateway.encode(f"page {number}")) for number in range(pages)]
     await adapter.until(lambda state: state.running == WRITTEN_AT_ONCE, "all places taken")
-    adapter.hold_batches = False  # those that come from now on
+    adapter.hold_batches = False  # batches that come from now on are not held
     assert (await asyncio.wait_for(gateway.encode("a text", model=OTHER), 30)).status_code == 200
     assert adapter.running == WRITTEN_AT_ONCE
     assert {len(batch.groups) for batch in adapter.batches if batch.model == WRITER} == {1}
@@ -57,7 +57,7 @@ async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
 
 
 async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct) -> None:
-    """A text that is written beside it is answered, and so are the batches of another model."""
+    """Another text that is being written is answered."""
     adapter = await written(direct)
     leaves, stays = await direct.publish("leaves", request="gone"), await direct.publish("stays")
     await adapter.until(lambda state: state.running == 2, "both are written")
@@ -85,7 +85,7 @@ async def test_a_connection_on_which_something_was_cancelled_is_used_again(direc
 
 async def test_what_takes_longer_than_its_budget_is_cancelled(direct: Direct) -> None:
     adapter = await written(direct)
-    item = await direct.publish("a page", budget_ms=1400)  # it begins before that
+    item = await direct.publish("a page", budget_ms=1400)  # the writing begins before the budget is over
     await adapter.until(lambda state: state.cancels, "the budget is over", timeout_s=20)
     outcome = (await direct.result(item)).outcomes[0]
     assert isinstance(outcome, Failed)

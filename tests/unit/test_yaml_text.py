@@ -1,4 +1,4 @@
-"""YAML that people write: whatever a file or an argument has, it is a value or one kind of error."""
+"""YAML that people write: every file or argument is a value or one kind of error."""
 
 from __future__ import annotations
 

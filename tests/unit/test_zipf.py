@@ -1,5 +1,5 @@
-"""20 models, memory for 5, Zipf traffic in virtual time, through hosting and residency: loads and waits against a plain
-LRU cache.
+"""Hosting and residency under Zipf traffic in virtual time, with 20 models and memory for 5: loads and waits against a
+plain LRU cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELS, CAPACITY, REQUESTS, LOAD_S, RUN_S = 20, 5, 800, 1.0, 0.01
 
 
 class _Jumping(selectors.SelectSelector):
-    """Instead of waiting it lets the clock jump."""
+    """A selector that advances its clock instead of waiting."""
 
     now_s = 0.0
 
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class SlowLink:
-    """An adapter with a residency: a load takes LOAD_S, an answer without one no time."""
+    """An adapter with a residency: a load takes LOAD_S, an answer without a load no time."""
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
@@ -66,7 +66,7 @@ class SlowLink:
 
 
 def traffic(seed: int) -> list[tuple[float, str]]:
-    """Poisson arrivals, one in 0.8 s, of models by Zipf's law."""
+    """Return Poisson arrivals, one in 0.8 s, of models by Zipf's law."""
     generator = np.random.default_rng(seed)
     shares = 1 / np.arange(1, MODELS + 1)
     ranks = generator.choice(MODELS, REQUESTS, p=shares / shares.sum())
@@ -77,7 +77,7 @@ def traffic(seed: int) -> list[tuple[float, str]]:
 
 
 async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
-    """Loads, and the time of each request."""
+    """Return the number of loads, and the time of each request."""
     loop, link, took_s = asyncio.get_running_loop(), SlowLink(), []
     connection: Any = link
     hosting = Hosting(connection, loop.time, lambda: None, 1.0)
@@ -91,7 +91,7 @@ async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
             try:
                 link.world.use(name)
                 break
-            except ModelLoading:  # it went for a load that still goes on: as the worker does
+            except ModelLoading:  # it was evicted for a load that still runs; the worker does the same
                 hosted.mark_unloaded()
         await asyncio.sleep(RUN_S)
         hosting.let_go(hosted)
@@ -105,7 +105,7 @@ async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
 
 
 def plain(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
-    """The same of a plain LRU cache that knows of each eviction at once: the model whose last answer is oldest goes."""
+    """Return the same for a plain LRU cache that knows of each eviction at once."""
     ready_s: dict[str, float] = {}
     used_s: dict[str, float] = {}
     loads, took_s = 0, []
@@ -113,7 +113,7 @@ def plain(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
         if name not in ready_s:
             loads += 1
             if len(ready_s) == CAPACITY:
-                # like any real one it cannot evict what is being loaded or runs
+                # like a real cache it cannot evict a model that loads or runs
                 idle = [candidate for candidate, loaded_s in ready_s.items() if loaded_s + RUN_S <= at_s]
                 del ready_s[min(idle or ready_s, key=used_s.__getitem__)]
             ready_s[name] = at_s + LOAD_S
