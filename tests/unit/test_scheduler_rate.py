@@ -8,7 +8,7 @@ import pytest
 from sie_sidecar.batching.sizing import MEMORY_S, Rate
 from sie_sidecar.prepare.rows import TokenRow
 
-ROWS = ((12, 0), (12, 32), (40, 32))  # tokens of a row, and the length to which it is padded
+ROWS = ((12, 0), (12, 32), (40, 32))  # tokens of a row, and its length on the device
 
 
 def test_time_without_a_batch_does_not_count() -> None:
@@ -56,6 +56,6 @@ def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
 
 
 def test_what_inputs_cost() -> None:
-    """The cost of a text is its number of tokens, or the padded length of its row if that is more."""
+    """The cost of a text is its number of tokens, or its length on the device if that is more."""
     costs = [TokenRow(np.zeros(tokens, np.int32), tokens, expanded=expanded).cost for tokens, expanded in ROWS]
     assert costs == [12, 32, 40]

@@ -423,7 +423,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         def execute(self, message: RunBatch, permission: object) -> Reply:
             return hold(message)
 
-    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # the part of an engine that it needs
+    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # the server needs no more of it
     pairs = [socket.socketpair() for _ in range(2)]
     message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
     threads = [

@@ -307,7 +307,7 @@ async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(clu
 async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope(
     cluster: InProcess,
 ) -> None:
-    """SIE_GATEWAY_API_METRICS: in auth mode none no token is needed, else one with the scope metrics."""
+    """SIE_GATEWAY_API_METRICS: without authentication no token is needed, else one with the scope metrics."""
     tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "good", "SIE_ADMIN_TOKEN": "root"}
     gateway = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", **tokens)
     answers = [await gateway.client.get("/metrics", headers={"authorization": token}) for token in ("", "good", "root")]

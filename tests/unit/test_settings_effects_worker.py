@@ -195,7 +195,7 @@ async def test_the_adapter_is_pinged_at_the_interval(cluster: InProcess) -> None
 
 
 async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals(cluster: InProcess) -> None:
-    """SIE_WORKER_READYZ_STALE_MULT: the default is three intervals. A larger value makes it later."""
+    """SIE_WORKER_READYZ_STALE_MULT: the default is three intervals. With a larger value the worker is unready later."""
     await cluster.gateway()
     soon, late = await cluster.adapter("soon.sock"), await cluster.adapter("late.sock")
     quick = await cluster.sidecar(soon, SIE_WORKER_PING_INTERVAL_MS="100")

@@ -126,7 +126,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
 
 
 async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InProcess) -> None:
-    """The figures come from the broker. Until then they are null, not zero."""
+    """The figures come from the broker. Before the broker has answered they are null, not zero."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
     async with looking(gateway, "/ws/cluster-status") as socket:
         assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {

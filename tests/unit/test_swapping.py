@@ -53,8 +53,8 @@ class OneModel:
 
 
 class Worker:
-    """Worker that uses a hosting like the sidecar: it takes in work, has it made ready, runs it on the loaded model,
-    and lets it go.
+    """Worker that does with a hosting what the sidecar does: it takes in work, ensures its model, runs the work, and
+    lets it go.
     """
 
     def __init__(self, swap_after_s: float, *, load_s: float = 0.0) -> None:

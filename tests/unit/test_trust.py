@@ -280,7 +280,7 @@ def refusal(answer: Any) -> Any:
 
 
 def test_an_adapter_trusts_neither_the_broker_nor_the_sidecar(adapter: Any, toy: ModelEntry) -> None:
-    """The adapter refuses entries that came into the catalogue by another way than over HTTP."""
+    """The adapter refuses an entry that came into the catalogue without the check of the config service."""
     closed = adapter()
     error = refusal(closed.load(toy))
     assert (error.code, error.reason, error.extras["error_class"]) == (

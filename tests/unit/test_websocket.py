@@ -52,7 +52,7 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
         for _ in range(4):
             await looking.recv()
             at_s.append(loop.time())
-        # a second client gets a frame that is there, and what it sends is ignored
+        # a second client gets a frame that was made before, and what it sends is ignored
         async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as second_peer:
             await second_peer.send("x" * 4000)
             assert int(await second_peer.recv()) <= count

@@ -105,7 +105,7 @@ async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
 
 
 def plain(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
-    """Return the same for a plain LRU cache that knows of each eviction at once."""
+    """Return the same figures for a plain LRU cache that knows of each eviction at once."""
     ready_s: dict[str, float] = {}
     used_s: dict[str, float] = {}
     loads, took_s = 0, []
