@@ -3,8 +3,8 @@
     Architecture ──► build ──► config.json, model.safetensors, tokenizer files [+ modules.json, 1_Pooling/, 2_Dense/,
     ..]
 
-What a default initialisation leaves neutral is random here: biases are not 0, norm weights are not 1 (not 0 where a
-norm adds 1), the row of the pad token is not 0. So a dropped bias, norm or mask shows in the numbers.
+Parameters that a default initialisation leaves neutral are random here: biases are not 0, norm weights are not 1 (not 0
+where a norm adds 1), the row of the pad token is not 0. A dropped bias, norm or mask therefore shows in the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 Pooling = Literal["cls", "mean", "last", "weighted"]
 
 MAX_TOKENS = 560
-ORIGINAL_TOKENS = 128  # of models whose rotary embedding was stretched after training
+ORIGINAL_TOKENS = 128  # the trained length of models whose rotary embedding was stretched after training
 WIDTH = 64
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -84,8 +84,8 @@ class Architecture:
     """A model kind and the configuration that makes it hard. `config` is completed with the sizes and ids of
     `tokenizer`.
 
-    `poolings`: those that its published models use; the first is the one its folder stores. `causal`: a token sees no
-    later one.
+    `poolings`: those of its published models; the folder stores the first. `causal`: a token attends to no later
+    token.
     """
 
     model_type: str
@@ -154,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "electra": Architecture("electra", recipes.BERT, {**_SIZES, "embedding_size": 32}),
-    # global, local, local, global; a token of a local layer sees 64 to either side
+    # The layers are global, local, local, global. A token of a local layer attends to 64 tokens on either side.
     "modernbert": Architecture(
         "modernbert",
         recipes.MODERNBERT,

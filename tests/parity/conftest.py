@@ -1,5 +1,5 @@
-"""One engine, and each checkpoint built, loaded and encoded once a session. `--parity-table FILE` writes the worst
-values.
+"""Fixtures of the parity tests. A session builds, loads and encodes each checkpoint once. `--parity-table FILE` writes
+the worst values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The sentence-transformers folder of an architecture."""
+    """Return a function that makes the sentence-transformers folder of an architecture."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
@@ -48,8 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="session")
 def serve(folders: Folders) -> Iterator[Serve]:
-    """Loads an architecture in a precision through the adapter (`ParityEngine.load`); skips where this machine has no
-    such precision.
+    """Return a function that loads an architecture in a precision through the adapter (`ParityEngine.load`). It skips
+    the test where this machine does not compute in the precision.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a lane
@@ -79,8 +79,7 @@ def engine() -> Iterator[ScoringEngine]:
 @pytest.fixture(scope="module")
 def cpu_engine() -> Iterator[AdapterEngine]:
     """The adapter's engine in this process, for models that read images or sounds. It computes in float32 where an
-    entry names no precision, and in bfloat16 also on a CPU without the instructions: what mixes precisions fails
-    everywhere.
+    entry names no precision. It computes in bfloat16 on any CPU, so that code that mixes precisions fails everywhere.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "bfloat16_lacks", lambda: "")
@@ -91,7 +90,7 @@ def cpu_engine() -> Iterator[AdapterEngine]:
 
 @pytest.fixture(scope="session")
 def references(folders: Folders) -> References:
-    """Sentence-transformers on the folder of an architecture, in a precision."""
+    """Return a function that loads the folder of an architecture with sentence-transformers in a precision."""
 
     @functools.cache
     def reference(name: str, precision: str) -> Reference:
@@ -104,7 +103,7 @@ def references(folders: Folders) -> References:
 def table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
     collected = ParityTable()
     yield collected
-    # absent where this file was not read before the command line was parsed
+    # The option is absent if pytest reads this file after it has parsed the command line.
     if target := request.config.getoption("parity_table", default=None):
         unproven = {model: entry.unproven for model, entry in packaged_catalogue().entries.items() if entry.unproven}
         Path(target).write_text(collected.markdown(unproven))

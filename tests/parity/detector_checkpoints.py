@@ -27,7 +27,7 @@ SHORTER, LONGEST = 96, 160
 QUERIES = 50
 PROMPT_TOKENS, LABEL_TOKENS = 256, 16
 SIDE = 96
-# where the vocabulary of bert-base-uncased has them: the model compares ids with those of four of these tokens
+# the ids of bert-base-uncased; the model compares ids with those of four of these tokens
 _PLACES = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103, ".": 1012, "?": 1029}
 
 
@@ -65,7 +65,7 @@ def grounding_dino(folder: Path, places: dict[str, int] | None = None) -> Path:
 
 
 def _soften(weights: dict[str, Tensor]) -> None:
-    """Have scores that are neither 0 nor 1: a score is the product of a candidate with a token."""
+    """Scale the last norm so that scores are neither 0 nor 1. A score is the product of a candidate with a token."""
     for name in ("model.decoder.layer_norm.weight", "model.decoder.layer_norm.bias"):
         weights[name] *= 0.2
 
@@ -90,11 +90,11 @@ def owlv2(folder: Path) -> Path:
 
 
 def red_patches(folder: Path) -> Path:
-    """An OWLv2 whose answers are known. Each patch is a candidate: its box is the square of two by two patches of which
-    it is the first, and its score is close to 1 if it is red for the most part, else close to 0, whatever the label is.
+    """An OWLv2 whose answers are known. Each patch is a candidate. Its box is the square of two by two patches that
+    begins at the patch. Its score is close to 1 if most of the patch is red, else close to 0, for every label.
 
-    Two channels of a patch are how red it is and the negative of that. Layers add nothing, so that after each norm one
-    of the two has about 4 and the other -4.
+    Two channels of a patch hold its redness and the negative of it. Layers add nothing, so after each norm one of the
+    two has about 4 and the other -4.
     """
     owlv2(folder)
     edit_weights(folder, _see_red)

@@ -37,12 +37,14 @@ OPEN_CLIP_WIDTH = 128  # two heads: timm names their number nowhere
 CLIP_TOKENS, SIGLIP_TOKENS, FIRST_SIGLIP_TOKENS = 77, 64, 16
 _TOWER: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _END = "<|endoftext|>"
-# what published folders say, which is not what the classes of transformers default to
+# the values of published folders; the defaults of transformers differ
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None) -> Path:
-    """CLIP, as openai (quick_gelu) and laion (gelu) have it. `eos` 2: what old configurations say of the end token."""
+    """CLIP, as openai (quick_gelu) and laion (gelu) publish it. `eos` 2 is the id of the end token in old
+    configurations.
+    """
     tokenizer = clip_tokenizer()
     text = {
         **_TOWER,
@@ -95,7 +97,7 @@ def marqo(folder: Path) -> Path:
     for name, shape in _open_clip_shapes(len(tokenizer)).items():
         scale = max(1, torch.Size(shape[1:]).numel()) ** -0.5 if len(shape) > 1 else 0.3
         state[name] = torch.randn(shape, generator=generator) * scale
-        if name.endswith("weight") and len(shape) == 1:  # of a norm
+        if name.endswith("weight") and len(shape) == 1:  # the weight of a norm
             state[name] += 1
     save_file(state, folder / "open_clip_model.safetensors", {"format": "pt"})
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": _OPEN_CLIP, "preprocess_cfg": _SQUASHED}))
@@ -194,7 +196,7 @@ def colpali(folder: Path) -> Path:
     randomised(ColPaliForRetrieval(ColPaliConfig(vlm_config=both, embedding_dim=WIDTH))).save_pretrained(folder)
     processor.save_pretrained(folder)
     path = folder / "preprocessor_config.json"
-    if not path.is_file():  # as folders have it that were made before the file of the whole processor
+    if not path.is_file():  # older published folders have this file
         processor_images.save_pretrained(folder)
     return folder
 
@@ -220,7 +222,9 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def _sentencepiece_tokenizer(folder: Path) -> SiglipTokenizer:
-    """With a tokenizer.json beside it, as published folders have it: without what the class does to a text before."""
+    """Train a tokenizer of sentencepiece. Its tokenizer.json, as in published folders, lacks the cleaning of texts that
+    the class does.
+    """
     folder.mkdir(parents=True)
     lines = folder / "corpus.txt"
     lines.write_text("\n".join(corpus()))
@@ -252,7 +256,9 @@ def _sentencepiece_tokenizer(folder: Path) -> SiglipTokenizer:
 
 
 def _gemma_tokenizer(*, bos: bool = False) -> GemmaTokenizer:
-    """`bos`: it puts one before each text, as Gemma's own does; else an end token behind it, as that of SigLIP 2."""
+    """Train a tokenizer. With `bos` it puts <bos> before each text, as Gemma's does. Else it puts <eos> behind the
+    text, as SigLIP 2's does.
+    """
     learnt = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     learnt.normalizer = normalizers.Replace(" ", "▁")
     learnt.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")

@@ -51,8 +51,8 @@ class Served:
         return [row.ids for row in text_rows(self.tokenizer, texts)]
 
     def encode(self, texts: Sequence[str], *, pooling: str = "", normalize: bool = False) -> Vectors:
-        """One batch: float32 [texts, width]. `pooling` empty: the one that the folder stores. Fails unless every item
-        succeeded.
+        """Return float32 [texts, width], from one batch. An empty `pooling` means that of the folder. Fails unless
+        every item succeeds.
         """
         return self.encode_ids(self.tokens(texts), pooling=pooling, normalize=normalize)
 
@@ -62,7 +62,7 @@ class Served:
             return _vectors(self.engine.execute(self._message(sequences, pooling, normalize=normalize)))
 
     def encode_at_once(self, batches: Sequence[Sequence[str]], *, lanes: int, pooling: str = "") -> list[Vectors]:
-        """Each batch as `encode`, on as many threads as `lanes`, all queued before the first ends."""
+        """Encode each batch as `encode` does, on `lanes` threads. All batches are queued before the first ends."""
         messages = [self._message(self.tokens(texts), pooling, normalize=False) for texts in batches]
         replies: list[list[Reply]] = [[] for _ in messages]
         jobs = [DeviceJob(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
@@ -84,7 +84,7 @@ class Served:
 
 
 class ParityEngine:
-    """An engine on the CPU with the models of a test session. Owned by who made it, until `stop`."""
+    """An engine with the models of a test session. Its creator calls `stop`."""
 
     def __init__(self) -> None:
         self._engine = new_engine()

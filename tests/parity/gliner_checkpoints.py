@@ -30,7 +30,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 
 GlinerKind = Literal["span", "token", "bi", "bi-token", "relations"]
 
-# of many seeds, those whose scores lie on both sides of 0.5 for each label
+# seeds whose scores lie on both sides of 0.5 for each label
 _SEEDS: dict[GlinerKind, int] = {"span": 16, "bi": 12, "token": 14, "bi-token": 12, "relations": 2}
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -58,7 +58,7 @@ def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
     """Return a tokenizer: two in three words of the tests are one token, the others two, and everything else is
     characters.
 
-    The trainers of the tokenizers library give another vocabulary in each process, so this one is laid down.
+    The trainers of the tokenizers library give another vocabulary in each process, so this vocabulary is fixed.
     """
     samples = ("שלום", "مدينة", "東京", "Zürich", "👍")
     characters = sorted({*string.printable.strip(), *"".join(samples)})
@@ -96,12 +96,12 @@ def _wrapped(
     return tokenizer
 
 
-# layers whose outputs are multiplied with others: scores would all be near 0 or 1
+# layers whose outputs are multiplied with others; with larger weights all scores would be near 0 or 1
 _LOUD = ("prompt_rep_layer.3", "pair_rep_layer.3", "relations_rep_layer")
 
 
 def _shake(model: torch.nn.Module, seed: int) -> None:
-    """Random weights everywhere, biases and norms too: their initial 0 and 1 would hide that one is left out."""
+    """Set all weights at random, biases and norms too. Their initial 0 and 1 would hide that one is left out."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
         scale = 0.05 if any(part in name for part in _LOUD) else 0.1 if parameter.dim() < 2 else 0.25
@@ -124,8 +124,8 @@ def gliner_folder(
     """A folder that the package loads too. With another `backbone` the weights keep their initial values, so that few
     scores are high.
 
-    Not `described`: like the first checkpoints, without the backbone's configuration and tokenizer, which lie below it
-    under the backbone's name and know nothing of the package's marks.
+    Without `described` the folder is like the first checkpoints: configuration and tokenizer of the backbone are in a
+    subfolder of the backbone's name, and the tokenizer lacks the package's marks.
     """
     from gliner import GLiNER, GLiNERConfig
 
@@ -317,7 +317,7 @@ def entry_of(
     parameters: dict[str, Any] | None = None,
     output: str = "",
 ) -> ModelEntry:
-    """A catalogue entry for a folder. `output`: empty stands for that of the family."""
+    """A catalogue entry for a folder. An empty `output` means that of the family."""
     output = output or {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")
     run = {"parameters": parameters} if parameters else {}
     raw = {

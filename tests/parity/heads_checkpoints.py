@@ -66,7 +66,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def splade(folder: Path, source: Path, activation: str = "relu") -> Path:
-    """`source`, a masked LM, as SparseEncoder saves it."""
+    """Save `source`, a masked LM, with SparseEncoder."""
     transformer = Transformer(str(source), transformer_task="fill-mask", max_seq_length=MAX_TOKENS)
     modules = [transformer, SpladePooling(activation_function=activation)]
     SparseEncoder(modules=modules, device="cpu").save_pretrained(str(folder), create_model_card=False)
@@ -74,8 +74,8 @@ def splade(folder: Path, source: Path, activation: str = "relu") -> Path:
 
 
 def inference_free(folder: Path, source: Path, *, beside: bool) -> Path:
-    """`source` for documents and a table of weights for queries. `beside`: the transformer lies in the root, as in
-    published folders.
+    """Save `source` for documents and a table of weights for queries. With `beside` the transformer lies in the root,
+    as in published folders.
     """
     tokenizer = AutoTokenizer.from_pretrained(source)
     weights = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(0)) + 0.1
@@ -92,7 +92,7 @@ def inference_free(folder: Path, source: Path, *, beside: bool) -> Path:
 
 
 def idf(folder: Path) -> Path:
-    """idf.json, as OpenSearch has it, beside the masked LM of `folder`; every seventh token is left out."""
+    """Write OpenSearch's idf.json beside the masked LM of `folder`, without every seventh token."""
     vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
     rng = random.Random(1)
     (folder / "idf.json").write_text(

@@ -31,8 +31,8 @@ from sie_sidecar.prepare.tokens import ModelTokenizer
 Array = NDArray[Any]
 MIN_COSINE = 0.9999  # float32
 MAX_DIFFERENCE = 1e-5  # float32, of a component, in units of the vector's norm
-# bfloat16: of the mean distance of the public library's own bfloat16, untrained weights being far from float32 in any
-# implementation
+# bfloat16: a multiple of the mean distance of the public library's own bfloat16. With untrained weights every
+# implementation is far from float32.
 MAX_MEAN_OF_STOCK = 1.5
 MAX_MEAN_DISTANCE = 1e-3
 
@@ -48,24 +48,24 @@ class HeadsModel:
 
     @property
     def path(self) -> str:
-        """packed or padded."""
+        """Return `packed` or `padded`."""
         return path_of(self.encoder.attention)
 
     def encode(self, texts: Sequence[str], *outputs: str, **options: Any) -> list[dict[str, Array]]:
-        """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and
-        `sparse.values`.
+        """Return the arrays of each text by name, from one batch of one work item. Sparse vectors are `sparse.indices`
+        and `sparse.values`.
         """
         return self.encode_items([(texts, RunOptions(outputs=outputs, **options))])[0]
 
     def encode_at_once(
         self, batches: Sequence[Sequence[str]], *outputs: str, **options: Any
     ) -> list[list[dict[str, Array]]]:
-        """Each batch as `encode`, on two threads."""
+        """Encode each batch as `encode` does, on two threads."""
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda texts: self.encode(texts, *outputs, **options), batches))
 
     def encode_items(self, items: Sequence[tuple[Sequence[str], RunOptions]]) -> list[list[dict[str, Array]]]:
-        """One batch of several work items, each with its own options."""
+        """Encode one batch of several work items, each with its own options."""
         reply = self._run(
             "encode", [WorkItemInput([Input(text) for text in texts], None, options) for texts, options in items]
         )
@@ -110,7 +110,7 @@ class HeadsModel:
 
 
 class HeadsEngine:
-    """An engine on the CPU. Owned by who made it, until `stop`."""
+    """An engine. Its creator calls `stop`."""
 
     def __init__(self) -> None:
         self._engine = new_engine()
@@ -126,7 +126,7 @@ class HeadsEngine:
         engine: str = "torch",
         **entry: Any,
     ) -> HeadsModel:
-        """Load a folder; `entry` has more of the catalogue entry, `padded` forces that path. Raises ModelLoadFailed."""
+        """Load a folder. `entry`: more fields of its entry. `padded` forces the padded path. Raises ModelLoadFailed."""
         name = f"heads/{folder.name}-{precision}-{engine}-{len(self._engine.residency.describe())}"
         parsed = parse_entry(
             {
@@ -153,8 +153,8 @@ class HeadsEngine:
 def check(
     table: ParityTable, name: str, model: HeadsModel, got: Array, expected: Array, stock: Array | None = None
 ) -> None:
-    """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it
-    found.
+    """Compare vectors [.., width] with those of the float32 oracle, and record the agreement. `stock`: vectors of the
+    oracle in the model's precision.
     """
     agreement, precision = Agreement.of(got, expected), model.encoder.precision
     table.record(name, model.path, precision, agreement)

@@ -1,6 +1,4 @@
-"""Sources of the vectors in golden/marqo.json. `dual_checkpoints.image` makes the images, their places are the
-seeds.
-"""
+"""Sources of the vectors in golden/marqo.json. `toys.image` makes the images of SIZES; the index of a size is its seed."""
 
 from __future__ import annotations
 

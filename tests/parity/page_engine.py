@@ -1,4 +1,4 @@
-"""A model that reads images or sounds in the engine of this process, asked as gateway and sidecar ask.
+"""A model of images or sounds in the engine of this process. Its batches are made as gateway and sidecar make them.
 
 FOLDERS[kind] ──► files ──► served_by: an entry in the engine ──► Served ──► vectors, scores, results
 """
@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Served:
-    """A model in the engine of this process, asked as gateway and sidecar ask, on behalf of `asker`."""
+    """A model in the engine of this process. Its requests are those of the client `asker`."""
 
     engine: AdapterEngine
     entry: ModelEntry
@@ -50,13 +50,13 @@ class Served:
 
     @property
     def path(self) -> str:
-        """packed or padded."""
+        """Return `packed` or `padded`."""
         return "padded" if "padded" in self.weights.attention else "packed"
 
     def run(
         self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
     ) -> list[Any]:
-        """Return the vectors, score, extraction or error of each input: all of them are one batch. `options`: of a
+        """Return the vectors, score, extraction or error of each input. All inputs are one batch. `options`: those of a
         request.
         """
         return self.answers(self.asked(operation, given, query, **options))
@@ -71,9 +71,7 @@ class Served:
         return self.batch(operation, [BatchPart(work_rows.rows, work, asker=self.asker)], lora=work.options.lora)
 
     def extract(self, requests: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
-        """Return the result or error of each job, which is its image files and its options: all of them are one
-        batch.
-        """
+        """Return the result or error of each request, which is image files and options. All requests are one batch."""
         layout, parts = self.weights.rows["extract"], []
         for files, options in requests:
             inputs = [Input(text=None if files else "", images=tuple(files))]
@@ -132,7 +130,7 @@ def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, SoundFeatures]:
     recordings = {index: source.audio for index, source in enumerate(inputs) if source.audio}
     if not recordings:
         return {}
-    from sie_sidecar.prepare import sounds  # and the libraries of sounds, which other tests do without
+    from sie_sidecar.prepare import sounds  # imports libraries that other tests do not need
 
     assert layout.sounds is not None
     prepared = {index: sounds.prepare(file, layout.sounds) for index, file in recordings.items()}
@@ -162,7 +160,7 @@ def served_by(engine: AdapterEngine, entry: ModelEntry) -> Served:
 
 @dataclass(frozen=True)
 class Pair(Generic[Oracle]):
-    """A model and what its numbers are compared with."""
+    """A model and the oracle with which its numbers are compared."""
 
     served: Served
     oracle: Oracle
@@ -179,8 +177,8 @@ def pairs(
     entry_of: Callable[..., ModelEntry],
     oracle: Callable[[str, Path], Oracle],
 ) -> Load[Oracle]:
-    """Makes the files of a kind below `root`, its oracle and, in each precision, its model, each of them once.
-    `entry_of` gets the kind, the folder, and what the entry says more: `id` and `load`.
+    """Return a function that makes the files of a kind below `root`, its oracle, and its model in each precision, once
+    each. `entry_of` gets the kind, the folder, and the fields `id` and `load`.
     """
 
     @functools.cache

@@ -1,8 +1,8 @@
-"""Small random models over Qwen2.5-VL and Qwen3-VL, laid out on disk as hub repositories are, and what the library's
-processor makes of inputs.
+"""Small random models over Qwen2.5-VL and Qwen3-VL, laid out on disk as hub repositories are, and the inputs that the
+library's processor makes.
 
-What a default initialisation leaves neutral is random. The heads of the tower, its windows, its deeper features and the
-three axes of positions are small, and all there.
+Parameters that a default initialisation leaves neutral are random. The heads of the tower, its windows, its deeper
+features and the three axes of positions are small, and none is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENIZER = TokenizerRecipe(
 WIDTH = 24
 BLOCK = 28  # pixels of a block of ColQwen2.5
 LEAST, MOST = 4 * BLOCK**2, 16 * BLOCK**2
-BLOCK_3 = 32  # of Qwen3-VL, which its entries bound by MIN_3 and MAX_3
+BLOCK_3 = 32  # pixels of a block of Qwen3-VL, whose entries bound images by MIN_3 and MAX_3
 MIN_3, MAX_3 = 4 * BLOCK_3**2, 16 * BLOCK_3**2
 _LANGUAGE: dict[str, Any] = {
     "hidden_size": 48,
@@ -131,7 +131,7 @@ def qwen3_vl(
     tower: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Qwen3-VL, whose output layer is its table of embeddings unless `tied` is false. `language`, `tower`: other sizes.
-    `axes`: pairs of a head's width that turn with time, height and width.
+    `axes`: the numbers of rotary pairs of a head for time, height and width.
     """
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 

@@ -1,6 +1,7 @@
 """Small random readers of documents, laid out on disk as a hub repository is.
 
-The classes of transformers are imported where they are made: each test process would spend seconds on them.
+Each function imports the classes of transformers that it needs: at the top of the file they would cost each test
+process seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-_SPREAD = 0.2  # of biases and norms
+_SPREAD = 0.2  # the spread of biases and norms
 DONUT_SIZE = (160, 128)  # height and width
 DONUT_TOKENS = 128
 FLORENCE_SIDE, FLORENCE_TOKENS = 64, 256
 FLORENCE_MARKS = ("<od>", "</od>", "<ocr>", "</ocr>", "<cap>", "</cap>", "<poly>", "</poly>", "<sep>", "<grounding>")
-# what the code beside the published files adds to their tokenizer, in its order
+# the tokens that the code beside the published files adds to their tokenizer, in the same order
 FLORENCE_ADDED = (
     *("<od>", "</od>", "<ocr>", "</ocr>"),
     *(f"<loc_{number}>" for number in range(1000)),
@@ -98,8 +99,8 @@ def florence2(folder: Path) -> Path:
 
 
 def published_florence2(folder: Path) -> Path:
-    """The same in the layout of its authors, with code beside it that must not run. Beside `folder` lies its converted
-    copy, as transformers converts it: `converted`.
+    """Florence-2 in the layout of its authors, with code beside it that must not run. Beside `folder` lies its copy in
+    the layout of transformers: `converted`.
     """
     from transformers import Florence2Config
 
@@ -143,12 +144,12 @@ def published_florence2(folder: Path) -> Path:
 
 
 def converted(folder: Path) -> Path:
-    """Beside a folder in the layout of its authors: its copy in that of transformers."""
+    """Return the place of the copy that has the layout of transformers."""
     return folder.with_name(f"{folder.name}-converted")
 
 
 def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tensor]:
-    """By the names that the authors' code has for them."""
+    """Return the weights under the names of the authors' code."""
     state = {}
     for name, tensor in weights.items():
         if name in ("lm_head.weight", "model.language_model.shared.weight"):
@@ -175,7 +176,7 @@ def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tens
 
 
 def _florence_tokenizer(extra_tokens: Sequence[str] | None) -> Any:
-    """BART's, with `extra_tokens` before the one that stands for an image. None: without all of them."""
+    """Return BART's tokenizer with `extra_tokens` before the image token. None: without all of these tokens."""
     from transformers import BartTokenizer
 
     vocabulary, merges = byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
@@ -268,7 +269,7 @@ def _florence2(folder: Path, tokenizer: Any, tokens: Sequence[str]) -> Path:
 
 
 def byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of GPT-2's kind, behind `specials`."""
+    """Return vocabulary and merges of GPT-2's kind, with `specials` as the first tokens."""
     base = Tokenizer(models.BPE())
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -328,14 +329,14 @@ def lighton(folder: Path) -> Path:
         image_token_id=ids("<|image_pad|>"),
         spatial_merge_size=2,
     )
-    # with less of it a text has few different tokens
+    # with a smaller spread a text has few different tokens
     _save(LightOnOcrForConditionalGeneration(config), tokenizer, folder, spread=0.3)
     images = PixtralImageProcessorPil(size={"longest_edge": 140}, patch_size=14)
     return with_processor(folder, images, "PixtralImageProcessor")
 
 
 def glm(folder: Path) -> Path:
-    """GLM-OCR, with its two ends."""
+    """GLM-OCR, with its two end tokens."""
     from transformers import Glm46VImageProcessorPil, GlmOcrConfig, GlmOcrForConditionalGeneration
 
     marks = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>")
@@ -430,15 +431,15 @@ def _save(model: Any, tokenizer: Any, folder: Path, spread: float = _SPREAD) -> 
     randomised(model, spread)
     ends = model.generation_config.eos_token_id
     with torch.no_grad():
-        model.get_output_embeddings().weight[ends] *= 3  # else none of so few tokens is an end
+        model.get_output_embeddings().weight[ends] *= 3  # else no text ends
     model.generation_config.pad_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _unsettled(decoder: Any, end: int) -> None:
-    """Have a decoder write other tokens for other images, and end some rows: by itself a random one repeats its last
-    token.
+    """Make a decoder write different tokens for different images, and end some rows. An unchanged random decoder
+    repeats its last token.
     """
     with torch.no_grad():
         for name, value in decoder.named_parameters():

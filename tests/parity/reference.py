@@ -32,18 +32,18 @@ class Reference:
         return [self.stored.tokenize([text])["input_ids"][0].tolist() for text in texts]
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """[texts, width] by all modules of the folder."""
+        """Return [texts, width], computed by all modules of the folder."""
         return self._encode(self.stored, texts)
 
     def pooled(self, texts: Sequence[str], poolings: Sequence[Pooling]) -> dict[Pooling, Vectors]:
-        """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always
-        the same.
+        """Return [texts, width] for each pooling, computed by the modules of the folder but Normalize. The cache has no
+        key for `poolings`: they are the same in all calls.
         """
         if (cached_vectors := self._pooled.get(tuple(texts))) is not None:
             return cached_vectors
         behind = [module for module in list(self.stored)[2:] if not isinstance(module, Normalize)]
         pooled_vectors: dict[Pooling, Vectors] = {}
-        # several poolings come side by side out of one pass, unless something stands behind them
+        # One pass gives several poolings side by side, unless modules follow the pooling.
         for together in [[pooling] for pooling in poolings] if behind else [poolings]:
             pooling = PoolingModule(self.stored[0].get_embedding_dimension(), tuple(_MODES[mode] for mode in together))
             vectors = self._encode(SentenceTransformer(modules=[self.stored[0], pooling, *behind], device="cpu"), texts)

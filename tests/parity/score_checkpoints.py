@@ -1,5 +1,5 @@
-"""Small random checkpoints of models that score pairs, classify texts or tag tokens, and the way from a request to what
-they answer.
+"""Small random checkpoints of models that score pairs, classify texts or tag tokens, and the way from a request to its
+outcomes.
 
 build_head, build_reranker ──► folder ──► ScoringEngine.load ──► Scoring ──► options, rows, RunBatch, Engine.execute ──►
 outcomes
@@ -49,9 +49,7 @@ TAU = 0.98
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `texts`, or other inputs, scored against `query`, or extracted from. `parameters` as a client sends
-    them.
-    """
+    """One request: inputs that are scored against `query`, or extracted from. `parameters`: as a client sends them."""
 
     texts: Sequence[str | Input]
     query: str | None = None
@@ -80,7 +78,7 @@ class Scoring:
         return self.entry.tasks[0]
 
     def record(self, table: ParityTable, kind: str, difference: float, tau: float | None = None) -> None:
-        """Add the largest difference of a score to the table, and how they rank."""
+        """Add the largest difference of a score and Kendall's tau to the table."""
         table.record(kind, path_of(self.attention), self.precision, Scores(float(difference), tau))
 
     def rows(self, requests: Sequence[Asked]) -> list[list[TokenRow]]:
@@ -91,7 +89,7 @@ class Scoring:
         ]
 
     def run(self, requests: Sequence[Asked]) -> list[list[Outcome]]:
-        """The outcomes of each request; all of them are one batch."""
+        """Return the outcomes of each request. All requests are one batch."""
         parts = [
             rowing.BatchPart(token_rows, self._work(job))
             for token_rows, job in zip(self.rows(requests), requests, strict=True)
@@ -105,7 +103,7 @@ class Scoring:
         return [[next(outcomes) for _ in job.texts] for job in requests]
 
     def scores(self, query: str, texts: Sequence[str], **parameters: Any) -> list[float]:
-        """float64 of each text against `query`, one batch. Fails unless every text has one."""
+        """Return the score of each text against `query`, from one batch. Fails unless every text has a score."""
         return [score_of(outcome) for outcome in self.run([Asked(texts, query, parameters)])[0]]
 
     def found(self, texts: Sequence[str | Input], **parameters: Any) -> list[dict[str, Any]]:
@@ -137,7 +135,7 @@ def failure_of(outcome: Outcome) -> str:
 
 
 class ScoringEngine:
-    """An engine on the CPU. Owned by who made it, until `stop`."""
+    """An engine. Its creator calls `stop`."""
 
     def __init__(self) -> None:
         self._engine = new_engine()
@@ -350,7 +348,8 @@ def trained_cross_encoder(folder: Path, steps: int = 80, batch: int = 8) -> Path
     """MiniLM with a classification head, its upper half trained on STS-B for `steps` batches, saved by
     sentence-transformers.
 
-    Some 25 s on one core. It takes one: two threads that wait for each other take minutes where the machine is busy.
+    Training takes some 25 s on one core. It uses one thread: two threads that wait for each other take minutes on a
+    busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -64,9 +64,7 @@ def clap(folder: Path, *, fused: bool = False) -> Path:
 
 
 def _save(model: ClapModel, folder: Path) -> None:
-    """Save a model whose parameters are random where a default initialisation leaves them neutral, and so are the
-    statistics of its normalisation.
-    """
+    """Save a model with random parameters and random statistics of its normalisation."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -84,8 +82,8 @@ def _save(model: ClapModel, folder: Path) -> None:
 
 
 def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path:
-    """Whisper with windows of two seconds and the rules of published files (openai/whisper-tiny, or tiny.en), on which
-    `rules` are laid.
+    """Whisper with windows of two seconds and the rules of published files (openai/whisper-tiny, or tiny.en). `rules`
+    override them.
     """
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
 
@@ -121,10 +119,10 @@ def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path
     )
     model = randomised(WhisperForConditionalGeneration(config), 0.2)
     with torch.no_grad():
-        table = model.proj_out.weight  # which is that of the embeddings, too
+        table = model.proj_out.weight  # also the table of the embeddings
         table[:end] *= 1.7  # else a time stamp would follow each time stamp
-        table[end] *= 3  # else nothing ends
-        model.model.decoder.embed_positions.weight.mul_(8)  # else it repeats its last token
+        table[end] *= 3  # else no text ends
+        model.model.decoder.embed_positions.weight.mul_(8)  # else the model repeats its last token
     generation: dict[str, Any] = {
         "decoder_start_token_id": start,
         "eos_token_id": end,
@@ -151,8 +149,8 @@ def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path
 
 
 def parakeet(folder: Path, **rules: Any) -> Path:
-    """Parakeet TDT, whose tokens and durations depend on the sound, with the rules of generation of published files, on
-    which `rules` are laid.
+    """Parakeet TDT, whose tokens and durations depend on the sound, with the rules of generation of published files.
+    `rules` override them.
     """
     from transformers import ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
 

@@ -71,7 +71,7 @@ def _rounded(values: Any) -> Any:
 
 
 def main() -> None:
-    """Both halves: see the module."""
+    """Run one of the two steps that the docstring of the module shows."""
     if sys.argv[1] == "--oracle":
         TARGET.write_text(json.dumps(_oracle(sys.argv[2], int(sys.argv[3])), separators=(",", ":")) + "\n")
         return

@@ -1,12 +1,12 @@
-"""A child process with a hard limit on its memory: adversarial batches through a real engine, and what came of them as
-JSON.
+"""A child process that runs adversarial batches through a real engine under a hard memory limit and prints the outcomes
+as JSON.
 
     python allocation_failures.py MODEL_FOLDER CACHE_FOLDER HEADROOM_MIB BATCHES SEED STEP_S
 
 The limit (RLIMIT_DATA) is set once the model is loaded and warm, so every failure is one of the allocator in a pass.
 Batches mix lengths from 2 to 512 tokens up to MAX_TOKENS, so the large ones cannot fit at once and every single item
-can. The frontier's clock goes STEP_S for each batch: with a large step what was learnt is doubted, and fails, again and
-again.
+can. The clock of the learnt limits advances STEP_S for each batch. With a large step the limits rise before each batch,
+and passes fail again and again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDTH, LONGEST, VOCABULARY, MAX_TOKENS = 64, 512, 500, 16_384
 
 
 class Failures(logging.Handler):
-    """Counts what the engine says of passes that ran out of memory."""
+    """Counts the log messages of the engine about passes that ran out of memory."""
 
     count = 0
 
@@ -100,7 +100,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     )
     limit = held + (int(headroom_mib) << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    devices.keep_freed_memory()  # as a process does that starts under a limit
+    devices.keep_freed_memory()  # A process that starts under a limit calls this too.
     generator = np.random.default_rng(int(seed))
     codes: Counter[str] = Counter()
     for number in range(int(batches)):

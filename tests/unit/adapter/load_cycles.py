@@ -1,9 +1,9 @@
-"""A child process that loads and unloads a model: resident memory before and after each cycle, bytes, as JSON.
+"""A child process that loads and unloads models and prints the resident memory after each cycle, in bytes, as JSON.
 
     python load_cycles.py SMALL_FOLDER LARGE_FOLDER CYCLES
 
-The small model is of the same kind and is loaded first, so that imports and what the kernels keep are not taken for the
-model's.
+The small model is of the same kind and is loaded first. The memory that imports and kernels keep is not counted as
+memory of the large model.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def states_one_by_one(folder: Path, sequences: list[np.ndarray]) -> list[torch.T
 
 
 def states_packed(encoder: TextEncoder, sequences: list[np.ndarray]) -> list[torch.Tensor]:
-    """In the order of `sequences`."""
+    """Return the states in the order of `sequences`."""
     items = Items(np.array([len(ids) for ids in sequences], np.int64), np.concatenate(sequences))
     packed = encoder.pack(items, np.arange(len(sequences)))
     with torch.inference_mode():

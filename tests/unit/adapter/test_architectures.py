@@ -41,7 +41,7 @@ def run(encoder: TextEncoder, batch: Items) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "mpnet"])
 def test_filling_that_is_not_attended_to_is_a_masked_part_of_the_stock_model(kind: str, tmp_path: Path) -> None:
-    """Query expansion of late interaction, packed and padded: a packed pass that lets everything attend has a cosine of
+    """Query expansion of late interaction masks its filling. A packed pass that attends to the filling has a cosine of
     0.8.
     """
     folder = toys.save(tmp_path / "toy", kind)
@@ -80,7 +80,7 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
 def test_two_loads_give_the_same_bits_whatever_takes_how_long(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No choice that changes bits depends on a time: on a busy machine every clock may read anything."""
+    """No choice that changes bits depends on a measured time, because times on a busy machine vary."""
     folder, generator = toys.save(tmp_path / "toy", "bert"), np.random.default_rng(0)
     for clock in ("perf_counter", "thread_time", "monotonic"):
         monkeypatch.setattr(f"time.{clock}", generator.random)

@@ -1,4 +1,4 @@
-"""Kernels against the definition of attention, and what the packed path refuses."""
+"""Kernels against the definition of attention, and the masks and keywords that the packed path refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(heads: int, key_heads: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return query, key, value, torch.tensor([0, 1, 6, 11, 44, 194], dtype=torch.int32)
 
 
-VISIBLE = [1, 3, 3, 20, 40]  # of each sequence
+VISIBLE = [1, 3, 3, 20, 40]  # the number of visible keys of each sequence
 
 
 def layout(kernel: Kernel, visible: list[int] = LENGTHS) -> Tensor:
@@ -93,8 +93,8 @@ def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.Monke
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> Tensor:
-    """torch's own attention with a mask, one sequence after the other: keys from VISIBLE on are padding, queries there
-    are not.
+    """torch's own attention with a mask, one sequence after the other. Keys from VISIBLE on are masked; queries are
+    not.
     """
     shared = query.shape[1] // key.shape[1]
     output, start = [], 0
@@ -114,7 +114,7 @@ def padded(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> T
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
 def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: str, key_heads: int) -> None:
-    """It is masked as padding is: also for queries whose window holds nothing visible, which get zeros."""
+    """Keys that are not visible are masked as padding is. A query whose window holds no visible key gets zeros."""
     query, key, value, bounds = tensors(6, key_heads, torch.float32)
     pattern = PATTERNS[name]
     arguments = (bounds, layout(kernel, VISIBLE), 0.25, pattern.left, pattern.right)
@@ -124,7 +124,7 @@ def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: s
     assert (not blind) == (pattern.left > 109)
     assert not got[blind].any()
     changed = key.clone()
-    changed[44 + VISIBLE[-1] :] = torch.nan  # what nobody sees may be anything
+    changed[44 + VISIBLE[-1] :] = torch.nan  # The values of masked keys must not matter.
     assert torch.equal(torch.ops.sie.packed_attention(query, changed, value, *arguments), got)
 
 
@@ -220,7 +220,7 @@ def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
 
 
 def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all_do() -> None:
-    """Stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for
+    """Stock attention follows the mask. The mask of a bidirectional Mistral shows 64 keys on each side for
     a window of 64.
     """
     trial, window = Trial(), MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7)

@@ -1,4 +1,4 @@
-"""One outcome per input, at its own position, whatever goes wrong with its mates."""
+"""Each input of a batch gets one outcome at its own position, whatever fails beside it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def heads() -> dict[str, Head]:
 
 @dataclass
 class FakeLoras:
-    """Knows `kept`; `acted` are those that passes ran with."""
+    """LoRAs of which those in `kept` are loaded. `acted` lists the LoRAs that passes ran with."""
 
     kept: tuple[str, ...] = ()
     acted: list[str] = field(default_factory=list)
@@ -74,11 +74,11 @@ class FakeLoras:
 
 @dataclass
 class FakeEncoder:
-    """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens
-    do.
+    """An encoder whose state of a token is (id, 1, 2, 3). The state of POISON is infinite. A pass with HEAVY, or with
+    more than `limit` tokens, runs out of memory.
 
-    With `idf`, sparse queries are looked up in TABLE. With `query_length`, queries are filled up with FILLER, which
-    nobody sees.
+    With `idf`, sparse queries are looked up in TABLE. With `query_length`, queries are filled up with FILLER, to which
+    no token attends.
     """
 
     engine_choice = TORCH
@@ -168,7 +168,9 @@ def run(
 
 
 def results(done: BatchDone) -> list[list[float] | str]:
-    """The vector of each item, or the reason of its error; and that consecutive slices are consecutive."""
+    """Return the vector of each item, or the reason of its error. Check that the vectors lie side by side in the
+    block.
+    """
     out: list[list[float] | str] = []
     offset = 0
     for outcome in done.outcomes:
@@ -184,7 +186,7 @@ def results(done: BatchDone) -> list[list[float] | str]:
 
 
 def arrays(done: BatchDone) -> list[dict[str, np.ndarray]]:
-    """All arrays of each input by name, {} for an error; and that they lie side by side in the block."""
+    """Return all arrays of each input by name, {} for an error. Check that they lie side by side in the block."""
     outputs, offset = [], 0
     for outcome in done.outcomes:
         mine = {}
@@ -246,7 +248,7 @@ def test_groups_with_different_outputs_share_one_pass() -> None:
     ]
     assert got[1]["sparse.indices"].tolist() == [0, 5]  # id 1 is special
     np.testing.assert_allclose(got[1]["sparse.values"], [0.05, 0.55], rtol=1e-6)
-    assert got[2]["multivector"].tolist() == [[4, 1, 2, 3]]  # of a document the row of id 1 is dropped
+    assert got[2]["multivector"].tolist() == [[4, 1, 2, 3]]  # the row of id 1 of a document is dropped
     assert got[2]["dense"].tolist() == [2.5, 1, 2, 3]
     vector = np.array([8, 1, 2, 3]) / np.sqrt(78)
     np.testing.assert_allclose(got[3]["dense"] * got[3]["dense.scale"], vector, atol=vector.max() / 250)
@@ -267,11 +269,11 @@ def test_queries_are_filled_up_and_the_filling_is_not_visible() -> None:
     groups = (Group(0, 1, RunOptions(outputs=("multivector",), normalize=False, is_query=True)), Group(1, 2, RAW))
     done = run([[4, 5], [6]], encoder, groups=groups)
     assert arrays(done)[0]["multivector"][:, 0].tolist() == [4, 5, FILLER, FILLER]
-    assert tokens(done) == [2, 1]  # what was asked for, not what it was filled up to
+    assert tokens(done) == [2, 1]  # the tokens of the request, without the filling
     assert [(length, visible) for _, _, length, visible in encoder.seen[0].groups.tolist()] == [(1, 1), (4, 2)]
 
 
-# without a pass
+# inputs without a pass
 
 
 def test_idf_queries_need_no_pass_beside_documents_that_do() -> None:
@@ -295,7 +297,6 @@ def test_idf_queries_alone_make_no_pass_at_all() -> None:
 
 @pytest.mark.parametrize("mates", [0, 3])
 def test_an_idf_query_keeps_its_weights_when_another_output_needs_the_pass(mates: int) -> None:
-    """Also alone."""
     query = RunOptions(outputs=("sparse", "dense"), normalize=False, is_query=True)
     encoder = FakeEncoder(idf=True)
     done = run([[5], *[[8, 9]] * mates], encoder, groups=(Group(0, 1, query), Group(1, 1 + mates, RAW)))
@@ -305,7 +306,7 @@ def test_an_idf_query_keeps_its_weights_when_another_output_needs_the_pass(mates
     assert got["dense"].tolist() == [5, 1, 2, 3]
 
 
-# units: what a work item's rows are for
+# rows that belong together: a query with its documents, an input with its labels
 
 
 def cosine(first: list[float], second: list[float]) -> float:
@@ -343,7 +344,7 @@ def test_a_bad_document_fails_alone() -> None:
     [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)],
 )
 def test_other_outputs_score_too(outputs: tuple[str, ...], expected: float) -> None:
-    """Shared ids 0 and 3; and MaxSim of rows that the document has too."""
+    """The sparse sides share the ids 0 and 3. The document has both rows of the query, so MaxSim is 2."""
     done = run([[3, 0], [3, 0, 1, 1]], operation="score", groups=(Group(0, 2, RunOptions(outputs=outputs)),))
     (outcome,) = done.outcomes
     assert isinstance(outcome, Ok)
@@ -366,7 +367,7 @@ LABELS = RunOptions(labels=("a", "b", "c"))
 
 
 def test_an_input_has_as_many_rows_as_it_has_labels() -> None:
-    """One input fails as a whole with any of its rows; tokens of all its rows count."""
+    """An input fails if one of its rows fails. Its tokens are those of all its rows."""
     rows = [[2], [9, 9], [4], [1], [2], [3], [5], [POISON], [6]]
     done = run(rows, operation="extract", groups=(Group(0, 6, LABELS, inputs=2), Group(6, 9, LABELS, inputs=1)))
     assert reasons(done) == ["", "", "non_finite"]
@@ -422,7 +423,7 @@ def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
     assert places == [[0, 2]], "rows that failed before are not handed out"
 
 
-# what overflows
+# overflows
 
 
 def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> None:
@@ -464,12 +465,12 @@ def test_items_that_must_not_reach_the_device_are_errors_of_their_own() -> None:
     assert encoder.passes == [2]
 
 
-# what is too large
+# batches that are too large
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
 def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> None:
-    """A long item is parted from the short ones at once."""
+    """The first split separates a long item from the short ones."""
     encoder = FakeEncoder(limit=40, error=error)
     got = results(run([[5] * 40, [1], [2], [3], [4]], encoder))
     assert got == [[value, 1, 2, 3] for value in (5, 1, 2, 3, 4)]
@@ -477,7 +478,7 @@ def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> N
 
 
 def test_room_is_made_before_a_batch_is_split() -> None:
-    """The batch does not fit; an idle model goes and it does; nothing is split, and every answer is right."""
+    """The batch fits after an idle model is evicted, so it is not split."""
     encoder = FakeEncoder(limit=1)
     calls: list[int] = []
 
@@ -500,8 +501,8 @@ def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
 
 
 def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
-    """8 tokens do not fit, 4 do; the next batch of this model is run in fours at once; another model knows nothing of
-    it.
+    """The device holds 4 tokens. The next batch of the same model starts in parts of 4. A batch of another model is
+    tried whole.
     """
     batch_limits = DeviceLimits(tmp_path / "frontier", lambda: 0.0)
     batch = message([[number] for number in range(8)])
@@ -514,7 +515,7 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
 
 
 def test_every_pass_runs_with_the_lora_of_the_batch() -> None:
-    """Also the second one of an item that is tried alone."""
+    """The second pass of an item that is tried alone has the LoRA too."""
     encoder = FakeEncoder(loras=FakeLoras(("a",)))
     assert results(run([[1], [POISON]], encoder, lora="a")) == [[1, 1, 2, 3], "non_finite"]
     assert encoder.loras.acted == ["a", "a"]
@@ -544,7 +545,7 @@ def test_other_errors_of_the_device_are_not_swallowed() -> None:
         run([[1]], encoder)
 
 
-# what is wrong with a family, or with a batch
+# faults of a family or of a batch
 
 
 def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -> None:
@@ -610,7 +611,7 @@ def test_an_empty_batch_is_answered() -> None:
     assert done.outcomes == ()
 
 
-# given vectors
+# vectors from clients
 
 MAXSIM = RunOptions(outputs=("multivector",))
 UNIT = np.eye(4, dtype="<f4")
@@ -645,7 +646,7 @@ def test_given_vectors_run_no_pass_and_their_mates_one() -> None:
 
 
 def test_given_vectors_are_for_maxsim_alone_and_finite() -> None:
-    """The adapter looks for itself: what is wrong with one row is no matter of its mates."""
+    """The adapter checks the vectors itself. A faulty vector fails its own item only."""
     groups = (Group(0, 2, RAW), Group(2, 4, MAXSIM))
     both = given_vectors(UNIT, None, UNIT, np.full((1, 4), np.inf))
     assert reasons(run([[], [7], [], []], groups=groups, **both)) == ["unsupported_modality", "", "", "schema"]
@@ -680,7 +681,7 @@ def test_vectors_that_do_not_belong_to_the_rows_are_refused(sent: dict[str, byte
 
 @pytest.mark.parametrize("lengths", [(3, 0, 5, 1), (0, 0), (4,)])
 def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[int, ...]) -> None:
-    """The path is that of CUDA, with some documents that clients sent as vectors, and no row is normalised."""
+    """The tested function runs on CUDA. The documents are not normalised; some are vectors from clients."""
     generator = torch.Generator().manual_seed(0)
     query = torch.nn.functional.normalize(torch.randn(3, 4, generator=generator), dim=1)
     documents = [torch.randn(length, 4, generator=generator) for length in lengths]

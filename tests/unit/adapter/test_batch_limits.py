@@ -1,4 +1,4 @@
-"""Limits that are learnt of passes that fit and of passes that fail, on a clock that the test sets."""
+"""Limits that are learnt from passes that fit and from passes that fail, on a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = limits_key("f00d", "float32", "NVIDIA L4")
 
 
 class Device:
-    """A device that holds `room` tokens at once, and passes that ask the frontier before them, as a batch does."""
+    """A device that holds `room` tokens at once. Its batches read their limit from DeviceLimits, as in the adapter."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class Device:
         self.batch_limits = DeviceLimits(self.path, lambda: self.now_s)
 
     def run(self, tokens: int) -> None:
-        """A batch of one-token items."""
+        """Run a batch of one-token items."""
         while tokens:
             part = min(tokens, self.batch_limits.limit(KEY) or tokens)
             self._run(part)
@@ -80,7 +80,7 @@ def test_a_restart_knows_the_edge(device: Device) -> None:
 
 
 def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
-    """A neighbour leaves a quarter of the device; it goes; one step at a time the limit is at the old size again."""
+    """A neighbour process leaves a quarter of the device. After it ends, the limit rises in steps to its old size."""
     device.run(3900)
     device.room = 1000
     device.run(3900)
@@ -101,7 +101,7 @@ def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
 
 
 def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) -> None:
-    """A day of full batches: no more failures than probes at a doubling distance, then one for each longest wait."""
+    """The wait between probes doubles up to the longest wait, which bounds the failures of a day of full batches."""
     device.run(16_384)
     start, failures = device.now_s, device.failures
     while device.now_s < start + 24 * 3600:
@@ -112,7 +112,7 @@ def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) ->
 
 
 def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
-    """Two hours at random; passes are at least 70 % as large as there is room for."""
+    """A neighbour comes and goes at random for two hours. Passes use on average at least 70 % of the room."""
     generator = np.random.default_rng(7)
     used, passes = 0.0, 0
     for _ in range(720):
@@ -233,7 +233,7 @@ def test_threads_leave_one_consistent_edge(device: Device) -> None:
 def test_parts_hold_every_item_once_and_stay_within_the_limit(
     lengths: list[int], limit: int | None, data: st.DataObject
 ) -> None:
-    """Exceeded only by an item that is alone."""
+    """Only an item that is alone in its part may exceed the limit."""
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
     tokens, rest, members = np.array(lengths, np.int64), chosen, []
     while len(rest):

@@ -1,4 +1,4 @@
-"""Texts beside pages, at the sockets of an adapter: neither waits for the other."""
+"""Texts and pages at the sockets of one adapter do not wait for each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAGE = RunBatch("p", "reader", "extract", np.array([1], "<i4").tobytes(), b"", (
 
 
 class Reader:
-    """Its pages are all alike: `PROMPT`."""
+    """A reader each of whose pages has the prompt `PROMPT`."""
 
     def __init__(self, model: Sums) -> None:
         self.rows = {"extract": Rows("raw", writes=True)}
@@ -76,7 +76,7 @@ def put(engine: AdapterEngine, name: str, weights: Any) -> None:
 
 @contextlib.contextmanager
 def connection(engine: AdapterEngine) -> Iterator[socket.socket]:
-    """Our end of one that the adapter's server attends to."""
+    """Yield the client's end of a connection that the adapter's server attends to."""
     ours, theirs = socket.socketpair()
     ours.settimeout(WAIT_S)
     attending = threading.Thread(
@@ -99,8 +99,8 @@ def received(ours: socket.socket) -> ipc.Reply:
 
 
 def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine) -> None:
-    """A page is written, and one of its steps does not end; texts come, and are answered; the step ends, and the page
-    is what it would have been.
+    """Texts are answered while a step of a page does not end. After that step the page is completed without an
+    error.
     """
     gate = Gate()
     put(engine, "reader", Reader(Sums(fails=gate)))
@@ -111,7 +111,7 @@ def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine)
         for _ in range(3):
             begins(text, message([[1, 2]]))
             assert isinstance(received(text), BatchDone)
-        assert not gate.reached.acquire(blocking=False)  # it is the same step still
+        assert not gate.reached.acquire(blocking=False)  # the same step still runs
         gate.opened.set()
         assert_read(received(page))
 

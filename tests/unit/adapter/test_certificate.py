@@ -1,5 +1,5 @@
-"""Checks before a model serves: each fault refuses the load and is named, on copies of one good model with digests and
-golden.
+"""Checks before a model serves: each fault in a copy of a good model refuses the load, and the error names the
+fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def loader(cache: Path = Path("/nowhere"), precision: str = "float32") -> Loader
 
 
 def resolved(entry: ModelEntry) -> Resolved:
-    """On torch, whose kernels are made wrong here."""
+    """Resolve the entry on the engine torch, because tests replace kernels of torch by wrong ones."""
     entry = changed(entry, load=msgspec.structs.replace(entry.load, engine="torch"))
     return Catalogue.resolve_profile(entry, "default", "m")
 
@@ -73,9 +73,7 @@ def oracle(folder: Path, ids: list[int]) -> list[float]:
 
 
 def made(folder: Path) -> ModelEntry:
-    """A folder as sentence-transformers lays it out, with its entry: digests, prompts and golden vectors of the good
-    model.
-    """
+    """Make a folder in the layout of sentence-transformers. Return its entry with prompts and golden vectors."""
     toys.save(folder, "bert", marked=True)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
@@ -105,8 +103,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
 
 @pytest.fixture
 def copy(good: ModelEntry, tmp_path: Path) -> ModelEntry:
-    """The good model in a folder of the test's own, whose entry knows its digests; the golden vectors stay where they
-    are.
+    """A copy of the good model for one test. Its entry has the digests of the copy and the golden vectors of the
+    original.
     """
     folder = shutil.copytree(good.weights.path, tmp_path / "good")
     return changed(good, weights=Weights(path=str(folder), digests=digests(folder)))
@@ -134,7 +132,7 @@ def _layer_norm(tensors: dict[str, Tensor]) -> None:
 
 
 def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
-    """By the digest, and where there is none by the golden vectors."""
+    """The digest refuses it, or the golden vectors if the entry has no digest."""
     with_weights(Path(copy.weights.path), _layer_norm)
     error = refusal(copy)
     assert error.extras["error_class"] == "CERTIFICATE"
@@ -170,7 +168,7 @@ def test_another_pooling_or_prompt_is_served_where_it_is_accepted_without_proof(
 
 
 def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
-    """By the digest, by what the entry says, by the golden vectors."""
+    """The digest, the pooling of the entry, or the golden vectors refuse it."""
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     bare = without_digests(copy)
     says = changed(bare, run=msgspec.structs.replace(bare.run, pooling="mean"))
@@ -216,7 +214,7 @@ def test_an_instruction_takes_the_place_of_a_stored_prompt(copy: ModelEntry) -> 
 
 
 def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
-    """It would be made up."""
+    """transformers would initialise the missing tensor at random."""
     folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     entry = toys.entry(folder, family="cross-encoder", outputs={"score": 0})
     checks = loader().load(resolved(entry)).certificate
@@ -228,7 +226,7 @@ def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntry, tmp_path: Path) -> None:
-    """A folder with other weights, and a cache that holds another commit."""
+    """Neither a folder with other weights nor a cache with another commit is loaded."""
     folder = Path(copy.weights.path)
     with_weights(folder, lambda tensors: tensors.update({name: tensor * 1.01 for name, tensor in tensors.items()}))
     assert "of another revision" in refusal(copy).message
@@ -280,8 +278,8 @@ def _less_one_key(
 def test_a_kernel_that_is_wrong_and_not_the_one_that_was_tried_is_refused(
     precision: str, copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights
-    show it.
+    """The trial at load ran another kernel. Files and weights are right, so only the comparison of the packed path
+    finds the fault.
     """
     monkeypatch.setitem(attention._GROUPED, Kernel.BLOCKS, _less_one_key)
     tried = backbone.Backbone._choose_kernel
@@ -309,7 +307,7 @@ def test_right_models_hold_their_bound_in_16_bit(kind: str, tmp_path: Path) -> N
 
 
 def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
-    """Each row turned away from itself, to this cosine."""
+    """Turn each row until its cosine with the original is `cosine`."""
     turned_rows = []
     for row in rows:
         side = torch.randn(row.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -341,7 +339,7 @@ def test_the_bound_is_that_of_the_precision(dtype: torch.dtype, cosine: float, h
 
 @pytest.mark.parametrize("labels", [1, 2])
 def test_scores_must_also_rank_as_the_reference(labels: int, good: ModelEntry) -> None:
-    """Kendall's tau 0.98: large scores that are all alike have a good cosine in any order."""
+    """Large scores that are nearly equal have a good cosine in any order. The bound of Kendall's tau is 0.98."""
     values = 10 + torch.arange(40) * 1e-3
     rows = [torch.tensor([value] if labels == 1 else [-value, value]) for value in values.tolist()]
     assert certificate._agree(good, "it", rows, rows, toys.compute(torch.float32)) == 1.0
@@ -360,7 +358,7 @@ def test_sparse_rows_are_compared_by_id(good: ModelEntry) -> None:
     assert certificate._agree(good, "it", [empty], [empty], toys.compute(torch.float32)) == 1.0
 
 
-# once
+# repeated loads
 
 
 def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(

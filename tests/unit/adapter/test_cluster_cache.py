@@ -1,4 +1,4 @@
-"""SIE_CLUSTER_CACHE: snapshots in a bucket, pushed, fetched, resumed and broken in every way, on real stores."""
+"""SIE_CLUSTER_CACHE: snapshots in a bucket are pushed, fetched, resumed and damaged, on servers of S3 and GCS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
 PLACE = f"models--org--model/{COMMIT}"
 LARGE = "model.safetensors"
 SMALL_FILES = {"config.json": b"{}", "1_Pooling/config.json": b"[]", "with space+%41.txt": b"?", "empty.txt": b""}
-# What only the code of this side decides: on one store by default, on all in the long run.
+# A test whose result depends on the client's code alone runs on one store by default, and on all in the lane long.
 on_one_store = pytest.mark.parametrize(
     "place", ["moto", *(pytest.param(store, marks=pytest.mark.long) for store in ("seaweed", "google"))], indirect=True
 )
@@ -54,7 +54,7 @@ def push(place: Place, folder: Path, *, force: bool = False, revision: str = COM
 
 
 def obtained(place: Place, cache: Path, limits: DownloadLimits = LIMITS, progress: FetchProgress | None = None) -> Path:
-    """Out of the bucket into a local cache, as a worker does it."""
+    """Fetch the snapshot from the bucket into a local cache, as a worker does."""
     fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
     assert fetch is not None
     return LocalCache(cache).obtain(REPOSITORY, COMMIT, fetch, f"{REPOSITORY}@{COMMIT}", progress=progress)
@@ -69,7 +69,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tmp_path: Path) -> None:
-    """Nested, empty and oddly named files; the manifest of the local cache says where it came from."""
+    """Nested, empty and oddly named files arrive. The manifest of the local cache names the origin."""
     assert opened(place).fetch(REPOSITORY, COMMIT) is None
     assert push(place, source) == Pushed(5, 0, 1_000_003 + 5)
     progress = FetchProgress("it")
@@ -86,7 +86,7 @@ def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tm
 def test_a_bucket_of_google_holds_it_under_the_same_names(
     google: Google, monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
-    """Read back by the JSON interface, which other programs of Google use."""
+    """The objects are read back by the JSON API, which Google's own programs use."""
     place = Place.at(google, monkeypatch)
     push(place, source)
     prefix = place.url.removeprefix(f"gs://{BUCKET}/")
@@ -96,7 +96,7 @@ def test_a_bucket_of_google_holds_it_under_the_same_names(
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_a_large_file_goes_in_parts(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str) -> None:
-    """gs:// too: what a multipart upload needs of Google's XML interface is what S3 has."""
+    """moto can serve gs:// too, because a multipart upload through Google's XML API has the requests of S3."""
     Place.at(moto, monkeypatch)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", moto.url)))
     place = Place(f"{scheme}://{BUCKET}/large-{scheme}", moto)
@@ -143,7 +143,7 @@ def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Pat
 
 @on_one_store
 def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: Path) -> None:
-    """One of them has a file that the other leaves out: whoever is last, nothing is lost."""
+    """One pusher leaves out a file that the others have. No file is lost, whichever push ends last."""
     less = tmp_path / "less"
     less.mkdir()
     (less / LARGE).write_bytes((source / LARGE).read_bytes())
@@ -166,7 +166,7 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
 def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
     faulty: Place, source: Path, tmp_path: Path, is_more: bool
 ) -> None:
-    """The objects on which a push relied are gone when it ends: it looks again."""
+    """A push checks at its end that the objects on which it relied still exist."""
     push(faulty, source)
     remover = ClusterCache(faulty.url, LIMITS)
     lists = removals = 0
@@ -218,7 +218,7 @@ def test_what_is_removed_is_a_miss(place: Place, source: Path) -> None:
     assert opened(place).remove("org/none", COMMIT) == 0
 
 
-# what is broken there is an error here, never a model
+# damaged snapshots
 
 
 def missing(place: Place) -> None:
@@ -278,7 +278,7 @@ BROKEN = {
 def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
 ) -> None:
-    """The broken snapshot does not count; its right parts are used by the next try, and `--force` repairs it."""
+    """The broken snapshot is not served. A push with `--force` repairs it."""
     push(place, source)
     broken(place)
     error_class, message = BROKEN[broken]
@@ -320,7 +320,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_read_again(faulty: Place
     assert progress.state().done_bytes == 1_000_008
 
 
-# time, memory, and beginning again
+# time, memory and resumed fetches
 
 
 def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path,
 
 
 def test_a_fetch_that_was_cut_goes_on_where_it_was(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """Twice; no byte is read again that was written, and the result is right."""
+    """A byte that was written before two cuts is not read again."""
     push(faulty, source)
     for cut_after in (300_000, 500_000):
         faulty.server.faults = Faults(cut_after=cut_after)
@@ -385,7 +385,7 @@ print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=Tr
 
 
 def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """Kill -9 in the middle, twice; what was read before the second one is not read again."""
+    """A byte that was written before the second SIGKILL is not read again."""
     push(faulty, source)
     argv = [sys.executable, "-c", FETCHER, faulty.url, str(tmp_path / "cache"), REPOSITORY, COMMIT]
     before = 0
@@ -403,7 +403,7 @@ def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source:
 
 
 def first_read(place: Place) -> int:
-    """The first byte of the large file that was asked for since the faults were set."""
+    """Return the lowest offset of the large file that was requested since the faults were set."""
     reads = (read for read in place.server.faults.reads() if read.path.endswith(LARGE))
     return min(int(read.range.removeprefix("bytes=").split("-")[0]) for read in reads)
 
@@ -413,7 +413,7 @@ def _length(tmp_path: Path) -> int:
 
 
 def test_a_slow_store_is_waited_for_while_bytes_come(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """The whole takes longer than the longest wait for the next bytes."""
+    """The whole fetch takes longer than the limit on the wait for the next bytes."""
     push(faulty, source)
     faulty.server.faults = Faults(slow_from=1 << 15, piece_bytes=1 << 15, pause_s=0.075)
     began_s = time.monotonic()
@@ -426,7 +426,7 @@ def test_a_slow_store_is_waited_for_while_bytes_come(faulty: Place, source: Path
 def test_a_store_that_stands_still_ends_in_a_typed_error(
     seaweed: S3, monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
-    """Connections stay open and nothing comes, before the manifest and after it."""
+    """The store keeps connections open and sends nothing, before the manifest and after it."""
     place = Place.at(seaweed, monkeypatch)
     push(place, source)
     limits = DownloadLimits(stall_s=0.2, tries=2, pause_s=0.01)
@@ -508,7 +508,7 @@ EXPIRED = [("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied"
 def test_credentials_that_expire_in_the_middle_are_a_typed_error(
     faulty: Place, source: Path, tmp_path: Path, status: str, code: str
 ) -> None:
-    """Asked once, not again and again; when they are renewed the next try goes on."""
+    """A refused request is not repeated. With renewed credentials the next fetch succeeds."""
     push(faulty, source)
     faulty.server.faults = Faults(
         refuse=lambda request: (status, code) if len(faulty.server.faults.reads()) > 8 else None

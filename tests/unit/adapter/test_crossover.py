@@ -1,4 +1,4 @@
-"""At which length attention takes as long as everything else, by a model's configuration."""
+"""The text length at which attention takes as long as all other layers, from a model's configuration."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_attention_resolves(requested: str, facts: AttentionFacts, backend: str,
 def test_a_package_of_kernels_counts_if_it_can_be_imported(
     source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was built for another torch is installed and of no use."""
+    """A package that was built for another torch is installed, but its import fails."""
     if source is not None:
         (tmp_path / "flash_attn.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

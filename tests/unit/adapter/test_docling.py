@@ -1,5 +1,5 @@
-"""The family docling with another parser in its processes: what an input is answered, and what a load says without the
-package. docling itself: tests/system/test_parsing.py.
+"""The family docling with a fake parser in its processes: answers, refusals, and a load without the package.
+tests/system/test_parsing.py runs docling itself.
 """
 
 from __future__ import annotations

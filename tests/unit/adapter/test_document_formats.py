@@ -1,4 +1,4 @@
-"""The format of a document is that of its content; what the client says counts where the content is text."""
+"""The content of a document decides its format. The format hint of the client counts only for text."""
 
 from __future__ import annotations
 

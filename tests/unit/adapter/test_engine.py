@@ -44,7 +44,7 @@ def lost() -> list[str]:
 
 @pytest.fixture
 def engine(lost: list[str], tmp_path: Path) -> Any:
-    """It keeps what it learns of memory in a folder of its own."""
+    """An engine that stores its learnt limits in the folder of the test."""
     adapter_engine = AdapterEngine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
     yield adapter_engine
     assert adapter_engine.stop(30)
@@ -138,7 +138,7 @@ def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: AdapterEng
 
 
 def test_a_lost_device_ends_the_process(engine: AdapterEngine, lost: list[str]) -> None:
-    """A dead context serves no request."""
+    """A CUDA context serves no request after a fatal error."""
     encoder = Broken()
     encoder.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     reply_of(engine, encoder)
@@ -147,7 +147,7 @@ def test_a_lost_device_ends_the_process(engine: AdapterEngine, lost: list[str]) 
 
 
 class WarmedUp(FakeEncoder):
-    """`failure` is raised while `other` is loaded too."""
+    """An encoder whose pass raises `failure` while the model `other` is loaded."""
 
     attention = "sdpa"
     memory_bytes = 0
@@ -227,7 +227,7 @@ def test_errors_of_the_device_are_told_apart_by_type() -> None:
     assert not is_out_of_memory(OSError(errno.ENOENT, "No such file or directory", "/weights"))
     assert not is_out_of_memory(RuntimeError("out of memory, says a library"))
     assert is_out_of_memory(RuntimeError("could not create a primitive"))
-    with pytest.raises(RuntimeError, match="primitive") as mixed:  # of two precisions
+    with pytest.raises(RuntimeError, match="primitive") as mixed:  # operands of two dtypes
         torch.ops.mkldnn._linear_pointwise(
             torch.ones(1, 16, dtype=torch.bfloat16), torch.ones(16, 16), None, "none", [], ""
         )
@@ -289,7 +289,7 @@ def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
     ],
 )
 def test_what_a_cuda_error_leaves_of_the_context(message: str, is_memory: bool, is_lost: bool) -> None:
-    """A process that ended for a kernel of another card would end again at every load, and never fall back."""
+    """If a kernel of another card ended the process, it would end again at every load and never fall back."""
     error = torch.AcceleratorError(message)
     assert (is_out_of_memory(error), is_device_fatal(error)) == (is_memory, is_lost)
 

@@ -1,4 +1,4 @@
-"""Choice of the engine of a model: the table of rules, and the fate of a graph that is wrong."""
+"""Choice of the engine of a model: the table of rules, and graphs that compute wrong states."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
 
 
 def test_a_conversion_logs_no_warning(bert: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # of transformers: once for a process
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers logs each such warning once per process
     transformers = logging.getLogger("transformers")
     transformers.addHandler(caplog.handler)
     try:
@@ -249,7 +249,7 @@ def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
 
 
 def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
-    """The texts that it is traced with are no longer than its own."""
+    """The texts of the trace are no longer than the texts of the model."""
     usual = ARCHITECTURES["bert"]
     build(tmp_path, replace(usual, config={**usual.config, "max_position_embeddings": 128}, max_tokens=128))
     assert loaded(tmp_path, "bert").backbone.engine.engine == "openvino"
@@ -272,7 +272,7 @@ def test_an_architecture_that_does_not_convert_runs_on_torch(longrope: Path) -> 
 
 @pytest.fixture(params=["_of_lanes", "_alone"])
 def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """One copy of the graph gives states that are not those of the model."""
+    """Make one copy of the graph return wrong states."""
 
     class Corrupted(Graph):
         def _run(self, packed: PackedBatch, compiled: Any) -> torch.Tensor:
@@ -425,7 +425,7 @@ def test_the_fingerprint_names_the_engine_that_runs_and_not_who_asked() -> None:
 
 
 def test_openvino_tells_its_maker_nothing(tmp_path: Path) -> None:
-    """Its import sends an event, unless the package that does it cannot be imported."""
+    """The import of openvino sends a telemetry event, unless openvino_telemetry cannot be imported."""
     script = (
         "import sys; from sie_adapter.engine.engine import prepare_process; prepare_process(); import openvino;"
         " print([name for name in sys.modules if name.startswith('openvino_telemetry') and sys.modules[name]])"

@@ -1,4 +1,4 @@
-"""The size of weights before they are loaded, and what a pass takes beside them."""
+"""The size of weights before they are loaded, and the memory that a pass takes beside them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_model_safetensors_counts_before_a_stale_index_and_a_missing_part_is_ref
 
 
 def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:
-    """Within what a model computes from its configuration: buffers, which are not stored."""
+    """The difference is the size of the buffers, which a model computes from its configuration."""
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=64, intermediate_size=256)
     assert weight_bytes(folder, 4) == pytest.approx(toys.load(folder, outputs={"dense": 64}).memory_bytes, rel=0.05)
 
@@ -69,7 +69,7 @@ print(peak_of(cpu, take_and_free), peak_of(cpu, lambda: None))
 
 
 def test_the_peak_of_a_pass_is_what_it_allocated_at_most() -> None:
-    """In a process of its own: what others did with the allocator decides whether freed memory is used again."""
+    """The measurement runs in its own process, because earlier allocations decide whether freed memory is reused."""
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True, timeout=100)
     peak, idle_peak = map(int, done.stdout.split())
     assert peak == pytest.approx(50 << 20, rel=0.1)
@@ -87,7 +87,7 @@ def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
 
 @pytest.mark.long
 def test_a_limit_on_the_data_of_the_process_is_its_memory() -> None:
-    """Memory that the allocator has free again counts as free."""
+    """Memory that was freed to the allocator counts as free."""
     program = """
 import resource, torch
 from sie_adapter.engine import device as devices

@@ -134,7 +134,7 @@ def model_of(folder: Path, auto: Any = AutoModel, *, consumed: tuple[str, ...] =
 
 
 def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> Path:
-    """A copy of the model less the named tensors, plus the added ones."""
+    """Return a copy of the model without the named tensors and with the added ones."""
     duplicate = copied(folder, target)
     tensors = load_file(duplicate / "model.safetensors")
     rest = {name: tensor for name, tensor in tensors.items() if name not in names}
@@ -156,7 +156,7 @@ def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> P
     ],
 )
 def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped: str, tmp_path: Path) -> None:
-    """A random head answers politely."""
+    """A head with random weights would answer without an error."""
     folder = toys.save(tmp_path / "toy", kind, auto=auto)
     model_of(folder, auto)
     with pytest.raises(ModelLoadFailed, match=re.escape(dropped)) as raised:
@@ -191,7 +191,7 @@ def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp
 
 
 def test_a_classifier_is_not_a_language_head(tmp_path: Path) -> None:
-    """A model that was trained to classify is not an encoder with something to spare."""
+    """The head of a language model may be left out, the head of a classifier may not."""
     folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification)
     with pytest.raises(ModelLoadFailed, match=r"2 unexpected keys: classifier\.bias, classifier\.weight"):
         model_of(folder)
@@ -216,8 +216,8 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "override"), [("qwen2", False), ("qwen2 bidirectional", True), ("llama", False)])
 def test_an_entry_overrides_the_direction_of_attention(kind: str, override: bool, tmp_path: Path) -> None:
-    """With it, the state of the first token does or does not depend on the last token; packed like the reference
-    path.
+    """The direction decides whether the state of the first token depends on the last token. Both directions run
+    packed.
     """
     folder = toys.save(tmp_path / "toy", kind)
     for options, causal in ((LoadOptions(), not override), (LoadOptions(causal=override), override)):
@@ -235,7 +235,7 @@ MEAN = {"pooling_mode_mean_tokens": True}
 
 
 def modules(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) -> Path:
-    """A modules.json; each module but the first has a folder of its own, number and kind."""
+    """Write a modules.json. Each module but the first has a folder that is named by its number and kind."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, kind in enumerate(kinds):
@@ -287,7 +287,7 @@ def test_a_module_that_would_be_left_out_fails_the_load(
 
 
 def dense(folder: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path:
-    """A folder of a transformer, a pooling and a Dense."""
+    """Write a folder with the modules Transformer, Pooling and Dense."""
     modules(folder, "Transformer", "Pooling", "Dense")
     place = folder / "2_Dense"
     (place / "config.json").write_text(
@@ -322,7 +322,7 @@ WEIGHT, BIAS = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)), t
 def test_a_dense_layer_is_part_of_the_model(
     config: Any, tensors: Any, expected: Any, bert: Path, tmp_path: Path
 ) -> None:
-    """The vectors of a folder with a Dense are those of the pooled states through it."""
+    """The vectors are the output of the Dense layer for the pooled states."""
     folder = dense(copied(bert, tmp_path / "toy"), config, linear_weight=WEIGHT, **tensors)
     encoder = toys.load(folder, outputs={"dense": 8})
     sequences = toys.random_ids([5, 17])
@@ -360,7 +360,7 @@ def test_a_dense_layer_that_is_not_whole_fails_the_load(config: Any, tensors: An
 
 
 def with_ends(folder: Path, template: str | None) -> Path:
-    """The toy tokenizer with `w1` and `w2` as special tokens, the latter its end token, and a template."""
+    """Save the toy tokenizer with a template and the special tokens `w1` and `w2`. The end token is `w2`."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     single = (template or "").removeprefix("bytes").strip()
     pair = f"{single} {single.replace('$A', '$B')}"
@@ -437,7 +437,7 @@ def test_an_unknown_family_is_refused_with_what_there_is() -> None:
 
 
 def installed(folder: Path, name: str, module: str, code: str) -> None:
-    """A distribution with one module and one entry point, as an installer leaves it."""
+    """Write a distribution with one module and one entry point, as an installer does."""
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
@@ -475,7 +475,7 @@ def test_an_unproven_entry_loads_only_if_that_is_accepted(bert: Path) -> None:
     loader.load(resolved(bert, unproven="so", load=LoadOptions(accept_unproven=True)))
 
 
-# what a loaded encoder is
+# loaded encoders
 
 
 def test_the_tokenizer_goes_out_without_truncation_and_padding(bert: Path) -> None:
@@ -508,7 +508,7 @@ def test_bfloat16_is_near_float32_and_keeps_rotary_bases(kind: str, tmp_path: Pa
 
 
 def test_a_load_leaves_the_precision_of_the_process_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that computes while another model loads must not see another default."""
+    """A lane that computes while another model loads must not see another default dtype."""
     dtypes: list[torch.dtype] = []
     monkeypatch.setattr(torch, "set_default_dtype", dtypes.append)
     toys.load(bert, dtype=torch.bfloat16)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from unit.adapter import toys
 
-# Memory that is free in another arena would count as held; the capacity is what the process takes where it starts under
-# a limit.
+# Free memory in a second arena would count as used. A process that starts under a limit sets the same capacity of
+# oneDNN's cache.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 _HEADROOM_MIB = 120
 
 
 def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
-    """Return the last line that a script beside this file printed."""
+    """Run a script beside this file and return the JSON of its last line."""
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
         capture_output=True,
@@ -48,8 +48,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, timeout_s: float) -> None:
-    """Check that the learnt limit is doubted at every batch: failures are real and no client sees one; after a restart
-    it is trusted and hardly any batch fails.
+    """Check that passes fail, and no batch does, while the learnt limit rises before every batch. Check that after a
+    restart with a limit that does not rise at most two passes fail.
     """
     doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
@@ -71,14 +71,14 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_proces
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_hundreds_of_adversarial_batches_at_the_limit(wide: Path, tmp_path: Path) -> None:
-    """Each kind of batch comes scores of times; a batch takes a seventh of a second of a processor."""
+    """Each of the four kinds of batch comes about 75 times. A batch takes a seventh of a second on one processor."""
     fail_and_learn(wide, tmp_path, 300, 20, 1000)
 
 
 @pytest.mark.long
 def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
-    """The code of a new primitive finds no memory; with all of it free again, oneDNN still refuses that thread, and we
-    do not.
+    """oneDNN finds no memory for the code of a new primitive. It then refuses the thread even when memory is free
+    again, so the adapter uses another thread.
     """
     report = child("unusable_thread.py", timeout_s=60)
     assert report["refusal"] == "could not create a primitive"
@@ -94,7 +94,7 @@ def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
 
 
 def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
-    """After every unload the process holds what it held before, within 5 % of the weights, 48 MiB a layer."""
+    """Check that every unload gives the memory back, within 5 % of the weights. A layer has 48 MiB."""
     layer = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "max_position_embeddings": 64}
     small = toys.save(folder / "small", "bert", **layer, num_hidden_layers=1)
     large = toys.save(folder / "large", "bert", **layer, num_hidden_layers=layers)
@@ -116,7 +116,7 @@ def test_unloading_gives_the_memory_back(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_twenty_cycles_give_the_memory_back(tmp_path: Path) -> None:
-    """The model has more than 500 MB. A leak in each cycle of a four-hundredth of the weights is above the bound, which
-    is 5 % of them.
+    """The model has more than 500 MB. A leak of more than 1/400 of the weights in each cycle is above the bound of
+    5 %.
     """
     cycle(tmp_path, 10, 20, 800)

@@ -61,7 +61,7 @@ def test_the_values_of_the_contract_for_the_defaults() -> None:
     assert [filled.norm().item(), (query @ filled).item()] == pytest.approx([34.932, 34.509], rel=1e-3)
 
 
-ROUNDING = 1e-6  # of a float32 product of a unit row and a plane
+ROUNDING = 1e-6  # the error of a float32 product of a unit row and a plane
 PARAMETERS = st.builds(
     Muvera,
     num_repetitions=st.integers(1, 5),
@@ -84,7 +84,7 @@ PARAMETERS = st.builds(
 def test_a_ragged_batch_equals_the_steps_written_out(
     parameters: Muvera, lengths: list[int], dim: int, is_query: bool, budget: int
 ) -> None:
-    """Whatever the blocks: the smallest budget holds one item and one repetition."""
+    """The result does not depend on the blocks. The smallest budget holds one item and one repetition."""
     rows = [unit_rows(seed, count, dim) if count else torch.zeros(0, dim) for seed, count in enumerate(lengths)]
     assume(all(muvera_naive.margin(item.numpy(), parameters) > ROUNDING for item in rows))
     with pytest.MonkeyPatch.context() as patch:
@@ -106,7 +106,7 @@ def test_a_ragged_batch_equals_the_steps_written_out(
 )
 @pytest.mark.parametrize("is_query", [True, False])
 def test_an_item_does_not_depend_on_its_batch_mates(parameters: Muvera, is_query: bool) -> None:
-    """To the bit, and the items themselves stay as they are."""
+    """Results are equal bit for bit. The items themselves are not changed."""
     rows = [unit_rows(seed, count, 64) for seed, count in enumerate([1, 128, 3, 77, 300, 32, 32, 5])]
     before = [item.clone() for item in rows]
     together = muvera.encode(rows, parameters, is_query=is_query)
@@ -117,7 +117,9 @@ def test_an_item_does_not_depend_on_its_batch_mates(parameters: Muvera, is_query
 
 
 def test_tokens_in_a_plane_are_on_the_same_side_in_any_batch() -> None:
-    """Their products with it are rounding alone, which in float32 changes with the shape of the batch."""
+    """The products of these tokens with the plane are rounding errors. In float32 they depend on the shape of the
+    batch.
+    """
     parameters = Muvera(num_repetitions=1, final_projection_dim=None)
     plane = torch.from_numpy(muvera_naive.planes(parameters.seed, 128, 6)[:, :1]).double()
     tokens = unit_rows(5, 512, 128).double()
@@ -164,8 +166,8 @@ def test_normalised_results_have_length_one_and_the_same_direction() -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_inner_products_rank_like_maxsim(fill: bool) -> None:
-    """Documents hold tokens near those of a query in numbers of 0 to 16: the order of MaxSim and that of inner products
-    agree.
+    """Each document holds 0 to 16 tokens near those of a query. Inner products order the documents nearly as MaxSim
+    does.
     """
     rng = np.random.default_rng(11)
     parameters = Muvera(fill_empty_partitions=fill)
@@ -188,7 +190,7 @@ def test_inner_products_rank_like_maxsim(fill: bool) -> None:
 
 
 def test_two_threads_at_once_get_what_one_gets() -> None:
-    """With matrices that neither has drawn yet."""
+    """Both threads use projection matrices that are not drawn yet."""
     rows = [unit_rows(seed, 40, 48) for seed in range(4)]
     jobs = [(Muvera(num_repetitions=8, seed=9000 + seed // 2), bool(seed % 2)) for seed in range(6)]
     got: list[dict[int, torch.Tensor]] = [{}, {}]
@@ -260,7 +262,7 @@ class Largest(TorchDispatchMode):
 def test_no_intermediate_grows_with_the_batch(
     parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """96 items: all their cells would be 96 MiB, and projected tokens of 512 each 768 MiB."""
+    """All cells of the 96 items would take 96 MiB. Their projected tokens, 512 for each, would take 768 MiB."""
     monkeypatch.setattr(muvera, "CPU_BLOCK_BYTES", budget)
     rows = list(unit_rows(0, 24 * tokens, 128).view(24, tokens, 128)) * 4
     muvera.encode(rows[:1], parameters, is_query=False)  # draws the matrices

@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 def counted(
     fits: int, count: int, room: int = 0, relief: Relief = "evictions_triggered"
 ) -> tuple[Counter[str], list[int]]:
-    """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what
-    was refused.
+    """Run work of `count` items on a device where `fits` items fit at once, and all items after `room` evictions.
+    Return the remedies and the refused items.
     """
     remedies: Counter[str] = Counter()
     left = room
@@ -47,7 +47,7 @@ def test_what_fits_at_once_needs_no_remedy() -> None:
 
 
 def test_a_batch_that_is_split_was_one_recovery() -> None:
-    """8 items where 2 fit: 3 splits, each after the cache was cleared."""
+    """8 items on a device for 2 need 3 splits, each after the cache is cleared."""
     remedies, refused = counted(2, 8)
     assert refused == []
     assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 3, "batch_splits": 3}
@@ -65,7 +65,7 @@ def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
 
 
 def test_a_load_that_ended_is_no_eviction() -> None:
-    """The batch waited for a load that took the memory, and ran: no model was unloaded for it."""
+    """The batch waits for the end of a load that took the memory. No model is evicted for the batch."""
     remedies, refused = counted(2, 8, room=1, relief="load_ended")
     assert refused == []
     assert remedies == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
@@ -90,7 +90,7 @@ def test_counts_are_kept_by_model() -> None:
 
 
 def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Busy by idle seconds of all cores: 3 of 4 here."""
+    """The cores are busy for 3 of 4 seconds."""
     seconds = [(100.0, 400.0), (103.0, 404.0), (103.0, 404.0)]
     monkeypatch.setattr(devices, "_cpu_seconds", lambda: seconds.pop(0))
     use = devices.UtilisationProbe(CPU)

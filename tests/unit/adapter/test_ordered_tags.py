@@ -1,4 +1,4 @@
-"""The order of tags in which the privacy filter's entities are read, against all sequences."""
+"""The tags from which the privacy filter's entities are read, against the best of all ordered sequences."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_items_are_filled_up_at_their_end(attended: bool) -> None:
 
 
 def test_a_batch_in_which_nothing_is_filled_up_keeps_the_kernels_for_all_sequences_at_once() -> None:
-    """They count windows from the last token, so what is visible in part runs on others."""
+    """These kernels count windows from the last token, so a sequence with hidden tokens runs on another kernel."""
     filled = expanded(as_items([[1, 2], [3, 4, 5]]), np.array([2, 1]), 9, attended=False)
     assert filled.visible is None
     assert filled.ids.tolist() == [1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""Processes that parse documents: what a file does to its own is no matter of others, and none outlives its adapter."""
+"""Processes that parse documents: a file that breaks its process fails alone, and no process outlives its pool."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_document_that_takes_too_long_costs_its_process() -> None:
 
 
 def test_who_leaves_ends_what_is_parsed_for_him_and_for_nobody_else(parsers: Parsers, tmp_path: Path) -> None:
-    """One call has both processes: one of each of two documents. Only those of the one who leaves are killed."""
+    """Each of two calls has one of the two processes. Only the process of the call whose client leaves is killed."""
     with ThreadPoolExecutor() as callers:
         stays = callers.submit(parsed, parsers, f"meet {tmp_path}")
         leaves = callers.submit(
@@ -91,7 +91,7 @@ def test_who_leaves_ends_what_is_parsed_for_him_and_for_nobody_else(parsers: Par
 
 
 def test_documents_are_parsed_side_by_side_and_answered_in_their_order(parsers: Parsers, tmp_path: Path) -> None:
-    documents = parsed(parsers, f"meet {tmp_path}", f"meet {tmp_path}")  # each waits for the other
+    documents = parsed(parsers, f"meet {tmp_path}", f"meet {tmp_path}")  # the two documents wait for each other
     assert [document.text for document in documents if isinstance(document, Parsed)] == [f"meet {tmp_path}"] * 2
     texts = [f"text {number}" for number in range(20)]
     assert [document.text for document in parsed(parsers, *texts) if isinstance(document, Parsed)] == texts
@@ -105,7 +105,7 @@ def test_an_answer_beyond_the_limit_is_refused_and_the_process_stays(parsers: Pa
 
 def test_a_process_has_no_secrets_of_its_adapter(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIE_SECRET_OF_A_TEST", "hidden")
-    parsed(parsers, "exit", "exit")  # so that the next ones are started now
+    parsed(parsers, "exit", "exit")  # The next processes start with the new environment.
     _, environment = json.loads(told(parsers, "environment"))
     assert "SIE_SECRET_OF_A_TEST" not in environment
     assert environment["HF_HUB_OFFLINE"] == "1"
@@ -114,7 +114,7 @@ def test_a_process_has_no_secrets_of_its_adapter(parsers: Parsers, monkeypatch: 
 def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Parsers) -> None:
     pid, _ = json.loads(told(parsers, "environment"))
     os.kill(pid, signal.SIGKILL)
-    while pid in parsers.pids:  # until the kernel has told
+    while pid in parsers.pids:  # until the pool sees the end
         time.sleep(0.001)
     assert [document.text for document in parsed(parsers, "a", "b") if isinstance(document, Parsed)] == ["a", "b"]
 

@@ -39,8 +39,8 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Recorder of a CPU. `fault`: raised by each capture. `is_free`: captures are possible. `stale`: a replay keeps the
-    states of the capture.
+    """Recorder for a CPU. Each capture raises `fault`. Captures are possible while `is_free` is true. With `stale`, a
+    replay returns the states of the capture.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> RerunRecorder:
         return output
 
     monkeypatch.setitem(attention._VARLEN, Kernel.VARLEN, attend)
-    monkeypatch.setattr("sie_adapter.packed.backbone.filled_up", lambda packed, *_: packed)  # on a CPU alone
+    monkeypatch.setattr("sie_adapter.packed.backbone.filled_up", lambda packed, *_: packed)  # for CPUs only
     return RerunRecorder()
 
 

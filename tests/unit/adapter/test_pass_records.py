@@ -1,4 +1,4 @@
-"""Knowledge of the next process about a pass that the one before it did not survive."""
+"""Records of passes that their process did not survive, and the limits that the next process learns from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def die_in(path: Path, tokens: int, fitted: int = 0) -> None:
-    """A process that is killed within a pass of so many tokens."""
+    """Fork a process that is killed within a pass of `tokens` tokens."""
     child = os.fork()
     if not child:
         with PassRecords(path).during(KEY, tokens, fitted):
@@ -73,9 +73,9 @@ def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path
 @pytest.mark.parametrize(
     ("kills", "tokens", "fitted", "is_learnt"),
     [
-        (1, 40, 4000, True),  # the kernel says so
-        (0, 4000, 3000, True),  # larger than all before
-        (0, 4000, 4000, False),  # as large had fitted
+        (1, 40, 4000, True),  # the kernel counted an OOM kill
+        (0, 4000, 3000, True),  # larger than all passes that fitted
+        (0, 4000, 4000, False),  # a pass of this size had fitted
         (0, DOUBTED_TOKENS - 1, 0, False),  # the first pass of a process that was killed for another reason
     ],
 )
@@ -98,7 +98,7 @@ def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None
     now_s = 1_000_000.0
     batch_limits = DeviceLimits(tmp_path / "frontier.json", lambda: now_s)
     kills, last_s, shortest_s = 0, -1e9, 1e9
-    for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000
+    for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000 tokens
         now_s += 10
         tokens = min(16_384, batch_limits.limit(KEY) or 16_384)
         if tokens <= 3000:

@@ -1,4 +1,4 @@
-"""Pooling against numpy in float64, and what is done with pooled vectors."""
+"""Pooling against numpy in float64, and the cut, norm and layers of pooled vectors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -
 
 
 def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() -> None:
-    """Also one that only its cut makes zero."""
+    """Row 4 is zero only after the cut to 3 dimensions."""
     pooled = torch.ones(6, 4)
     pooled[1, 2], pooled[2, 0], pooled[3], pooled[4, :3] = torch.nan, torch.inf, 0.0, 0.0
     answers = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})
@@ -128,6 +128,6 @@ def test_a_head_says_where_its_vectors_are_not_finite() -> None:
 
 
 def test_a_pooling_that_there_is_not_is_refused() -> None:
-    """It must never become another one."""
+    """An unknown pooling must never be replaced by another one."""
     with pytest.raises(InvalidInput, match="pooling"):
         DenseHead("mean", None, torch.device("cpu")).reduce(states(pooling="median"), np.arange(6))

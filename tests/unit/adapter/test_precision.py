@@ -1,4 +1,4 @@
-"""The precision that a model gets, what it asked for, and the limits that let one CPU stand in for a lesser one."""
+"""The requested and the served precision of a model, and the settings that limit a CPU to fewer instructions."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), blocks, bool(bfloat16
 
 
 def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
-    """With both limits this machine is one with AVX2, whatever it is."""
+    """With both limits every machine computes as one with AVX2."""
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     limited = subprocess.run(
         [sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=600
@@ -127,7 +127,7 @@ def loader() -> Loader:
 def test_a_profile_that_gets_another_precision_is_told_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first load, with what was asked for, what is served and why; a swap does not repeat it."""
+    """The first load warns with the requested precision, the served one and the reason. A second load does not."""
     assert model_folder().is_dir()
     monkeypatch.setattr(loading, "bfloat16_lacks", lambda: NO_INSTRUCTIONS)
     entry, warned = parse_entry(ENTRY), loader()
@@ -152,7 +152,7 @@ def test_a_profile_that_gets_another_precision_is_told_so_once(
 
 @pytest.mark.precision
 def test_the_default_precision_is_told_without_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Nobody asked for float16, which no CPU gets: a clean start logs no warning."""
+    """No entry requests float16 here, so its replacement on a CPU is no reason for a warning."""
     entry = parse_entry({name: value for name, value in ENTRY.items() if name not in ("load", "profiles")})
     with caplog.at_level(logging.WARNING, "sie.adapter"):
         model = loader().load(Catalogue.resolve_profile(entry, "default", "test/mini"))

@@ -1,4 +1,4 @@
-"""Families that read texts by themselves: a list in, a list of the same length out, whatever a client asked for."""
+"""Families that tokenise texts themselves: each text gets one outcome at its own place, in all operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ NAN = float("nan")
 
 @dataclass
 class Letters:
-    """Counts letters. A text that is `bad` is an error of its own, `nan` overflows; `lost` results are left out."""
+    """A family that counts letters. The text `bad` gets an error, and `nan` a NaN. The first `lost` results are left
+    out.
+    """
 
     lost: int = 0
     calls: list[tuple[str, ...]] = field(default_factory=list)
@@ -113,7 +115,7 @@ def test_texts_become_vectors_with_the_options_of_their_group() -> None:
 
 
 def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_leaves() -> None:
-    """An error of the family, a NaN, an output that is not there, and a zero vector."""
+    """The errors are one of the family, a NaN, an output that the family lacks, and a zero vector."""
     three = RunOptions(outputs=("dense", "multivector"), normalize=False)
     done = run(
         "encode", ["a", "bad", "nan", "only dense", "b", "zzz"], Group(0, 3, RAW), Group(3, 5, three), Group(5, 6, RAW)
@@ -124,7 +126,7 @@ def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_
 
 @pytest.mark.parametrize("output", ["sparse", "multivector", "dense"])
 def test_a_nan_in_any_output_stays_inside(output: str) -> None:
-    """Also where an encoding is made of it."""
+    """The output dense is a MUVERA encoding of rows with a NaN."""
     options = RunOptions(outputs=(output,), muvera=Muvera(2, 1, None, None) if output == "dense" else None)
     text = f"nan in {'multivector' if output == 'dense' else output}"
     done = run("encode", [text, "abc"], Group(0, 2, options))
@@ -257,14 +259,14 @@ def test_texts_that_do_not_fit_together_are_halved_and_one_that_fits_nowhere_is_
 
 @dataclass(frozen=True)
 class Counted:
-    """Letters of each text, padded to the longest."""
+    """The letters of each text, and the padding to the longest."""
 
     counts: list[int]
     padding: int
 
 
 class Tokenising:
-    """A family that tokenises itself, and tells on which threads."""
+    """A family that tokenises itself and records the threads."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -291,7 +293,7 @@ class Tokenising:
 
 
 def test_a_family_that_tokenises_itself_tells_how_long_and_with_what_padding() -> None:
-    """On the lane or before it: the time is that of `preprocess_ms` and not of the forward pass."""
+    """Tokenising counts as `preprocess_ms`, on the lane and before it."""
     family, texts = Tokenising(), ("a", "abc", "ab")
     groups = (Group(0, 2), Group(2, 3, RunOptions(labels=("x",))))
     message = RunBatch("b", "m", "extract", np.array([1, 3, 2], "<i4").tobytes(), b"", groups, texts=texts)

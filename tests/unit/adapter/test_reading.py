@@ -1,4 +1,4 @@
-"""The loop of models that write: rows come and go between two steps, and none of them notices its mates."""
+"""The loop of models that generate text: rows join and leave between two steps and change no other row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Asked:
     then: Asked | None = None
 
     def following(self, written: GeneratedText) -> Asked | None:
-        """`then`, with what was written before it."""
+        """Return `then` with the written ids behind its own."""
         return self.then and asked(*self.then.ids, *written.ids, most=self.then.rules.most)
 
 
@@ -40,7 +40,7 @@ def asked(*ids: int, most: int = 40, ends: frozenset[int] = frozenset({END})) ->
 
 
 def _next(ids: Sequence[int]) -> int:
-    """Depends on every token before, and on their number."""
+    """Return a token that depends on all tokens before it and on their number."""
     return (sum((place + 1) * number for place, number in enumerate(ids)) * 7 + len(ids)) % WORDS
 
 
@@ -55,7 +55,7 @@ def expected(prompt: Asked) -> GeneratedText:
 
 @dataclass
 class Sums:
-    """A writer whose scores are made from what the slots give back: its keys are the tokens, its values their places.
+    """A model whose scores come from the keys and values in the slots. The keys are tokens, the values their places.
 
     `fails` is called with the number of rows of each step.
     """
@@ -63,7 +63,7 @@ class Sums:
     together: int = 1
     shift: int = 3
     fails: Callable[[int], None] = lambda rows: None
-    rows: list[int] = field(default_factory=list)  # of each step
+    rows: list[int] = field(default_factory=list)  # the number of rows of each step
 
     def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
         starts = []
@@ -206,7 +206,7 @@ POSITION_BYTES = 2 * 8  # a key and a value of Sums
 
 @pytest.mark.parametrize("slots", long_but([1, 3, 5], [3]))
 def test_rows_together_take_no_more_than_the_device_has_for_them(slots: int) -> None:
-    """Room for so many rows of 128 positions. All become longer, so some wait, and the youngest begin anew."""
+    """The device has room for `slots` rows of 128 positions. Rows grow, so some wait and the youngest begin anew."""
     limit_bytes = slots * 128 * POSITION_BYTES
     device = Device(limit_bytes)
     texts, most = device.read(LONG)
@@ -221,7 +221,7 @@ def test_a_row_alone_takes_what_it_needs() -> None:
 
 
 def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
-    """No row begins again. While two rows become four, both sizes are held."""
+    """No row begins again. While the slots grow from two rows to four, both sizes are in memory."""
     device = Device((2 + 4) * 64 * POSITION_BYTES)
     prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
     texts, _ = device.read(prompts)
@@ -278,7 +278,7 @@ def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -
 
 
 def test_scores_that_are_not_finite_end_one_row(readings: Readings) -> None:
-    """The other rows of its call, too, have their texts."""
+    """The other rows of the call get their texts."""
 
     class Odd(Sums):
         def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
@@ -311,7 +311,7 @@ def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
 
 
 def test_models_take_turns(readings: Readings) -> None:
-    """The other model's first step comes before the last one of a long row."""
+    """All steps of the short row come before the last step of the long row."""
     order: list[str] = []
     long = Sums(fails=lambda rows: order.append("long"))
     endless = asked(1, 2, 3, most=4000, ends=frozenset())
@@ -353,7 +353,7 @@ def test_a_stop_refuses_what_is_not_written_in_time(readings: Readings) -> None:
 
 @pytest.mark.parametrize("first", [1, 7], ids=["ends as it begins", "is written"])
 def test_a_row_goes_on_with_the_prompt_that_follows_behind_those_that_wait(first: int, readings: Readings) -> None:
-    """Its answer is that to the last prompt; its mates have theirs."""
+    """The row gets the text of its last prompt. The other rows get their own texts."""
     going = replace(asked(5, 6, most=first), then=asked(8, 9, most=6))
     last = going.following(expected(going))
     assert last is not None

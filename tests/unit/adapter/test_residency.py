@@ -44,8 +44,8 @@ class World:
     other_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     known: bool = False  # whether a model's size is known before it is loaded
-    kept_bytes: int = 0  # by the allocator, until it gives them back
-    again_bytes: int = 0  # of what can be made again
+    kept_bytes: int = 0  # bytes that the allocator keeps until it gives them back
+    again_bytes: int = 0  # bytes of data that can be made again
     given_back: int = 0
     now_s: float = 0.0
     loads: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def entry(model: str, **changes: Any) -> ModelEntry:
 
 @pytest.mark.parametrize(("other_bytes", "evicted"), [(549, ()), (551, ("a",))])
 def test_a_model_goes_above_the_threshold_and_not_below(other_bytes: int, evicted: tuple[str, ...]) -> None:
-    """84.9 % stays, 85.1 % evicts."""
+    """The model stays at 84.9 % and is evicted at 85.1 %."""
     world = World(sizes={"a": 300}, other_bytes=other_bytes)
     world.ensure("a")
     assert world.ensure("b", may_drop=("a",)) == evicted
@@ -121,7 +121,7 @@ def test_a_model_goes_above_the_threshold_and_not_below(other_bytes: int, evicte
 def test_what_grows_fits_up_to_the_middle_between_the_threshold_and_all(
     other_bytes: int, kept_bytes: int, fits: bool, given_back: int
 ) -> None:
-    """92.5 % of 1,000 bytes, without those that the allocator only keeps."""
+    """The bound is 92.5 % of 1,000 bytes. Bytes that the allocator only keeps do not count."""
     world = World(other_bytes=other_bytes, kept_bytes=kept_bytes)
     memory = DeviceMemory(world._memory, world._give_back, 85.0)
     assert (memory.fits(5), world.given_back) == (fits, given_back)
@@ -157,7 +157,7 @@ def test_no_permission_outlives_its_request() -> None:
 
 @pytest.mark.parametrize("again", ["used", "asked for"])
 def test_a_model_that_is_used_or_asked_for_after_the_request_began_stays(again: str) -> None:
-    """A load fetches its files, which may take minutes. A model that it may drop gets work. Another goes."""
+    """While a load fetches its files, a model that it may drop gets work. The load drops another model."""
     world = World(sizes={"a": 400, "b": 400, "c": 400}, known=True)
     world.ensure("a")
     world.ensure("b")
@@ -241,7 +241,9 @@ def test_weights_that_a_load_has_read_by_now_count_once() -> None:
 
 
 def test_what_cannot_fit_beside_models_with_work_is_refused_before_it_is_loaded() -> None:
-    """And it is loaded once they are idle. Above the threshold and within the device it is loaded at once."""
+    """The model is loaded once the others are idle. A model that fits the device above the threshold is loaded at
+    once.
+    """
     world = World(sizes={"a": 600, "b": 500, "c": 350}, known=True)
     world.ensure("a")
     with pytest.raises(ModelLoadFailed) as raised:
@@ -326,8 +328,8 @@ def test_room_is_made_whatever_the_pressure_and_only_from_idle_models() -> None:
 
 
 def test_what_can_be_made_again_goes_before_any_model() -> None:
-    """Above the threshold; after an allocation failed, once for a request, which makes some of it again; and for a load
-    that ran out of memory.
+    """Data that can be made again is dropped above the threshold, for a load without memory, and once for a request
+    whose allocation failed.
     """
     world = World(sizes={"a": 400, "b": 300}, known=True)
     world.ensure("a")
@@ -372,7 +374,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     def wait(_: str) -> None:
         begun.set()
         go.wait(30)
-        raise load_failed("OOM", "too little memory")  # an end is an end, whatever it is
+        raise load_failed("OOM", "too little memory")  # a failed load ends the wait too
 
     world.during_load = wait
 
@@ -416,7 +418,7 @@ def least_recent(world: World) -> tuple[str, ...]:
 
 
 def lru_loads(traffic: list[str], capacity: int) -> int:
-    """Loads of a plain least-recently-used cache of `capacity` models."""
+    """Return the number of loads of a plain least-recently-used cache of `capacity` models."""
     held: list[str] = []
     loads = 0
     for model in traffic:
@@ -429,8 +431,8 @@ def lru_loads(traffic: list[str], capacity: int) -> int:
 @pytest.mark.parametrize("seed", long_but(range(3), [0]))
 @pytest.mark.parametrize("knows_sizes", long_but([True, False], [True]))
 def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, knows_sizes: bool) -> None:
-    """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work may go, the
-    least recently used first.
+    """5 of 20 models fit below the threshold. Requests come one by one. All idle models may go, the least recently used
+    first.
     """
     weights = 1 / np.arange(1, 21)
     ranks = np.random.default_rng(seed).choice(20, 2000, p=weights / weights.sum())
@@ -513,7 +515,7 @@ def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_no
     ],
 )
 def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes: dict[str, Any]) -> None:
-    """Its heads and the way that rows are made would else be those of the old entry, under the new fingerprint."""
+    """Otherwise the heads and rows of the old entry would be served under the new fingerprint."""
     world = World()
     world.ensure("a")
     world.ensure("a", **changes)
@@ -531,7 +533,7 @@ def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes:
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_change_of_a_field_that_a_load_checks_needs_a_load(changes: dict[str, Any]) -> None:
-    """A worker with the model would else serve an entry that a worker without it refuses."""
+    """Otherwise a worker with the model would serve an entry that a worker without it refuses."""
     world = World()
     world.ensure("a")
     world.ensure("a", **changes)

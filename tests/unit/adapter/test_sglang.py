@@ -1,5 +1,5 @@
-"""A model on a server of SGLang: start, vectors, death, memory, end. The quick run has a process that speaks as that
-server does (`fake_sglang`), the long one the package itself.
+"""A model on a server of SGLang: start, vectors, death, memory, end. By default `fake_sglang` stands in for the server.
+The lane long runs the package itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BAD_ID = 77
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python that has no package but the one that it stands for."""
+    """Return a Python that runs `fake_sglang` in place of the package."""
     return script(tmp_path_factory.mktemp("python") / "python", f"{sys.executable} {fake_sglang.__file__}")
 
 
@@ -68,7 +68,7 @@ each_python = pytest.mark.parametrize("name", ["fake", pytest.param("real", mark
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A model, and for the one that stands for the real server its states."""
+    """A model folder, with the states of the model for the fake server."""
     model_folder = add_modules(build(tmp_path / "qwen3", ARCHITECTURES["qwen3 causal"]), [pooling("last"), NORMALIZE])
     states = fake_sglang.LastStates(model_folder)
     yield model_folder
@@ -130,7 +130,7 @@ def runs(pid: int) -> bool:
 
 
 def started(folder: Path) -> list[int]:
-    """The processes of all starts of the one that stands for the real one."""
+    """Return the pids of all processes of all starts of the fake server."""
     return [int(pid) for pid in (folder / "starts").read_text().split()]
 
 
@@ -242,12 +242,11 @@ def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None
         assert runs(pid)
         adapter.kill()
     until(lambda: not runs(pid), "the server of an adapter that was killed")
-    for child in started(folder)[1:]:  # of the stand-in, which does not look
+    for child in started(folder)[1:]:  # the children of the fake server do not notice its end
         os.kill(child, signal.SIGKILL)
 
 
 def test_the_setting_names_the_environment(folder: Path, fake: str) -> None:
-    """SIE_SGLANG_PYTHON."""
     with engine(None) as adapter, pytest.raises(ModelLoadFailed, match="SIE_SGLANG_PYTHON names no environment"):
         adapter.residency.ensure("m", entry_of(folder))
     with engine(fake) as adapter:

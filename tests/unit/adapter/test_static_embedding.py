@@ -1,4 +1,4 @@
-"""Static embeddings by their definitions, in numpy."""
+"""Static embeddings against their definitions in numpy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_long_text_is_cut_to_the_tokens_of_its_configuration(limit: int, tmp_p
     assert inspected(folder).max_tokens == limit
     [answer] = encoded(folder, ["runs bread north"])
     median = int(np.median([len(word) for word in WORDS]))
-    read = "runs bread north"[: limit * median].split()[:limit]  # its package cuts characters first
+    read = "runs bread north"[: limit * median].split()[:limit]  # model2vec cuts characters first
     np.testing.assert_allclose(answer["dense"], TABLE[[WORDS.index(word) for word in read if word in WORDS]].mean(0))
 
 

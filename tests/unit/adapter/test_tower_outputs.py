@@ -14,16 +14,16 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import PAUSE_S, Output, OutputsOfTower, TowerOutputs
 
 WIDTH = 4
-BYTES = 4 * WIDTH  # of one output
+BYTES = 4 * WIDTH  # the size of one output
 
 
 def image(value: int, key: bytes | None = None, height: int = 10) -> Shown:
-    """Its key says its value, unless another is given."""
+    """Return an image whose key is made of `value`, unless there is a `key`."""
     return Shown(np.full((1, 1, 3), value, np.uint8), height, 10, bytes([value]) * 16 if key is None else key)
 
 
 class Counting:
-    """A tower that gives WIDTH times the value of an image, and knows which it read."""
+    """A tower whose output repeats the value of an image WIDTH times. `read` lists the images of each call."""
 
     def __init__(self) -> None:
         self.read: list[list[int]] = []
@@ -40,7 +40,7 @@ def values(outputs: Sequence[Output]) -> list[float]:
 
 
 def test_ten_questions_to_one_page_read_it_once() -> None:
-    """In one batch, and one after the other."""
+    """The questions come in one batch, and then one after the other."""
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
     assert values(outputs.for_images([image(7)] * 10, read)) == [7.0] * 10
@@ -57,7 +57,7 @@ def test_outputs_come_in_the_order_of_their_images() -> None:
 
 
 def test_nothing_is_shared_that_has_another_key_size_or_tower() -> None:
-    """The key names who asked. Equal pixels may come of pictures of different sizes, at which a tower may look."""
+    """The key names the client. Equal pixels may come from pictures of different sizes, which a tower may read."""
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
     outputs.for_images([image(1), image(1, b"other"), image(1, height=11)], read)
@@ -75,7 +75,7 @@ def test_an_image_without_a_key_is_read_each_time() -> None:
 
 
 def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes() -> None:
-    """Over all towers."""
+    """The bound holds over all towers."""
     shared, read = TowerOutputs(3 * BYTES), Counting()
     first, second = shared.of_tower(), shared.of_tower()
     first.for_images([image(1)], read)
@@ -84,7 +84,7 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
     first.for_images([image(1)], read)
     assert shared.use().held_bytes == 3 * BYTES
     read.read.clear()
-    second.for_images([image(4)], read)  # the 2 goes
+    second.for_images([image(4)], read)  # drops the output of image 2
     first.for_images([image(1), image(3)], read)
     second.for_images([image(2)], read)
     assert read.read == [[4], [2]]
@@ -137,7 +137,7 @@ def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
 
 
 def test_an_output_that_is_not_finite_is_made_again() -> None:
-    """The effect of a batch mate's overflow must not stay."""
+    """An overflow of another image in the batch must not stay in the cache."""
     outputs, read = TowerOutputs(1000).of_tower(), Counting()
 
     def overflowing(images: Sequence[Shown]) -> list[Output]:
@@ -150,7 +150,7 @@ def test_an_output_that_is_not_finite_is_made_again() -> None:
 
 
 class Held:
-    """A tower that reads when it is let."""
+    """A tower that reads an image once `go` is set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.began, self.go = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     second = start_read(outputs, image(5), read, numbers)
     second.join(0.05)
     assert second.is_alive()
-    assert values(outputs.for_images([image(6)], read)) == [6.0]  # others do not wait
+    assert values(outputs.for_images([image(6)], read)) == [6.0]  # other images do not wait
     held.go.set()
     first.join()
     second.join()

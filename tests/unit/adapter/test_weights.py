@@ -79,7 +79,7 @@ def _header(data: bytes) -> bytes:
 def test_a_damaged_file_counts_as_missing(
     name: str, data: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is downloaded, as if nothing were there; where that is off the message names the file."""
+    """The model is downloaded again. Where downloads are off, the message names the damaged file."""
     (cached(tmp_path) / name).write_bytes(data)
     with pytest.raises(ModelLoadFailed, match=rf"is not complete: {name} is not .*{kind}") as raised:
         WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT))
@@ -121,7 +121,7 @@ def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: 
 
 
 def test_what_looks_for_weights_needs_no_torch() -> None:
-    """The command line uses it too."""
+    """The command line imports these modules too."""
     modules = "sie_store.weights.sources, sie_store.weights.hub, sie_store.cluster"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

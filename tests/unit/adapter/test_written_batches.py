@@ -1,4 +1,4 @@
-"""A batch that is written, at the socket of the adapter: its connection says when nobody waits for it."""
+"""Batches that generate text, at the socket of the adapter: a cancel or the end of the connection ends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = BatchDone("b", (), b"", 1.0)
 
 
 class Writing:
-    """An engine whose batches are written until `ends` is set, or nobody waits for them."""
+    """An engine whose batches run until `ends` is set or they are cancelled."""
 
     def __init__(self) -> None:
         self.residency = mock.Mock()
@@ -57,9 +57,9 @@ def engine() -> Iterator[Writing]:
 
 @pytest.fixture
 def ours(engine: Writing) -> Iterator[socket.socket]:
-    """Our end of a connection that a server attends to."""
+    """The client's end of a connection that a server attends to."""
     ours, theirs = socket.socketpair()
-    adapter = AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    adapter = AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # a part of an engine
     attending = threading.Thread(target=adapter._attend, args=(theirs,))
     attending.start()
     yield ours
@@ -79,7 +79,7 @@ def test_a_cancel_ends_it_and_the_connection_is_used_again(engine: Writing, ours
         ours.sendall(ipc.frame(ipc.Cancel()))
         assert received(ours) == CANCELLED
     engine.ends.set()
-    ours.sendall(ipc.frame(ipc.Cancel()))  # too late for the one before, and of none
+    ours.sendall(ipc.frame(ipc.Cancel()))  # too late for the batch before it; no batch runs
     ours.sendall(ipc.frame(MESSAGE))
     assert [received(ours), received(ours)] == [ipc.BatchStarted("b"), DONE]
 
@@ -141,7 +141,7 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_attended(
     with socket.socket() as listener, socket.socket() as refused, socket.socket() as attended:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        adapter = AdapterServer(listener, engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+        adapter = AdapterServer(listener, engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # a part of an engine
         refused.connect(listener.getsockname())
         with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
             adapter._accept()
@@ -158,5 +158,5 @@ def test_a_failed_accept_is_followed_by_a_pause(engine: Writing, monkeypatch: py
     pauses: list[float] = []
     monkeypatch.setattr(server, "time", mock.Mock(sleep=pauses.append))
     with socket.socket() as listener:  # it does not listen, so `accept` fails
-        AdapterServer(listener, engine, lambda: None, mock.Mock())._accept()  # type: ignore[arg-type]  # what it needs of an engine
+        AdapterServer(listener, engine, lambda: None, mock.Mock())._accept()  # type: ignore[arg-type]  # a part of an engine
     assert pauses == [server._FAILED_ACCEPT_S]

@@ -107,7 +107,7 @@ PADDED = ("mpnet", "deberta-v2")
 def save(
     folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, marked: bool = False, **changes: Any
 ) -> Path:
-    """A random model of `kind` with its tokenizer, as a folder. `auto`: the class that makes it, with a head or
+    """Save a random model of `kind` with its tokenizer. `auto`: the class that makes the model, with a head or
     without. `marked`: see `save_tokenizer`.
     """
     config = CONFIG_MAPPING[kind.split()[0]](**{**CONFIGS[kind], **changes})
@@ -126,8 +126,8 @@ def save(
 
 
 def save_tokenizer(folder: Path, *, marked: bool = False) -> None:
-    """`marked`: it puts w1 before and w2 behind each text, as models need it that are read at their first token, or
-    score pairs.
+    """Save a tokenizer. With `marked` it puts w1 before and w2 behind each text: models that pool the first token or
+    score pairs need them.
     """
     words = [*(f"w{number}" for number in range(VOCABULARY - 1 - len(WORDS))), *WORDS, "[UNK]"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))

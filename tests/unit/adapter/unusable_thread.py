@@ -1,7 +1,6 @@
-"""A child process whose main thread oneDNN has given up on: what works there, and what works all the same, as JSON.
+"""A child process whose main thread oneDNN refuses. It prints as JSON which computations still work.
 
-The soft limit on data is what is held while a primitive of a new shape is made, so the memory for its code fails; then
-there is no limit.
+A soft limit on data lets the memory for the code of a new primitive fail. Then the limit is lifted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def gelu(states: torch.Tensor) -> str:
 
 
 def spoil() -> str:
-    """Return the message of the first failure, of a shape that this process has not run."""
+    """Make oneDNN fail for a shape that this process has not run, and return the message."""
     free = resource.getrlimit(resource.RLIMIT_DATA)
     states = torch.randn(1, 7, _WIDTH)
     F.gelu(torch.randn(1, 5, _WIDTH))
@@ -48,7 +47,9 @@ def spoil() -> str:
 
 
 def serve_on_one_thread() -> dict[str, object]:
-    """Run three batches on a device thread that the first one makes unusable: the results, and whether it ended."""
+    """Run three batches on a device thread that the first batch makes unusable. Return the results, and whether the
+    device threads ended.
+    """
     observations: list[tuple[str, bool]] = []
 
     def execute(message: RunBatch) -> Reply:
