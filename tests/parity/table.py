@@ -22,7 +22,7 @@ _COLUMNS = [(path, precision) for path in ("packed", "padded", "graph") for prec
 _JOURNAL = os.environ.get("PARITY_CELLS")  # the file to which each measurement is appended at once
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "gliner", "gliner2", "gliclass", "peft")
 
-# The first word of a kind: what its numbers are compared with.
+# the oracle of each kind, by the first word of the kind
 ORACLES = {
     "dense": "sentence-transformers, SentenceTransformer",
     "projected": "sentence-transformers, SentenceTransformer",
@@ -57,17 +57,17 @@ ORACLES = {
 
 
 class Worst(Protocol):
-    """A measurement of which the worst is kept."""
+    """A measurement of which the table keeps the worst."""
 
     def worst(self, peer: Any) -> Self:
-        """The worse of each of its numbers."""
+        """Return the worse value of each number."""
         ...
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far vectors are from the reference: the lowest cosine, the largest difference of a component in units of the
-    reference vector's norm, and the mean of 1 - cosine.
+    """The distance of vectors from the reference: the lowest cosine, the largest difference of a component in units of
+    the reference vector's norm, and the mean of 1 - cosine.
     """
 
     cosine: float
@@ -83,7 +83,7 @@ class Agreement:
         return cls(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
     def worst(self, peer: Agreement) -> Agreement:
-        """The worse of each."""
+        """Return the worse value of each number."""
         return Agreement(
             min(self.cosine, peer.cosine),
             max(self.difference, peer.difference),
@@ -96,13 +96,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Scores:
-    """How far scores are from the reference: the largest difference, and where they were ranked Kendall's tau."""
+    """The distance of scores from the reference: the largest difference, and Kendall's tau where they were ranked."""
 
     difference: float
     tau: float | None = None
 
     def worst(self, peer: Scores) -> Scores:
-        """The worse of each."""
+        """Return the worse value of each number."""
         taus = [tau for tau in (self.tau, peer.tau) if tau is not None]
         return Scores(max(self.difference, peer.difference), min(taus, default=None))
 
@@ -112,8 +112,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Texts:
-    """How texts that are written token by token differ from the reference: how many have other ids, and how far the
-    scores of their first tokens are.
+    """The distance of generated texts from the reference: the number of texts with other ids, and the distance of the
+    scores of their first tokens.
     """
 
     other: int
@@ -122,13 +122,13 @@ class Texts:
 
     @classmethod
     def of(cls, ids: Sequence[list[int]], first: Sequence[NDArray[Any]], expected: Sequence[Any]) -> Self:
-        """`first`: scores [vocabulary] of each. `expected`: of each its `ids` and `first`."""
+        """`first`: scores [vocabulary] of the first token of each text. `expected` has `ids` and `first` of each."""
         pairs = list(zip(ids, expected, strict=True))
         scores = Agreement.of(np.stack(list(first)), np.stack([reference.first for reference in expected]))
         return cls(sum(own != reference.ids for own, reference in pairs), len(pairs), scores)
 
     def worst(self, peer: Texts) -> Texts:
-        """Return the worst of both."""
+        """Return the sums of the counts and the worse scores."""
         return Texts(self.other + peer.other, self.texts + peer.texts, self.first.worst(peer.first))
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class Texts:
 
 
 def path_of(attention: str) -> str:
-    """packed or padded, of the backend in force."""
+    """Return `packed` or `padded` for the attention backend in force."""
     return "padded" if attention.endswith("padded") else "packed"
 
 
@@ -147,8 +147,8 @@ class ParityTable:
     cells: dict[tuple[str, str, str], Worst] = field(default_factory=dict)
 
     def record(self, kind: str, path: str, precision: str, measure: Worst) -> None:
-        """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's
-        own in that precision.
+        """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, graph, or stock, which is the
+        oracle itself in that precision.
         """
         self._add((kind, path, precision), measure)
         if _JOURNAL:

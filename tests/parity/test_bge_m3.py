@@ -31,7 +31,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "bge_m3.json").read_text
 TEXTS = [row["text"] for row in GOLDEN["texts"]]
 ALL = ("dense", "sparse", "multivector")
 TOLERANCE = 1e-5
-PROJECTED = 20  # wide, by a Dense of modules.json
+PROJECTED = 20  # the output width of a Dense of modules.json
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def model(engine: HeadsEngine, folder: Path) -> HeadsModel:
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of sequences with each forward pass."""
+    """Return a list to which each forward pass appends its number of sequences."""
     passes: list[int] = []
     forward = Backbone.forward
 
@@ -91,7 +91,7 @@ def full(size: int, indices: Sequence[int], values: Sequence[float]) -> Array:
 
 
 def record(table: ParityTable, model: HeadsModel, rows: Sequence[dict[str, Any]]) -> None:
-    """How far the outputs of TEXTS are from the oracle's."""
+    """Record how far the outputs of TEXTS are from the oracle's."""
     golden, size = GOLDEN["texts"], model.encoder.vocabulary
     sides = {
         "dense": [np.array([row["dense"] for row in side]) for side in (rows, golden)],
@@ -122,7 +122,7 @@ def test_three_outputs_of_one_pass_equal_the_oracle(
 
 
 def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets what it asked for and nothing else, alone or not."""
+    """Each work item gets the outputs that it requests and no others, with the values of a request for all outputs."""
     items = [
         (TEXTS[place::4], RunOptions(outputs=outputs))
         for place, outputs in enumerate([*((name,) for name in ALL), ALL])
@@ -142,7 +142,7 @@ def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, mo
 def test_scores_equal_the_oracle(
     mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable
 ) -> None:
-    """Dense, sparse, colbert and the three weighted .4, .2, .4; the query is encoded once."""
+    """The modes are dense, sparse, colbert, and their sum with the weights .4, .2, .4. The query is encoded once."""
     passes = count_passes(monkeypatch)
     for expected in GOLDEN["scores"]:
         scores = model.score(expected["query"], TEXTS, *SCORE_MODES[mode])
@@ -159,8 +159,8 @@ def test_scores_equal_the_oracle(
 def test_a_dense_module_changes_the_dense_vectors_alone(
     engine: HeadsEngine, tmp_path: Path, table: ParityTable
 ) -> None:
-    """The vectors of sentence-transformers on the folder; the two heads as FlagEmbedding computes them, from states
-    before the module.
+    """The dense vectors equal those of sentence-transformers on the folder. The two heads read the states before the
+    module, as in FlagEmbedding.
     """
     folder = bge_m3(tmp_path / "projected", [dense(M3_WIDTH, PROJECTED, bias=True, activation=torch.nn.Tanh)])
     entry = inspect(folder, "test/m3", {"path": str(folder)}).entry

@@ -217,7 +217,7 @@ def test_dense_layers_come_after_the_pooling_of_a_chunk(engine: HeadsEngine, tmp
     place = add_modules(build(tmp_path / "m", ARCHITECTURES[name]), [pooling("mean"), layer], max_tokens=600)
     served = engine.load(place, {"dense": 24}, max_tokens=MAX_TOKENS)
     text = _text(600)
-    spans = [(0, 50), (50, 420), (420, 600)]  # the second lies in several windows
+    spans = [(0, 50), (50, 420), (420, 600)]  # the second chunk lies in several windows
     (got,) = served.encode_inputs([_chunks(text, spans)], "dense", normalize=False)
     means = torch.tensor(Late(place, MAX_TOKENS).chunks(text, spans))
     expected = torch.tanh(means @ layer.tensors["linear.weight"].T + layer.tensors["linear.bias"]).numpy()

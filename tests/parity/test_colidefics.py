@@ -76,7 +76,7 @@ class Oracle:
         return self.processor(text=[PAGE], images=[source], return_tensors="pt")
 
     def __call__(self, source: Given) -> Vectors:
-        """[tokens, width], each row of the length one."""
+        """Return [tokens, width], each row of length one."""
         with torch.inference_mode():
             states = self._model(**self.inputs(source)).last_hidden_state[0]
             return F.normalize(F.linear(states, *self._projection).float(), dim=-1).numpy()  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[f"{page.width}x{page.height}" for page in PAGES])
 def test_the_row_of_a_page_is_the_processors(page: Any, load: Callable[..., Served], oracle: Oracle) -> None:
-    """And costs more than its tokens: the tower reads its tiles."""
+    """The row costs more than its tokens, because the tower reads the tiles of the page."""
     served, expected = load(), oracle.inputs(page)
     (row,) = served.rows("encode", [page]).rows
     assert row.ids.tolist() == expected.input_ids[0].tolist()

@@ -43,7 +43,7 @@ MAX_TOKENS = 200
 QUESTION = "{text}" + "<|endoftext|>" * 10
 PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
 TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026", ""]
-# a square, a strip, one that is made smaller, one that is made larger
+# a square, a strip, a page that is scaled down, a page that is scaled up
 PAGES = [
     image(width, height, seed) for seed, (width, height) in enumerate([(112, 112), (60, 230), (400, 200), (31, 33)])
 ]
@@ -69,7 +69,7 @@ class Oracle:
         self.inputs = qwen_checkpoints.Inputs(folder, min_pixels=LEAST, max_pixels=MOST)
 
     def __call__(self, source: Given) -> Vectors:
-        """[tokens, width], each row of the length one."""
+        """Return [tokens, width], each row of length one."""
         inputs = self.inputs(QUESTION.format(text=source)) if isinstance(source, str) else self.inputs(PAGE, [source])
         with torch.inference_mode():
             states = self._model(**inputs).last_hidden_state[0]
@@ -141,7 +141,7 @@ def test_token_vectors_equal_the_oracle(
 
 @pytest.mark.long
 def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
-    """The vectors differ, also those of the projection."""
+    """The vectors with the LoRA differ from those of the base."""
     base = Oracle(folder, None)
     agreement = agreement_with(base, load(plain=True).run("encode", SOURCES), SOURCES)
     assert agreement.difference <= MAX_DIFFERENCE["float32"]
@@ -192,7 +192,7 @@ def test_a_text_with_the_token_of_images_and_a_second_image_are_refused_alone(lo
 
 
 def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
-    """And none of the model's own making: a batch that is torn apart gives no vectors."""
+    """The adapter raises the error itself, so a batch that does not fit together gives no vectors."""
     ids = np.array([1, 5, 5, 2], np.int64)
     packed = PackedBatch(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
     assert axes_of(packed, 5, [[(1, 2)]]).tolist() == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]

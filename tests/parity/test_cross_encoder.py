@@ -39,7 +39,7 @@ from transformers import AutoModelForSequenceClassification
 
 from sie_contracts.errors import ModelLoadFailed
 
-# name: the architecture and what changes its head
+# the architecture of each kind, and the settings that change its head
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
     "roberta": ("roberta", {}),
@@ -88,7 +88,7 @@ def load(engine: ScoringEngine, folders: Folders) -> Load:
 
 
 def oracle(folder: Path, pairs: Sequence[tuple[str, str]], precision: str = "float32", **kwargs: Any) -> np.ndarray:
-    """float32 [pairs] or [pairs, labels], one pair at a time, so that no padding enters."""
+    """Return float32 [pairs] or [pairs, labels]. Each pair is scored alone, so that no padding enters."""
     options = {"dtype": precision, "attn_implementation": "eager"}
     model = CrossEncoder(str(folder), device="cpu", local_files_only=True, max_length=MAX_TOKENS, model_kwargs=options)
     return np.asarray(model.predict(list(pairs), batch_size=1, show_progress_bar=False, **kwargs), np.float32)
@@ -99,7 +99,7 @@ IDENTITY = torch.nn.Identity()
 
 @pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders, table: ParityTable) -> None:
-    """Batches of 1 to 64 ragged pairs, of a query that differs from batch to batch."""
+    """Each batch has 1 to 64 ragged pairs and a query of its own."""
     scoring = load(kind)
     assert scoring.attention.endswith("padded") == (kind in PADDED)
     rng = random.Random(1)
@@ -139,8 +139,8 @@ def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, tabl
             SIXTEEN,
             Scores(float(np.abs(library - exact).max() / scale), stock[-1]),
         )
-    # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than
-    # the library does
+    # The scores of an untrained model spread over little more than the rounding, so the adapter need not rank them
+    # better than the library does.
     assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
     own, theirs = np.mean(errors, axis=0)
     assert own <= 1.5 * theirs
@@ -166,14 +166,14 @@ def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
     ),
 )
 def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders) -> None:
-    """Special tokens between and around, token types, and the document alone cut."""
+    """Special tokens and token types are those of the tokenizer. The document alone is cut."""
     scoring = load(kind)
     tokenizer = CrossEncoder(str(folders(kind)), device="cpu", local_files_only=True).tokenizer
     documents = [*ragged_documents(12, seed=7), sentence(random.Random(0), 700)]
     for query in ("", "search engine", sentence(random.Random(1), 200)):
         (rows,) = scoring.rows([Asked(documents, query)])
         for row, text in zip(rows, documents, strict=True):
-            # as lists: an empty second text alone would be taken for none
+            # as lists, because the tokenizer takes an empty second text alone for no text
             expected = tokenizer([query], [text], truncation="only_second", max_length=MAX_TOKENS)
             assert row.ids.tolist() == expected["input_ids"][0]
             assert row.truncated == (len(tokenizer([query], [text])["input_ids"][0]) > MAX_TOKENS)
@@ -185,7 +185,7 @@ def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders
 
 
 def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> None:
-    """The BERT checkpoint would score differently without them, so the tests above would notice."""
+    """Without token types the BERT checkpoint scores differently, so the tests above would notice."""
     folder = copied(folders("bert"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["bert.embeddings.token_type_embeddings.weight"][1] = tensors[
@@ -217,7 +217,7 @@ NAMED = {
 def test_the_activation_is_the_one_that_the_folder_names(
     named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path
 ) -> None:
-    if "own file" in named or named == "sigmoid":  # the library reads it where it wrote the folder
+    if "own file" in named or named == "sigmoid":  # the library reads it in folders that it has saved
         CrossEncoder(str(folders("bert")), device="cpu", local_files_only=True).save_pretrained(str(tmp_path))
         folder = tmp_path
     else:
@@ -232,7 +232,7 @@ def test_the_activation_is_the_one_that_the_folder_names(
 
 
 def test_a_folder_saved_by_the_library_is_served(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """With modules.json and the settings that its versions since 6 write."""
+    """The folder has modules.json and the settings that versions since 6 write."""
     model = CrossEncoder(str(folders("xlm-roberta")), device="cpu", local_files_only=True)
     model.save_pretrained(str(tmp_path / "saved"))
     documents = ragged_documents(20)
@@ -322,7 +322,7 @@ def test_a_backbone_alone_is_refused(engine: ScoringEngine, folders: Folders, tm
 def test_a_pooler_that_the_class_does_not_have_is_no_fault(
     engine: ScoringEngine, folders: Folders, load: Load, tmp_path: Path
 ) -> None:
-    """RoBERTa classifiers of older versions were saved with one; nothing reads it."""
+    """Older versions saved RoBERTa classifiers with a pooler that the model does not run."""
     folder = copied(folders("roberta"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     width = tensors["classifier.dense.weight"].shape[0]
@@ -338,7 +338,7 @@ def test_a_pooler_that_the_class_does_not_have_is_no_fault(
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
 def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
-    """Unrounded weights, its pooler among them, on the states of a bfloat16 backbone."""
+    """The weights of the head, with its pooler, are not rounded. The backbone computes in bfloat16."""
     weights = load(kind, SIXTEEN).resident.weights
     head = weights.heads["score"]._head._model
     exact = load(kind).resident.weights.heads["score"]._head._model.state_dict()
@@ -349,7 +349,7 @@ def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
 
 @pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_a_head_that_reads_the_first_token_alone_is_known(kind: str, load: Load) -> None:
-    """It runs once for all lengths. A mistake would show in the scores; a miss only in the time."""
+    """Such a head runs once for all lengths. If one is not recognised, scores stay right and take longer."""
     head = load(kind).resident.weights.heads["score"]
     assert getattr(head, "_reads_first", None) == {"modernbert mean": False, "qwen2": None}.get(kind, True)
 

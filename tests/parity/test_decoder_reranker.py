@@ -43,7 +43,7 @@ from sie_contracts.errors import ModelLoadFailed
 
 Kind = Literal["qwen3", "mxbai"]
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# folder: architecture, what differs in its configuration
+# the architecture of each folder, and the changes of its configuration
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3 causal", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2 causal", {"tie_word_embeddings": False}),
@@ -116,8 +116,8 @@ class Card:
         return [*prefix, *middle, *suffix]
 
     def _mxbai(self, query: str, document: str, instruction: str, limit: int) -> list[int]:
-        """The library mxbai-rerank: every piece by itself, the query at most three quarters, the
-        document what is left.
+        """The library mxbai-rerank: every piece is tokenised by itself. The query gets at most three quarters of the
+        limit, the document the rest.
         """
         prefix, task, suffix = (self._plain(MXBAI_PIECES[index]) for index in (0, 5, 6))
         separator = self._plain("\n")
@@ -129,7 +129,7 @@ class Card:
 
     @torch.no_grad()
     def scores(self, rows: Sequence[list[int]], *, padded: bool = False) -> np.ndarray:
-        """float32 [rows]; `padded`: as one batch with padding on the left, as the snippets do it, else one by one."""
+        """Return float32 [rows]. `padded`: as one batch with padding on the left, as on the cards; else one by one."""
         if padded:
             inputs = self.tokenizer.pad({"input_ids": list(rows)}, padding=True, return_tensors="pt")
             last = self.model(**inputs).logits[:, -1]
@@ -163,13 +163,13 @@ def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders:
 
 @pytest.mark.parametrize(("name", "kind"), long_but(PAIRS, PAIRS[:2]))
 def test_rows_are_those_of_the_model_card(name: str, kind: Kind, load: Load, folders: Folders) -> None:
-    """Up to the limit and past it: the end of the document goes, what stands after it stays."""
+    """Past the limit the end of the document is cut. The text behind the document stays."""
     scoring, card = load(name, kind), Card(folders(name), kind)
     suffix = scoring.tokenizer.contents([QWEN3_PIECES[-1] if kind == "qwen3" else MXBAI_PIECES[-1]], 100, "NONE")[
         0
     ].ids.tolist()
     rng = random.Random(2)
-    words = sentence(rng, 700).split()  # a token each
+    words = sentence(rng, 700).split()  # each word is one token
     room = MAX_TOKENS - len(card.ids("river", ""))
     texts = [*ragged_documents(12), *(" ".join(words[:count]) for count in range(room - 3, room + 4)), " ".join(words)]
     (rows,) = scoring.rows([Asked(texts, "river")])
@@ -232,7 +232,7 @@ def test_a_pair_scores_the_same_in_any_company(name: str, kind: Kind, load: Load
 
 
 def test_an_instruction_stands_where_the_template_has_it(load: Load, folders: Folders) -> None:
-    """Braces in it, in a query and in a document are text."""
+    """Braces in an instruction, in a query and in a document are text."""
     scoring, card = load("qwen3", "qwen3"), Card(folders("qwen3"), "qwen3")
     odd = ("judge {query} by {document} and {instruction}", "a {document} query", "the {query} {text} {0} {{}}")
     (rows,) = scoring.rows([Asked([odd[2]], odd[1], {"instruction": odd[0]})])
@@ -243,7 +243,7 @@ def test_an_instruction_stands_where_the_template_has_it(load: Load, folders: Fo
 
 
 def test_an_instruction_is_tokenised_with_the_query(engine: ScoringEngine, folders: Folders) -> None:
-    """The prompt is that of mxbai-rerank, and the instruction counts for the share of the query."""
+    """The prompt is that of mxbai-rerank. The instruction counts towards the share of the query."""
     pieces = [piece.replace("query: ", "instruction: {instruction}\nquery: ") for piece in MXBAI_PIECES]
     scoring = engine.load(folders("qwen2"), "decoder-reranker", **{**MXBAI_ENTRY, "pair": pieces})
     card = Card(folders("qwen2"), "mxbai")
@@ -278,7 +278,7 @@ def test_requests_with_different_instructions_share_a_batch(load: Load) -> None:
 def test_another_template_would_show(
     name: str, kind: Kind, piece: int, wrong: str, engine: ScoringEngine, load: Load, folders: Folders
 ) -> None:
-    """A missing suffix or block keeps plausible scores, so the bound must be far below what it changes."""
+    """A template without its suffix or a block gives plausible scores. They must differ by far more than the bound."""
     entry = ENTRIES[kind]
     pieces = [wrong if index == piece else text for index, text in enumerate(entry["pair"]) if index != piece or wrong]
     variant = engine.load(folders(name), "decoder-reranker", **{**entry, "pair": pieces})
@@ -297,7 +297,7 @@ def test_truncate_none_refuses_and_counts(load: Load, folders: Folders) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2"])
 def test_the_output_layer_is_kept_in_float32_and_the_input_layer_is_not(name: str, load: Load) -> None:
-    """Also where both are one tensor."""
+    """In the checkpoint qwen3 both layers are one tensor."""
     weights = load(name, "qwen3", SIXTEEN).resident.weights
     head, backbone = weights.heads["answer"]._head._model, weights.backbone._model
     assert [tuple(parameter.shape) for parameter in head.parameters()] == [(2, weights.width)]
@@ -305,7 +305,7 @@ def test_the_output_layer_is_kept_in_float32_and_the_input_layer_is_not(name: st
     assert backbone.get_input_embeddings().weight.dtype == SIXTEEN_TYPE
 
 
-# what is refused
+# refusals
 
 
 def test_a_missing_output_layer_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_missing_output_layer_is_refused(engine: ScoringEngine, folders: Folde
 
 
 def test_a_sequence_classifier_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """A decoder reranker is a language model: with a classification head it is another one."""
+    """A decoder reranker needs the head of a language model. A cross-encoder needs a classification head."""
     folder = copied(folders("qwen2"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]

@@ -22,7 +22,7 @@ from selection import BACKBONES, long_but
 
 from sie_contracts.errors import ModelLoadFailed
 
-# What each architecture runs; one that silently falls back from packed to padded fails here.
+# the attention that each architecture must run; a silent fall-back from packed to padded fails a test
 ATTENTION = {
     **dict.fromkeys(ARCHITECTURES, "sdpa"),
     **dict.fromkeys(("mpnet", "deberta-v2"), "eager padded"),  # position biases; these classes have no sdpa
@@ -52,7 +52,7 @@ _ODD = (
 )
 
 
-# What OpenVINO does not compute: masks that are made by functions, and tables that are changed in place.
+# architectures that OpenVINO does not compute: functions make their masks, or tables are changed in place
 NO_GRAPH = ("gemma3 bidirectional", "embeddinggemma", "llama longrope")
 GRAPHS = [
     ("bert", "float32"),
@@ -62,14 +62,14 @@ GRAPHS = [
 ]
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]
-# beside those of the backbones: what scales its embeddings, and what has code of its own
+# beside the backbones: an architecture that scales its embeddings, and one with code of its own
 USUAL = (*BACKBONES, "gemma3 bidirectional", "nomic_bert")
 OF_BACKBONES = [(name, precision) for name in BACKBONES for precision in PRECISIONS]
 
 
 def ragged(served: Served) -> list[str]:
-    """64 texts of mixed lengths in mixed order: the shortest that there are, both sides of every window, equal lengths,
-    odd texts.
+    """Return 64 texts in mixed order: the shortest possible ones, both sides of every window, equal lengths, odd
+    texts.
     """
     special, limit = len(served.tokens([""])[0]), served.tokenizer.max_tokens
     rng = random.Random(0)
@@ -87,8 +87,8 @@ def ragged(served: Served) -> list[str]:
 def check(
     name: str, precision: str, served: Served, references: References, table: ParityTable, path: str = ""
 ) -> None:
-    """A batch of 64 in the pooling of the folder, one of 20 in each other pooling, and batches of 1, 2, 5 and 20,
-    against the float32 reference.
+    """Compare a batch of 64 in the pooling of the folder, one of 20 in each other pooling, and batches of 1, 2, 5 and
+    20 with the float32 reference.
     """
     texts, poolings = ragged(served), ARCHITECTURES[name].poolings
     assert len(texts) == 64
@@ -113,7 +113,7 @@ def check(
 def test_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """In float32 `test_a_folder_is_served_as_its_own_files_say` compares every architecture."""
+    """In float32 `test_a_folder_is_served_as_its_own_files_say` compares more architectures by default."""
     check(name, precision, serve(name, precision), references, table)
 
 
@@ -121,7 +121,7 @@ def test_vectors_equal_the_reference(
 def test_the_vectors_of_a_graph_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """OpenVINO runs every architecture that it claims, and no other."""
+    """OpenVINO runs every architecture but those of NO_GRAPH."""
     served = serve(name, precision, engine="openvino")
     check(name, precision, served, references, table, path="graph")
 
@@ -139,7 +139,7 @@ def test_what_has_no_right_graph_says_so(name: str, serve: Serve) -> None:
 def test_padded_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """The path to which any of them falls back is right too."""
+    """The path to which any architecture may fall back is right too."""
     served = serve(name, precision, padded=True)
     assert served.attention.endswith("padded")
     check(name, precision, served, references, table)
@@ -154,7 +154,7 @@ def test_each_architecture_runs_the_attention_it_should(name: str, precision: st
 
 @pytest.mark.parametrize("name", long_but(ARCHITECTURES, USUAL))
 def test_a_folder_is_served_as_its_own_files_say(name: str, serve: Serve, references: References) -> None:
-    """Tokens, the stored pooling, Dense modules and normalisation, without a word in the request."""
+    """The files decide on tokens, pooling, Dense modules and normalisation, without an option in the request."""
     served, reference = serve(name, "float32"), references(name, "float32")
     texts = ragged(served)
     assert [ids.tolist() for ids in served.tokens(texts)] == reference.ids(texts)
@@ -165,7 +165,7 @@ def test_a_folder_is_served_as_its_own_files_say(name: str, serve: Serve, refere
 
 @pytest.mark.parametrize(("name", "precision"), long_but(ALL, [("modernbert", "float32"), ("deberta-v2", "float32")]))
 def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serve: Serve) -> None:
-    """In float32 to rounding; in bfloat16 another kernel may round otherwise, by less than bfloat16 itself costs."""
+    """Vectors are equal up to rounding. In bfloat16 another kernel may round differently, within the bound."""
     served = serve(name, precision)
     texts = ragged(served)
     together = served.encode(texts)
@@ -249,8 +249,8 @@ def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message:
 
 
 def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: Path) -> None:
-    """config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is
-    silent.
+    """The config.json of an encoder says is_causal, and the entry says nothing. Stock sdpa follows that only where
+    nothing is padded.
     """
     architecture, engine = ARCHITECTURES["bert"], ParityEngine()
     folder = add_modules(build(tmp_path / "causal", architecture, is_causal=True), modules_of(architecture))
@@ -266,7 +266,7 @@ def test_a_direction_that_the_class_has_anyway_may_be_said(name: str, serve: Ser
 
 @pytest.mark.parametrize("name", ["llama longrope", "llama dynamic"])
 def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: str, serve: Serve) -> None:
-    """One token past the original length; at that length it is among the architectures above."""
+    """The limit is one token past the original length. At the original length the tests above cover the model."""
     with pytest.raises(ModelLoadFailed, match=f"changes past {ORIGINAL_TOKENS} tokens") as refused:
         serve(name, "float32", max_tokens=ORIGINAL_TOKENS + 1)
     assert refused.value.extras["error_class"] == "INCOMPATIBLE"
@@ -309,8 +309,8 @@ def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: 
 def test_a_setting_that_is_ignored_would_show(
     name: str, change: dict[str, Any], serve: Serve, references: References, tmp_path: Path
 ) -> None:
-    """The same weights with the setting changed are 10 times further from the reference than the bound, so the tests
-    above notice it.
+    """With the setting changed, the same weights are further from the reference than 10 times the bound, so the tests
+    above notice a setting that is ignored.
     """
     architecture = ARCHITECTURES[name]
     texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]

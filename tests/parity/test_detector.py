@@ -53,13 +53,13 @@ PICTURES = [
     for seed, (width, height) in enumerate([(SIDE, SIDE), (190, 90), (60, 171), (190, 90), (40, 31), (97, 101)])
 ]
 CLOSE = 1e-5
-ROUNDED = 0.5 + 1e-2  # of a pixel, where a corner lies between two
+ROUNDED = 0.5 + 1e-2  # in pixels, for a corner that lies between two
 
 Objects = list[dict[str, Any]]
 
 
 class Asked(NamedTuple):
-    """An input: its files, and what is looked for in them."""
+    """An input: its files, and the labels and options of the search."""
 
     files: Sequence[bytes]
     labels: Sequence[str] = LABELS
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
 
 
 def find(served: Served, *requests: Asked) -> list[Any]:
-    """The objects of each input, or its error: all of them one batch."""
+    """Return the objects of each input, or its error. All inputs are one batch."""
     options = [
         RunOptions((), labels=tuple(job.labels), threshold=job.threshold, parameters=dict(job.parameters))
         for job in requests
@@ -98,7 +98,7 @@ class Candidates(NamedTuple):
 
 class GroundingDino:
     """transformers' model and processor, one image at a time. The library has no labels, so the words between two full
-    stops of its prompt are one.
+    stops of its prompt are one label.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -195,7 +195,7 @@ def _differences(
         nearest = min(gaps, key=lambda index: max(gaps[index][0] / CLOSE, gaps[index][1]))
         left.remove(nearest)
         score_gap, corner_gap = (float(max(pair)) for pair in zip((score_gap, corner_gap), gaps[nearest], strict=True))
-    for index in left:  # they have no area
+    for index in left:  # a candidate without an object has no area
         x0, y0, x1, y1 = np.rint(corners[index])
         assert x0 == x1 or y0 == y1
     return score_gap, corner_gap
@@ -224,7 +224,7 @@ def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> None:
-    """Neither on images of other sizes, nor on images of the same size, nor on other labels."""
+    """The batch has images of other sizes, images of the same size, and other labels."""
     served = load(kind).served
     requests = [
         Asked([png(shown)], labels) for shown in PICTURES for labels in (LABELS, ("queue", "a river on the mountain"))
@@ -240,7 +240,7 @@ def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> Non
 
 
 def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
-    """Its towers; boxes and scores are computed in float32."""
+    """The towers compute in 16 bits, boxes and scores in float32."""
     pair = load("owlv2")
     entry = _entry("owlv2", pair.folder)
     half = Detector(pair.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
@@ -261,9 +261,9 @@ def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Load[Any]) -
     assert np.array_equal(_scores(detector, PICTURES[1], LABELS), expected)
 
 
-# upright images by their size: at which patches objects begin; a patch is a sixth of the longer edge
+# the patches at which objects begin, by the size of the upright image; a patch is a sixth of the longer edge
 PLACES = {(96, 96): [(2, 3)], (192, 96): [(0, 1), (1, 4)], (90, 180): [(3, 1)], (600, 402): [(0, 0), (2, 3)]}
-# what makes of an upright image the one that a camera stores with this orientation
+# the transposition of an upright image into the one that a camera stores, by the EXIF orientation
 STORED = {
     1: None,
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -324,7 +324,7 @@ def test_two_threads_find_the_same(kind: str, load: Load[Any]) -> None:
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) -> None:
-    """A camera stores a turned image and says so; it is far larger than the model's size."""
+    """The file has a turned image and its EXIF orientation. It is far larger than the model's size."""
     pair = load(kind)
     upright = image(300, 130, 9)
     written, exif = io.BytesIO(), Image.Exif()
@@ -333,7 +333,7 @@ def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) ->
     turned, plain = find(pair.served, Asked([written.getvalue()]), Asked([png(upright)]))
     assert turned == plain
     assert max(detection["bbox"][0] + detection["bbox"][2] for detection in plain) > 200
-    if kind == "grounding-dino":  # OWLv2 is given fewer pixels: below
+    if kind == "grounding-dino":  # OWLv2 gets fewer pixels than its oracle
         score, corner = _differences(plain, pair.oracle(upright, LABELS), LABELS, upright.size)
         assert score <= CLOSE
         assert corner <= ROUNDED
@@ -344,7 +344,7 @@ def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) ->
     [("grounding-dino", "box_threshold"), ("grounding-dino", "text_threshold"), ("owlv2", "score_threshold")],
 )
 def test_thresholds_keep_the_best(kind: str, name: str, load: Load[Any]) -> None:
-    """`threshold` stands in the place of all others."""
+    """`threshold` replaces all other thresholds."""
     served = load(kind).served
     file = png(PICTURES[1])
     (every,) = find(served, Asked([file]))
@@ -382,7 +382,7 @@ def test_an_input_without_one_image_fails_alone(kind: str, load: Load[Any]) -> N
 
 
 def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) -> None:
-    """The model sees them without; the library refuses them or joins them."""
+    """The model reads labels without full stops and capitals. The objects have the labels of the request."""
     pair = load("grounding-dino")
     odd, plain = ("St. River?", "MOUNTAIN...Engine", " vector "), ("st river", "mountain engine", "vector")
     detections, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
@@ -403,7 +403,7 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) ->
 def test_labels_that_grounding_dino_cannot_read_are_refused(
     labels: tuple[str, ...], message: str, load: Load[Any]
 ) -> None:
-    """Other inputs of the batch are answered. A special token in a label is its letters."""
+    """Other inputs of the batch are answered. A special token in a label is read as letters."""
     file = png(PICTURES[0])
     good, error = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
     assert isinstance(good, list)
@@ -423,7 +423,7 @@ def test_a_strip_has_too_few_places_for_grounding_dino(load: Load[Any]) -> None:
 
 
 def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
-    """The oracle cuts it in the same way; without that it fails."""
+    """The oracle cuts the label in the same way, because the library fails on a longer one."""
     pair = load("owlv2")
     labels = ("river " * 40, "vector")
     (detections,) = find(pair.served, Asked([png(PICTURES[1])], labels))
@@ -433,7 +433,7 @@ def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
 
 
 def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
-    """Lists of different lengths in one batch: the library fills the shorter one with a query of its own."""
+    """The batch has lists of different lengths. The library fills the shorter list with a query of its own."""
     files = [png(shown) for shown in PICTURES[:2]]
     several, single = find(load("owlv2").served, Asked(files[:1]), Asked(files[1:], ("queue",)))
     assert {detection["label"] for detection in several} <= set(LABELS)
@@ -442,7 +442,7 @@ def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
 
 
 def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least recently used goes first. The vector of a label does not depend on when it was made."""
+    """The least recently used vector is dropped first. The vector of a label does not depend on when it was made."""
     served = load("owlv2").served
     kind: Any = served.weights._kind
     calls: list[Sequence[str]] = []
@@ -462,7 +462,7 @@ def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("size", [(96, 96), (190, 90), (60, 171), (40, 31), (97, 288), (192, 1), (1, 1)])
 def test_pixels_of_owlv2_are_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
-    """Up to three times the model's size: gap 2e-6 at most, in normalised units."""
+    """Up to three times the model's size, normalised values differ by at most 2e-6."""
     pair = load("owlv2")
     assert _pixel_gap(pair, image(*size, 3)) <= 2e-6
 
@@ -480,7 +480,7 @@ def _pixel_gap(pair: Pair[Any], shown: Image.Image, of: Callable[[NDArray[np.flo
 
 @pytest.mark.parametrize("size", [(300, 200), (400, 300), pytest.param((500, 960), marks=pytest.mark.long)])
 def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
-    """They are scaled down to three times the model's size on their way."""
+    """Larger images are first scaled down to three times the model's size."""
     pair = load("owlv2")
     shown = image(*size, 4)
     assert _pixel_gap(pair, shown, np.mean) <= 0.02
@@ -546,7 +546,7 @@ def test_numbers_that_are_not_finite_fail_their_input(
 
 
 def test_the_cost_of_an_image_bounds_a_batch(load: Load[Any]) -> None:
-    """A quarter of the places of the largest image; the patches."""
+    """Grounding DINO costs a quarter of the places of the largest image, OWLv2 its patches."""
     costs = {}
     for kind in FOLDERS:
         recipe = load(kind).served.weights.rows["extract"].images

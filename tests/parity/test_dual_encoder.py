@@ -61,10 +61,10 @@ class Oracle:
         self._is_siglip = self._model.config.model_type == "siglip"
 
     def __call__(self, source: Given) -> Vectors:
-        """Not normalised, [width]."""
+        """Return [width], not normalised."""
         with torch.inference_mode():
             if isinstance(source, str):
-                # SigLIP was trained on texts in lower case that are filled up, and attends to what fills them
+                # SigLIP was trained on padded texts in lower case, and attends to the padding.
                 text = source.lower() if self._is_siglip else source
                 ids = self._tokenizer(
                     text,
@@ -102,7 +102,7 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 
 def _mixed() -> list[Given]:
-    """Texts and images in turns, one of no characters, one far over the limit, one with several images."""
+    """Return texts and images in turns, with an empty text, a text far over the limit, and an input of several images."""
     sentences = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
     pictures: list[Given] = [[picture] for picture in PICTURES]
     pictures.append(PICTURES[1:4])
@@ -124,7 +124,7 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle],
     agreement = Agreement.of(vectors, expected)
     table.record(f"dual-encoder {kind}", pair.served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
-    # SigLIP's classes hand no bounds to attention; its texts are filled up to one length, so nothing is padded
+    # SigLIP's classes pass no bounds to attention, so it does not run packed.
     assert pair.served.path == ("padded" if kind in TOKENS else "packed")
 
 
@@ -196,7 +196,7 @@ def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
 def test_a_model_of_open_clip_gives_the_vectors_of_open_clip(
     cpu_engine: AdapterEngine, tmp_path: Path, table: ParityTable
 ) -> None:
-    """By a file that golden/make_marqo.py wrote: open_clip needs torchvision."""
+    """golden/make_marqo.py wrote the vectors of open_clip to a file, because open_clip needs torchvision."""
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     served = served_by(cpu_engine, marqo_entry(folder))
     sources = [*TEXTS, *(image(*size, seed) for seed, size in enumerate(SIZES))]

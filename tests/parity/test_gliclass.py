@@ -44,7 +44,7 @@ def load(folder: Path) -> GliclassModel:
 def oracle(
     folder: Path, texts: list[str], labels: tuple[str, ...], *, multi_label: bool = False, **around: Any
 ) -> list[dict[str, float]]:
-    """All scores, which the package gives in its hierarchical form alone."""
+    """Return all scores, which the package gives only in its hierarchical form."""
     pipeline = ZeroShotClassificationPipeline(
         GLiClassModel.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
@@ -215,7 +215,7 @@ def test_the_threshold_drops_labels(model: GliclassModel) -> None:
 
 
 def test_a_long_text_is_cut_and_its_labels_are_not(model: GliclassModel, folder: Path) -> None:
-    """Behind a long text the package cuts the labels. Before it, a text of any length is the same as all that fits."""
+    """The package cuts labels behind a long text, the adapter does not. A longer text scores as the part that fits."""
     text = " ".join(ragged_texts(40, seed=4))
     assert len(text) > 3000
     long, longer = model.extract([text, text + " queue" * 20_000], [ExtractOptions(LABELS)] * 2)
