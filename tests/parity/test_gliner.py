@@ -109,8 +109,8 @@ def test_entities_equal_those_of_the_package(
 
 @pytest.mark.parametrize("kind", long_but(KINDS, ["span", "token"]))
 def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
-    """With nothing left to tokenise on the lane; texts that were not prepared, and those whose labels
-    fail, as before.
+    """The lane tokenises no prepared text again. Texts that were not prepared, and those whose labels fail, give the
+    same as before.
     """
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
     settings = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
@@ -128,8 +128,8 @@ def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerM
 
 @pytest.mark.parametrize("kind", ["token", "bi-token"])
 def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind) -> None:
-    """Rows of one pass, whatever lengths go together elsewhere: with a threshold of 0 the package fails for what it
-    finds behind a row.
+    """Rows of different lengths run in one pass. With a threshold of 0 the package finds entities in the padding and
+    fails.
     """
     texts = ["queue worker", "queue", "queue worker stream search index engine"]
     with pytest.raises(IndexError):
@@ -162,8 +162,8 @@ def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
 
 @pytest.mark.parametrize("kind", long_but(KINDS, ["span"]))
 def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
-    """64 ragged texts, three label lists and two thresholds in one batch: each of the first 16 and of the odd last ones
-    as if it were alone.
+    """One batch has 64 ragged texts, three label lists and two thresholds. Each of the first 16 texts and of the odd
+    last ones gives the same alone.
     """
     texts = [*ragged_texts(61, seed=5, longest=120), "", "queue", " ".join(WORDS * 4)]
     lists = (LABELS, LABELS[::-1], ("vector",))
@@ -178,7 +178,7 @@ def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kin
 def test_labels_keep_the_order_and_the_case_of_the_client(
     models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind
 ) -> None:
-    """The prompt of one encoder depends on the order; the vectors of two do not."""
+    """With one encoder the prompt depends on the order of labels. With two encoders the label vectors do not."""
     text = ragged_texts(1, seed=6)[0]
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
     results = [
@@ -196,10 +196,10 @@ def test_labels_keep_the_order_and_the_case_of_the_client(
 def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(
     models: dict[str, GlinerModel], oracles: dict[str, Any]
 ) -> None:
-    """600 words, 384 in a window, 48 shared: entities from word 360 on are those of a second window that begins at word
-    336.
+    """The windows of 600 words have 384 words and share 48. Entities from word 360 on are those of the second window,
+    which begins at word 336.
 
-    One of up to 4 words that begins before may reach over that border, so the comparison leaves these words out.
+    An entity of up to 4 words may cross that border, so the comparison leaves these words out.
     """
     words = random.Random(7).choices(WORDS, k=600)
     text = "  ".join(words)
@@ -281,8 +281,8 @@ def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], ki
 def test_characters_without_tokens_do_not_shift_offsets(
     models: dict[str, GlinerModel], oracles: dict[str, Any]
 ) -> None:
-    """Joiners, direction marks and variation selectors are words of the splitter for which the tokenizer
-    has nothing.
+    """Joiners, direction marks and variation selectors are words for the splitter, but the tokenizer has no
+    tokens for them.
     """
     parts = [
         "👍🏽",
@@ -480,7 +480,7 @@ def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None
 
 
 def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict[str, Any]) -> None:
-    """All spans above 0.05: random weights amplify rounding more than trained ones, so that single spans move far."""
+    """The median of all spans above 0.05 is compared, because random weights amplify the rounding of single spans."""
     entry = entry_of(folders["span"], "gliner")
     model = GlinerModel(folders["span"], entry, entry.load, on_device(SIXTEEN_TYPE))
     texts = ragged_texts(6, seed=12, longest=40)

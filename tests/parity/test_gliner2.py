@@ -123,7 +123,7 @@ def forward_hook(model: Gliner2Model, hook: Callable[..., Any]) -> Iterator[None
 
 @pytest.mark.parametrize("kind", long_but(KINDS, ["count_lstm_v2", "mean of tokens"]))
 def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: ParityTable) -> None:
-    """Ragged texts; those that end without a full stop are read with one."""
+    """A text that ends without a full stop is read with one."""
     folder = gliner2_folder(tmp_path / "model", **KINDS[kind])
     model, package = load(folder), GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
     texts = [
@@ -228,7 +228,7 @@ def test_what_was_prepared_off_the_lane_gives_the_same(model: Gliner2Model) -> N
 
 
 def test_an_item_is_independent_of_its_batch(model: Gliner2Model) -> None:
-    """Ragged texts, three label lists and two thresholds in one batch: each as if it were alone."""
+    """One batch has ragged texts, three label lists and two thresholds. Each text gives the same alone."""
     texts = [*ragged_texts(21, seed=5, longest=60), "", "queue", " ".join(WORDS)]
     lists = (LABELS, LABELS[::-1], ("vector",))
     settings = [options(lists[index % 3], (0.3, 0.6)[index % 2]) for index in range(24)]
@@ -267,14 +267,14 @@ def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(model: Gl
 
 
 def test_a_text_without_words_has_no_entity(model: Gliner2Model, package: Any) -> None:
-    """The package finds the full stop that it puts there."""
+    """The package finds the full stop that it adds."""
     assert oracle(package, [""], threshold=0.0) != [[]]
     assert extract(model, ["", " \n\t ", "queue"], options(threshold=0.0))[:2] == [[], []]
 
 
 def test_characters_without_tokens_do_not_shift_offsets(tmp_path: Path) -> None:
-    """Joiners and direction marks are words of the splitter for which the tokenizer has nothing. The package reads the
-    word behind in the place of each, and at the end of a batch's longest text its padding.
+    """Joiners and direction marks are words for the splitter, but the tokenizer has no tokens for them. The package
+    reads the next word in the place of each, and padding at the end of the longest text of a batch.
     """
     model = load(gliner2_folder(tmp_path / "model", wordpiece=True))
     parts = ["search", "\u200f", "שלום", "queue", "\u200d", "index", "\u202e", "engine", "Zürich", "\u200d"]
@@ -293,7 +293,7 @@ def test_characters_without_tokens_do_not_shift_offsets(tmp_path: Path) -> None:
 
 
 def test_no_entity_reaches_beyond_the_text(model: Gliner2Model, package: Any) -> None:
-    """Nor does the full stop behind a text take the place of a word before it."""
+    """The full stop behind a text does not take the place of a word before it."""
     beyond = 0
     texts = ["queue", "search index", "see https://search.index", "queue worker ", "engine 👍"]
     for text, entities, theirs in zip(
@@ -314,7 +314,7 @@ def test_no_entity_reaches_beyond_the_text(model: Gliner2Model, package: Any) ->
 
 
 def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Path, package: Any) -> None:
-    """No entity is lost, doubled or overlaps another of its label; those well inside of a window are the package's."""
+    """Entities of one label do not overlap. At least 80 % of those well inside a window are the package's."""
     model = load(folder, max_tokens=96)
     texts = [" ".join(random.Random(seed).choices(WORDS, k=100 + 40 * seed)) + "." for seed in range(4)]
     late = compared = 0
@@ -332,7 +332,7 @@ def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Pat
         for at, begin, end in zip(reads, [0, *ends], [*ends, len(words.starts)], strict=True):
             shift, stop = words.starts[at.start], words.ends[at.stop - 1]
             theirs = oracle(package, [text[shift:stop]], threshold=0.4)[0]
-            clear = (words.starts[begin] + 30, words.ends[end - 1] - 30)  # out of reach of what crosses
+            clear = (words.starts[begin] + 30, words.ends[end - 1] - 30)  # out of reach of entities that cross a border
             expected = [
                 {**entity, "start": entity["start"] + shift, "end": entity["end"] + shift}
                 for entity in theirs
@@ -383,7 +383,7 @@ def test_reserved_tokens_in_texts_are_words_like_others(model: Gliner2Model, pac
 
 
 def test_what_cannot_be_read_fails_alone(folder: Path) -> None:
-    """A token that is reserved and in lower case stands in a URL as in the tokenizer."""
+    """A URL may hold a reserved token in lower case, which the tokenizer recognises."""
     model = load(folder, max_tokens=96)
     model._counter.add_special_tokens(["<s>"])
     model._reserved = [*model._reserved.tolist(), model._counter.token_to_id("<s>")]
@@ -457,7 +457,7 @@ def test_two_threads_give_what_one_gives(model: Gliner2Model) -> None:
 
 
 def test_16_bit_weights_give_near_scores(folder: Path, package: Any, table: ParityTable) -> None:
-    """Random weights amplify rounding more than trained ones, so that single spans move far."""
+    """The median is compared, because random weights amplify the rounding of single spans."""
     entry = entry_of(folder, "gliner2")
     model = Gliner2Model(folder, entry, entry.load, on_device(SIXTEEN_TYPE))
     texts = [f"{text}." for text in ragged_texts(6, seed=12, longest=40)]
@@ -512,7 +512,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
 def test_a_folder_of_the_first_versions_loads_and_runs_no_code(
     folder: Path, tmp_path: Path, model: Gliner2Model
 ) -> None:
-    """Its configuration has no architecture, its tokenizer lists extra tokens, and the encoder names code."""
+    """The configuration has no architecture, the tokenizer lists extra tokens, and the encoder names code."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copied / "config.json").read_text())
     old = {name: value for name, value in config.items() if name not in ("architecture", "config_version", "span_head")}

@@ -91,7 +91,7 @@ def test_classes_equal_those_of_the_package(multi_label: bool, tmp_path: Path, t
 
 
 def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
-    """No entity overlaps another of its label, and those of the first words are those of a text of these words."""
+    """The last window has entities too. Entities of one label do not overlap."""
     model = load(gliner2_boundary_folder(tmp_path / "model"), max_tokens=96)
     text = " ".join(WORDS * 8)
     [result] = model.extract([text], [ExtractOptions(LABELS, 0.3)])
@@ -104,7 +104,9 @@ def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
 
 
 def test_overlaps_are_resolved_over_all_windows_of_a_text() -> None:
-    """The set with the largest sum of scores stays: two short ones instead of the better long one."""
+    """The set of spans with the largest sum of scores stays: two short spans instead of a long span with a better
+    score.
+    """
     words = types.SimpleNamespace(starts=[0, 2, 4, 6, 8, 10], ends=[1, 3, 5, 7, 9, 11])
     first, second = TextWindow(0, 0, 4), TextWindow(0, 2, 6)
     by_window = {

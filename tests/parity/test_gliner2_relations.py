@@ -50,8 +50,8 @@ def rows(result: Any) -> list[Row]:
 
 
 def oracle(package: Any, text: str, labels: tuple[str, ...], relations: tuple[str, ...]) -> tuple[list[Row], Any]:
-    """Return the relations of the package, of equal ones the best, and its entities. A relation scores as the worse of
-    its two spans.
+    """Return the relations of the package, the best of equal ones, and its entities. A relation has the score of the
+    worse of its two spans.
     """
     schema = package.create_schema()
     if labels:
@@ -105,7 +105,7 @@ def test_relations_equal_those_of_the_package(
 
 
 def test_a_long_text_has_the_relations_of_its_windows(folder: Path) -> None:
-    """An equal pair of two windows is one relation."""
+    """A pair that two windows find is one relation."""
     model = load(folder, max_tokens=160)
     words = WORDS * 6
     text = " ".join(words)

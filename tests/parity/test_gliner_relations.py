@@ -28,7 +28,7 @@ from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 LABELS = ("person", "river mountain", "Engine")
 RELATIONS = ("works for", "lives in", "Owns")
 LAYERS = ("gcn", "mlp", "attention", "gat", "bilinear", "dot")
-# the random adjacency layers give all pairs nearly one score: the threshold that divides them
+# the threshold that divides the pairs, to all of which a random adjacency layer gives nearly the same score
 THRESHOLD = {"mlp": 0.487, "attention": 0.03, "gat": 0.52, "bilinear": 0.85}
 
 Relations = list[dict[str, Any]]
@@ -143,7 +143,7 @@ def test_relations_equal_inference_where_it_numbers_entities_as_the_model_does(
     model: GlinerRelationModel, folders: dict[str, Path]
 ) -> None:
     package = GLiNER.from_pretrained(str(folders["gcn"]))
-    # spans of two words contain each other or are apart, and neither is left out
+    # In a text of two words, spans contain each other or are apart, so none is left out.
     texts = [f"{first} {second}" for first, second in itertools.pairwise(WORDS[:20])]
     entities, relations = package.inference(
         texts, list(LABELS), list(RELATIONS), threshold=0.5, relation_threshold=0.3, flat_ner=False
@@ -195,7 +195,7 @@ def test_entities_without_relation_labels_equal_those_of_the_package(
 
 
 def test_relations_of_a_long_text_are_those_of_its_windows(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Windows of 20 words share ten. A relation that two windows have appears once, with its better score."""
+    """Windows of 20 words share ten. Each entity appears once, and the heads of relations are entities."""
     model = load(gliner_folder(tmp_path / "short", "relations", max_len=20))
     [text] = ragged_texts(1, seed=11, longest=8)
     repeated = " ".join([text] * 9)

@@ -42,7 +42,7 @@ def model(folder: Path) -> GlirelModel:
 
 @pytest.fixture(scope="module")
 def package(folder: Path) -> Any:
-    """Load the model as its hook for the hub does, which the hub's client no longer calls as the hook expects."""
+    """Load the model through its hook for the hub, with the arguments that the hub's client no longer passes."""
     options = dict.fromkeys(("revision", "cache_dir", "proxies", "token"))
     refused = dict.fromkeys(("force_download", "resume_download"), False)
     return glirel.GLiREL._from_pretrained(
@@ -56,7 +56,7 @@ def load(folder: Path, **kwargs: Any) -> GlirelModel:
 
 
 def sample(seed: int, count: int, entities: int) -> tuple[str, tuple[Mention, ...], list[list[Any]]]:
-    """A text of `count` words, entities of one to three of them, and these as the package takes them."""
+    """Return a text of `count` words, entities of one to three words, and the entities in the form of the package."""
     rng = random.Random(seed)
     words = rng.choices(WORDS, k=count)
     starts = [sum(len(word) + 1 for word in words[:place]) for place in range(count)]
@@ -67,7 +67,7 @@ def sample(seed: int, count: int, entities: int) -> tuple[str, tuple[Mention, ..
 
 
 def oracle(package: Any, text: str, entities: list[list[Any]], labels: tuple[str, ...], **options: Any) -> list[Json]:
-    """Relations with the words of their ends in the place of the texts, best first."""
+    """Return relations, best first. Head and tail are words that are joined by spaces."""
     words = text.split()
     predictions = package.predict_relations(
         words, list(labels), ner=entities, **{"threshold": 0.0, "top_k": -1, **options}
@@ -94,7 +94,7 @@ def relations(result: Any) -> list[Json]:
 
 
 def assert_equal(ours: list[Json], theirs: list[Json]) -> None:
-    """Scores that are equal but for rounding may change places."""
+    """Compare relations. Those whose scores differ by rounding may change places."""
     assert sorted(map(named, ours)) == sorted(map(named, theirs))
     assert [triple["score"] for triple in ours] == sorted((triple["score"] for triple in ours), reverse=True)
     by_name = [sorted(some, key=lambda triple: (named(triple), triple["score"])) for some in (ours, theirs)]
@@ -164,7 +164,7 @@ def test_an_item_is_independent_of_its_batch(model: GlirelModel) -> None:
 
 
 def test_entities_are_found_by_the_words_they_touch(model: GlirelModel) -> None:
-    """Code points, and places that begin or end inside of a word."""
+    """Offsets count code points. An entity may begin or end inside a word."""
     text = "😀 Ada-Lovelace met Zürich's 東京 queue."
     whole = (Mention("person", 2, 14), Mention("place", 19, 25), Mention("work", 31, 36))
     inner = (Mention("person", 4, 9), Mention("place", 20, 22), Mention("work", 35, 36))

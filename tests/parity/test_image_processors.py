@@ -1,5 +1,5 @@
-"""Pixels against the image processors of transformers that work on Pillow: uint8 from the sidecar, and the arithmetic
-of `Normalisation`, equal what the library makes of the same image, from the file that it saves with a checkpoint.
+"""Pixels against the image processors of transformers that work on Pillow. The uint8 pixels of the sidecar, after the
+arithmetic of `Normalisation`, equal the library's. Both read the file that the library saves with a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe, Size, UnknownProcessor, check, from_processor
 from sie_sidecar.prepare.images import prepare
 
-CLOSE = 1e-6  # of float32 throughout: 1/255 is not exact there. Seen: 7.2e-7, where the deviation is 0.225
+CLOSE = 1e-6  # if all is float32, where 1/255 is not exact; the largest is 7.2e-7, at the deviation 0.225
 RAGGED = [(64, 64), (200, 90), (33, 171), (90, 91), (91, 90), (300, 20), (7, 9), (1, 3), (640, 480)]
 SMALL = {"size": {"shortest_edge": 48}, "crop_size": {"height": 48, "width": 48}}
 BOUNDS = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40}}
-# a name, the class without its suffix, and how it is made
+# a name, the class without its suffix, and its arguments
 PROCESSORS: list[tuple[str, str, dict[str, Any]]] = [
     ("clip", "CLIPImageProcessor", SMALL),
     ("clip, oblong", "CLIPImageProcessor", {**SMALL, "crop_size": {"height": 31, "width": 48}}),
@@ -49,13 +49,13 @@ PROCESSORS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def library(processor: Any, image: Any) -> np.ndarray[Any, Any]:
-    """[3, height, width], or the patches of a tower that takes any size."""
+    """Return [3, height, width], or the patches of a tower that takes any size."""
     return np.asarray(processor(images=[image], return_tensors="np")["pixel_values"])
 
 
 def ours(data: bytes, recipe: Recipe, normalisation: Normalisation, first: type = np.float32) -> np.ndarray[Any, Any]:
-    """[3, height, width], in float32 throughout, as a device computes it; or rescaled in float64 `first`, as the
-    library does.
+    """Return [3, height, width]. `first`: the type of the rescaling, float32 as on a device, or float64 as in the
+    library.
     """
     raster = prepare(data, recipe)
     levels = np.frombuffer(raster.pixels, np.uint8).reshape(*raster.size, 3).astype(first)
@@ -83,7 +83,7 @@ def test_each_kind_of_processor_is_here() -> None:
 
 @pytest.mark.parametrize(("name", "kind", "options"), PROCESSORS, ids=[name for name, _, _ in PROCESSORS])
 def test_pixels_are_the_library_s(name: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Bit for bit, where the arithmetic is the library's too."""
+    """Pixels are equal bit for bit if the rescaling is in float64, as in the library."""
     processor = getattr(transformers, f"{kind}Pil")(**options)
     processor.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "preprocessor_config.json").read_text("utf-8"))

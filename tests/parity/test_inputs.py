@@ -1,5 +1,5 @@
-"""Token ids, given vectors and token states through rows and engine: against the texts they stand for, a naive MaxSim,
-and transformers.
+"""Token ids, vectors from clients and token states through rows and engine, against the results of their texts, a naive
+MaxSim, and transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Loaded:
     tokenizer: ModelTokenizer
 
     def run(self, operation: Operation, *works: WorkItemInput) -> list[Any]:
-        """Return the arrays, score or error of each input, all of them one batch."""
+        """Return the arrays, score or error of each input. All inputs are one batch."""
         layout = self.encoder.rows[operation]
         prepared_works = layouts.make(self.tokenizer, layout, works)
         assert all(prepared_work.error is None and not prepared_work.unfit for prepared_work in prepared_works), (
@@ -92,7 +92,7 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Loaded]]:
-    """Models by name: architectures with a dense output, and three with token vectors."""
+    """Return a function that loads a model by name: architectures with a dense output, and three with token vectors."""
     root, threads = tmp_path_factory.mktemp("inputs"), torch.get_num_threads()
     torch.set_num_threads(1)
     engine = new_engine()
@@ -150,8 +150,8 @@ def folder_of(model: Loaded) -> str:
 def test_the_ids_of_texts_give_the_bits_of_their_vectors(
     name: str, truncate: str, load: Callable[[str], Loaded]
 ) -> None:
-    """By the tokenizer of transformers, with its special tokens and without; ragged, longer than the model reads, and
-    none at all.
+    """The ids are those of transformers' tokenizer, with and without special tokens. Texts are ragged, one is empty,
+    and one is longer than the model reads.
     """
     model = load(name)
     library = AutoTokenizer.from_pretrained(folder_of(model))
@@ -173,11 +173,11 @@ def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Lo
         np.testing.assert_array_equal(by_ids["multivector"], by_text["multivector"])
 
 
-# given vectors
+# vectors from clients
 
 
 def maxsim(query: Array, document: Array) -> float:
-    """One pair of vectors after the other, in float64."""
+    """Return MaxSim in float64, one pair of vectors after the other."""
     return sum(
         max((float(np.dot(q, d)) for d in document.astype(np.float64)), default=0.0) for q in query.astype(np.float64)
     )
@@ -189,7 +189,7 @@ def given(rows: Array) -> Input:
 
 @pytest.mark.parametrize("name", ["late", "stanford", "m3"])
 def test_either_side_may_be_what_encode_gave(name: str, load: Callable[[str], Loaded]) -> None:
-    """One side, both, or some documents: the scores of the texts."""
+    """Vectors for one side, for both, or for some documents give the scores of the texts."""
     model, query = load(name), "which river is a paper of physics"
     texts = ragged_documents(12)
     (query_rows,), document_rows = model.rows([query], is_query=True), model.rows(texts)
@@ -208,7 +208,7 @@ def test_either_side_may_be_what_encode_gave(name: str, load: Callable[[str], Lo
 def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
     load: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither normalised nor read with the text beside it; none at all score 0."""
+    """Vectors from a client are not normalised, and a text beside them is not read. A side without vectors scores 0."""
     model, rng = load("late"), np.random.default_rng(5)
     query = (3 * rng.normal(size=(4, OUT))).astype(np.float32)
     documents = [rng.normal(size=(count, OUT)).astype(np.float32) for count in (1, 7, 0, 300)]
@@ -245,7 +245,7 @@ def test_given_rows_are_the_same_beside_other_work(load: Callable[[str], Loaded]
 def test_a_given_matrix_has_the_encoding_of_its_text(
     is_query: bool, parameters: Muvera, load: Callable[[str], Loaded]
 ) -> None:
-    """And that of the naive form, whatever the length of its rows."""
+    """The encoding equals that of the naive form too, for rows of any norm."""
     model, texts = load("late"), ragged_documents(8)
     options = {"is_query": is_query, "muvera": parameters}
     rows = model.rows(texts, is_query=is_query)
@@ -297,8 +297,8 @@ def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Calla
 
 @pytest.mark.parametrize("name", long_but(STATES, ["bert with dense", "modernbert", "qwen3 causal"]))
 def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str], Loaded]) -> None:
-    """A row for each token, special ones too, without the layers behind the pooling; in one batch, and beside dense
-    vectors.
+    """Each token has a row, special tokens too. The layers behind the pooling are not applied. The batch has dense
+    vectors too.
     """
     model = load(name)
     texts = [*ragged_documents(12), "river mountain " * 400]

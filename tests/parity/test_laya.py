@@ -55,7 +55,7 @@ def load(folder: Path, **changes: Any) -> LayaModel:
 
 def agent(folder: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it applies another temperature than the folder has, as this product does
+        warnings.simplefilter("ignore")  # the temperature is not the folder's
         return Agent(str(folder), device="cpu")
 
 
@@ -70,7 +70,7 @@ QUESTIONS: dict[str, tuple[Question, ExtractOptions]] = {
         {"type": "score", "instructions": QUESTION, "criteria": list(LABELS)},
         ExtractOptions(LABELS, instruction=QUESTION, parameters={"task": "score"}),
     ),
-    # with this many options each is cut, and a temperature below the least of the package applies
+    # So many options are each cut, and their temperature is below the least one of the package.
     "choice of many": (
         choice(tuple(WORDS[:8])),
         ExtractOptions(tuple(WORDS[:8]), instruction=QUESTION),
@@ -91,7 +91,7 @@ def probabilities(result: Any) -> dict[str, float]:
 def test_probabilities_equal_those_of_the_package(
     kind: str, head_layers: int, tmp_path: Path, table: ParityTable
 ) -> None:
-    """Ragged texts in one batch, one of which is cut, and each of them alone."""
+    """One batch has ragged texts, one of which is cut. Each text gives the same alone."""
     folder = laya_folder(tmp_path / "model", head_layers=head_layers)
     model, package = load(folder), agent(folder)
     question, options = QUESTIONS[kind]

@@ -40,7 +40,7 @@ from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
-# architecture: linear layers of its attention and of its MLP
+# the linear layers of attention and of the MLP, by architecture
 LAYERS = {
     "bert": (["query", "key", "value", "attention.output.dense"], ["intermediate.dense", "output.dense"]),
     "modernbert": (["Wqkv", "Wo"], ["Wi"]),
@@ -53,7 +53,7 @@ MAX_DIFFERENCE = 1e-5
 BFLOAT16_COSINE = 0.999
 KEPT = 5
 
-# PEFT asks transformers for it
+# PEFT reads this attribute of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 Folders = Callable[..., Path]
@@ -66,7 +66,7 @@ def every_layer(kind: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Served:
-    """A base model in the engine, and what it answers for TEXTS, or for pairs of the first of them with each."""
+    """A base model in the engine, and its answers for TEXTS, or for pairs of the first text with each text."""
 
     engine: AdapterEngine
     entry: ModelEntry
@@ -77,7 +77,7 @@ class Served:
             return resident.weights
 
     def load(self, folder: Path | str) -> str:
-        """Load a LoRA; returns its name."""
+        """Load a LoRA and return its name."""
         self.engine.ensure_lora(self.entry.id, str(folder))
         return str(folder)
 
@@ -93,7 +93,7 @@ class Served:
         )
 
     def answers(self, lora: str = "", texts: Sequence[str] = TEXTS) -> np.ndarray:
-        """float32 [texts, width], or scores float64 [texts]."""
+        """Return float32 [texts, width], or scores float64 [texts]."""
         with torch.inference_mode():
             return self.read(self.engine.execute(self.message(lora, texts)))
 
@@ -161,7 +161,7 @@ def serve(engine: AdapterEngine, folder: Path, precision: str = "float32", **cha
 def trained(
     folder: Path, target: Path, targets: list[str], *, seed: int = 0, auto: Any = AutoModel, **config: Any
 ) -> Path:
-    """A LoRA of the model in `folder` with random matrices, as PEFT saves it."""
+    """Save a LoRA of the model in `folder` with random matrices, by PEFT."""
     model = get_peft_model(
         auto.from_pretrained(folder), LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 8, **config})
     )
@@ -204,7 +204,7 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
 def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     kind: str, part: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
-    """Also where query, key and value are one layer, and where the model runs padded. The base's bytes never
+    """In modernbert query, key and value are one layer, and mpnet runs padded. The bytes of the base's vectors never
     change.
     """
     attention, mlp = LAYERS[kind]
@@ -265,7 +265,7 @@ def test_in_bfloat16_a_lora_is_near_peft_in_float32(
 def test_a_lora_of_a_cross_encoder(
     kind: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
-    """Its keys carry the name of the backbone within the classifier."""
+    """The keys of the LoRA have the name of the backbone within the classifier."""
     auto = AutoModelForSequenceClassification
     folder = base(kind, auto)
     served = serve(engine, folder, family="cross-encoder", outputs={"score": 0}, run={})
@@ -281,7 +281,7 @@ def test_a_lora_of_a_cross_encoder(
 
 
 def test_blocked_layers_take_a_lora(engine: AdapterEngine, base: Folders, root: Path) -> None:
-    """A CPU reorders weights."""
+    """On a CPU the adapter reorders the weights of these layers."""
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "blocked"))
     lora = trained(folder, root / "blocked-lora", every_layer("bert"))
@@ -326,7 +326,7 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: AdapterEngine, ba
 def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
     engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
-    """By content, whatever the folder is called."""
+    """The digest depends on the content alone, not on the name of the folder."""
     served = serve(engine, base("bert"))
     lora = trained(base("bert"), root / "digest", ["query"])
     twice = edited(
@@ -360,7 +360,7 @@ def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(
     assert served.answers(str(loras[0])).tobytes() == vectors.tobytes()
 
 
-# what is refused
+# refusals
 
 
 def edited(lora: Path, target: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
@@ -441,7 +441,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine, base: Folders, root: Path) -> None:
-    """The message names what does not fit, nothing of it is kept, and the base answers as before."""
+    """The message names the fault, no part of the LoRA is kept, and the base answers as before."""
     change, text = REFUSED[fault]
     folder = base("bert")
     served = serve(engine, folder)

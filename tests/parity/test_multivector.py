@@ -1,5 +1,5 @@
-"""Late interaction equals MultiVectorEncoder on the same folder, of Stanford and of PyLate: markers, expansion, skip
-lists, MaxSim.
+"""Late interaction equals MultiVectorEncoder on the same folders, of Stanford ColBERT and of PyLate: markers,
+expansion, skip lists, MaxSim.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
         dense(96, OUT, seed=2),
     ),
     "pylate modernbert attended": _pylate("modernbert", {"query_length": 140, "attend_to_expansion_tokens": True}),
-    # 8 tokens to either side: most of the filling is out of sight of every word in the local layers
+    # A local layer sees 8 tokens to either side, so most of the filling is out of sight of every word.
     "pylate modernbert narrow": _pylate("modernbert narrow", {"query_length": 64}),
 }
 
@@ -114,7 +114,7 @@ def reference(folder: Path, precision: str = "float32") -> MultiVectorEncoder:
 
 
 def oracle(model: MultiVectorEncoder, texts: Sequence[str], *, is_query: bool) -> Rows:
-    """One text at a time, so that no padding enters its numbers."""
+    """Encode one text at a time, so that no padding enters the numbers."""
     encode = model.encode_query if is_query else model.encode_document
     return [row.float().numpy() for row in encode(list(texts), batch_size=1, show_progress_bar=False)]
 
@@ -124,7 +124,7 @@ def rows(outputs: Sequence[dict[str, Array]]) -> Rows:
 
 
 def difference(got: Rows, expected: Rows) -> float:
-    """The largest of a component; the number of rows must be the same."""
+    """Return the largest difference of a component. The shapes must be equal."""
     assert [row.shape for row in got] == [row.shape for row in expected]
     return max(float(np.abs(left - right).max()) for left, right in zip(got, expected, strict=True))
 
@@ -139,7 +139,7 @@ def assert_equal(model: HeadsModel, got: Rows, expected: Rows, table: ParityTabl
 def test_rows_equal_the_oracle(
     name: str, is_query: bool, folder: Folder, engine: HeadsEngine, table: ParityTable
 ) -> None:
-    """In batches of 40, and of 1, 2 and 5."""
+    """The batches have 40, 1, 2 and 5 texts."""
     model, texts = load(engine, folder(name)), checkpoints.texts(40)
     assert model.encoder.attention == "sdpa"
     expected = oracle(reference(folder(name)), texts, is_query=is_query)
@@ -155,7 +155,7 @@ def test_rows_equal_the_oracle(
     ),
 )
 def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
-    """The path to which any of them falls back is right too, in a batch of queries and documents."""
+    """The path to which any folder may fall back is right too, in a batch of queries and documents."""
     model, texts = (
         engine.load(folder(name), {"multivector": OUT}, max_tokens=MAX_TOKENS, padded=True),
         checkpoints.texts(32),
@@ -195,7 +195,7 @@ def test_two_threads_at_once_give_what_one_gives(folder: Folder, engine: HeadsEn
 
 
 def test_queries_and_documents_share_a_batch(folder: Folder, engine: HeadsEngine) -> None:
-    """Each as alone, and in any order."""
+    """Each input gives the same as alone, in any order."""
     model, texts = load(engine, folder("pylate modernbert narrow")), checkpoints.texts(24)
     alone = {
         is_query: [row for text in texts for row in rows(model.encode([text], "multivector", is_query=is_query))]
@@ -304,7 +304,7 @@ def test_a_mask_of_another_kind_is_refused(folder: Folder, engine: HeadsEngine, 
     ],
 )
 def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Folder, tmp_path: Path) -> None:
-    """The same weights with the setting changed give other rows, so the tests above notice it."""
+    """With the setting changed, the same weights give other rows, so the tests above notice a setting that is ignored."""
     shutil.copytree(folder("pylate defaults"), tmp_path / "other")
     config = tmp_path / "other" / "config_sentence_transformers.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
@@ -324,4 +324,4 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable() -> None:
     with torch.inference_mode():
         output = head.reduce(States(hidden, packed, np.array([False, False, False, True])), np.array([0, 2, 3]))
     assert output.usable.tolist() == [True, False, True]
-    assert [len(row) for row in output.rows] == [2, 3, 8]  # 0 is the first row anyway, and 19 stands in a query
+    assert [len(row) for row in output.rows] == [2, 3, 8]  # id 0 is in the first row, id 19 in a query

@@ -1,5 +1,5 @@
 """The text of a sound by Parakeet equals `generate` of transformers with its feature extractor and its processor:
-tokens, their times and the text, whoever reads beside it.
+tokens, their times and the text, alone and in batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Oracle:
 
     def generated(self, levels: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         with warnings.catch_warnings(), torch.inference_mode():
-            warnings.simplefilter("ignore", UserWarning)  # the length is the library's default
+            warnings.simplefilter("ignore", UserWarning)  # about the default length
             return self.model.generate(levels.to(self.model.dtype), attention_mask=mask)
 
     def written(self, features: Any) -> Written:
@@ -72,7 +72,7 @@ class Oracle:
         return str(self._processor.decode(ids, skip_special_tokens=True)).strip()
 
     def times(self, features: Any) -> list[dict[str, Any]]:
-        """Begin and end of each piece of text in seconds."""
+        """Return begin and end of each piece of text in seconds."""
         output = self.generated(features.input_features, features.attention_mask)
         _, (stamps,) = self._processor.decode(output.sequences, durations=output.durations, skip_special_tokens=True)
         return list(stamps)
@@ -119,7 +119,7 @@ def windows(reader: ParakeetReader, recordings: Sequence[Samples], **parameters:
 
 
 def written(reader: ParakeetReader, prompts: Sequence[ParakeetWindow]) -> list[Written]:
-    """The first window of each sound, all of them in one pass."""
+    """Return the transcription of the first window of each sound, all from one pass."""
     with torch.inference_mode():
         reader.begin(prompts)
     transcriptions = []
@@ -131,7 +131,7 @@ def written(reader: ParakeetReader, prompts: Sequence[ParakeetWindow]) -> list[W
 
 
 def test_features_are_the_librarys(served: Served, oracle: Oracle) -> None:
-    """After the normalisation that the adapter computes."""
+    """The features are equal after the normalisation that the adapter computes."""
     from sie_adapter.readers.parakeet import _normalised
 
     for prompt, sound in zip(windows(served.weights, SOUNDS), SOUNDS, strict=True):
@@ -146,8 +146,8 @@ def test_features_are_the_librarys(served: Served, oracle: Oracle) -> None:
 def test_tokens_and_times_equal_generate(
     served: Served, oracle: Oracle, expected: list[Written], table: ParityTable
 ) -> None:
-    """All sounds in one pass, against the library one by one. The toy writes other tokens for other sounds, of every
-    duration, with blanks between, and is cut at the limit of one.
+    """All sounds are in one pass; the library reads them one by one. The toy model writes more than five different
+    tokens, of at least three durations.
     """
     reader = served.weights
     transcriptions = written(reader, windows(reader, SOUNDS))
@@ -187,7 +187,7 @@ def test_a_sound_alone_is_written_as_beside_others(served: Served, expected: lis
 def test_a_sound_with_scores_that_are_not_finite_fails_alone(
     bad: int, served: Served, expected: list[Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others of its batch, and of its pass, are written as without it."""
+    """The other sounds of the batch, and of the pass, have the same texts as without it."""
     reader = served.weights
     prompts = windows(reader, SOUNDS)
     prompts[bad].sound.levels = np.full_like(prompts[bad].sound.levels, np.nan)
@@ -225,7 +225,7 @@ def test_scores_beyond_the_end_of_a_sound_do_not_count(served: Served, expected:
 
 
 def test_results_have_words_and_sentences_with_their_times(served: Served, oracle: Oracle) -> None:
-    """By the library's processor, whose pieces of text are put together to words."""
+    """The times are those of the library's processor, whose pieces of text are joined to words."""
     results = served.run("extract", [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS])
     for sound, result in zip(SOUNDS, results, strict=True):
         stamps = oracle.times(oracle.features(sound))
@@ -244,7 +244,7 @@ def test_results_have_words_and_sentences_with_their_times(served: Served, oracl
 
 
 def test_a_long_recording_is_read_window_by_window(served: Served, oracle: Oracle) -> None:
-    """Each window, cut at a quiet moment, is what the library writes of these levels."""
+    """Each window is cut at a quiet moment. Its text is the library's text for the same levels."""
     reader = served.weights
     (prompt,) = windows(reader, [LONG])
     (second_window,) = windows(reader, [LONG])
@@ -297,7 +297,7 @@ def test_a_limit_cuts_each_window(served: Served, expected: list[Written]) -> No
 
 
 def test_in_16_bits(cpu_engine: AdapterEngine, folder: Path, table: ParityTable) -> None:
-    """The vectors equal those of the library in the same precision, within its own rounding."""
+    """Texts and first scores are about as near to float32 as those of the library in the same precision."""
     served, oracle, plain = (
         served_by(cpu_engine, reader_entry(POSITIONS, "sixteen", folder, load={"precision": SIXTEEN})),
         Oracle(folder, SIXTEEN_TYPE),

@@ -1,5 +1,5 @@
-"""Dense vectors through the Dense modules of a folder equal SentenceTransformer's: as stella, as embeddinggemma, and
-less usual ones.
+"""Dense vectors through the Dense modules of a folder equal SentenceTransformer's: folders like stella and
+embeddinggemma, and less usual ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sie_contracts.errors import ModelLoadFailed
 
 
 def _unnamed(module: Module) -> Module:
-    """Without a word on the activation, which then is the module's own default."""
+    """Return the module without an activation in its configuration, which then is the default of the library."""
     return Module(
         module.kind,
         {key: value for key, value in module.config.items() if key != "activation_function"},
@@ -57,7 +57,9 @@ FOLDERS: dict[str, tuple[str, Pooling, Sequence[Module]]] = {
 
 @pytest.mark.parametrize("name", long_but(FOLDERS, ["stella", "tanh"]))
 def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path, table: ParityTable) -> None:
-    """Normalised and not, a batch of 32; stella keeps other widths beside the one that it lists."""
+    """The 32 vectors are compared with and without normalisation. Like stella, the folder has a Dense that it does not
+    list.
+    """
     architecture, mode, layers = FOLDERS[name]
     folder = add_modules(build(tmp_path / "model", ARCHITECTURES[architecture]), [pooling(mode), layers[0], NORMALIZE])
     _list(folder, layers)

@@ -1,5 +1,5 @@
-"""A pruner through the adapter against transformers and torch on the same folder. No public code runs its head, so what
-is compared is the pair that is read, the score, and how probabilities of tokens become spans.
+"""A pruner through the adapter against transformers and torch on the same folder. No public code runs its head, so the
+tests compare the score, and the spans that the probabilities of tokens give.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def encoder(folder: Path, backbone: str, *modules: Module) -> Path:
     return add_modules(build(folder, architecture), modules or modules_of(architecture))
 
 
-# what is served as the library serves it
+# folders that are served as the library serves them
 
 
 def normalised_before_a_dense(folder: Path, backbone: str) -> None:
@@ -104,7 +104,7 @@ def dropped_out(folder: Path, backbone: str) -> None:
 def test_vectors_are_those_of_the_library(
     make: Callable[[Path, str], None], backbone: str, tmp_path: Path, engine: AdapterEngine
 ) -> None:
-    """Alone and in a batch of texts of all lengths."""
+    """The vectors are equal alone and in a batch of texts of all lengths."""
     folder = tmp_path / "folder"
     make(folder, backbone)
     expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
@@ -166,7 +166,7 @@ def test_scores_of_pairs_in_a_chat_template_are_those_of_the_library(
     assert list(np.argsort(scores)) == list(np.argsort(expected))
 
 
-# what is refused
+# folders that are refused
 
 
 def without_the_folder_of_its_pooling(folder: Path) -> None:

@@ -39,7 +39,7 @@ PAIR = (
     TURN,
 )
 RANKING = "Given a search query, retrieve relevant candidates that answer the query."
-# yes and no are words of no toy vocabulary: two letters stand for them
+# The toy vocabulary lacks yes and no, so two letters stand for them.
 YES, NO = "y", "n"
 PICTURES = [
     image(width, height, seed)
@@ -106,7 +106,7 @@ class Oracle:
         self.inputs = qwen_checkpoints.Inputs(folder, **BOUNDS)
 
     def vector(self, text: str, images: Sequence[Image.Image], task: str = TASK) -> NDArray[np.float32]:
-        """[width], of the length one."""
+        """Return [width], of length one."""
         content = SHOWN * len(images) + text or "NULL"
         tensors = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
         with torch.inference_mode():
@@ -114,7 +114,7 @@ class Oracle:
             return torch.nn.functional.normalize(state, dim=0).numpy()  # type: ignore[no-any-return]
 
     def score(self, query: Side, document: Side, task: str = RANKING) -> float:
-        """P(yes) of the two answers."""
+        """Return P(yes) of the two answers."""
         sides = [SHOWN * len(images) + text or "NULL" for text, images in (query, document)]
         prompt = PAIR[0] + f"<Instruct>: {task}<Query>:{sides[0]}\n<Document>:{sides[1]}" + PAIR[2]
         tensors = self.inputs(prompt, [*query[1], *document[1]])
@@ -172,7 +172,7 @@ def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> No
 
 @pytest.mark.long
 def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
-    """Also the features that the first layers add."""
+    """The first layers add the features of images on the padded path too."""
     entry = entry_of(folder, "seen/padded")
     padded = served_by(cpu_engine, entry)
     padded.weights.backbone.run_padded()
@@ -232,7 +232,7 @@ QUERIES: list[tuple[str, list[int]]] = [("what is by the sea", []), ("", [0]), (
 def test_scores_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
-    """Images on both sides."""
+    """Queries and documents have images."""
     served = load(precision, ranks=True)
     scores, expected = [], []
     for query in QUERIES:

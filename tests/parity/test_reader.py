@@ -1,4 +1,4 @@
-"""Texts of readers equal `generate` of transformers, token for token, whoever reads beside them."""
+"""Texts of readers equal `generate` of transformers, token for token, alone and in batches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Library = Callable[[Image.Image, ExtractOptions], Expected]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of reader. `oracle` is made of a folder, in a precision."""
+    """A kind of reader. `oracle` makes the oracle of a folder in a precision."""
 
     build: Callable[[Path], Path]
     oracle: Callable[..., Library]
@@ -126,7 +126,7 @@ def florence_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library
 
 
 def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library:
-    """The converted copy, whose last token stands for an image."""
+    """Return the oracle of the converted copy, without the score of its last token, which stands for an image."""
     converted = florence_oracle(reader_checkpoints.converted(folder), dtype)
 
     def written(shown: Image.Image, options: ExtractOptions) -> Expected:
@@ -138,7 +138,7 @@ def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Librar
 
 @cache
 def florence_processor(folder: Path) -> Any:
-    """The library's, with a rule for each kind of answer."""
+    """Return the library's processor with a rule for each kind of answer."""
     from transformers import AutoTokenizer, CLIPImageProcessorPil, Florence2Processor
 
     images = CLIPImageProcessorPil.from_pretrained(folder)
@@ -153,8 +153,8 @@ def florence_processor(folder: Path) -> Any:
 
 
 def chat_oracle(name: str, marker: str) -> Callable[..., Library]:
-    """The class of transformers, its image processor, and as many marks as the tower gives features: two of the
-    processors cannot be made without torchvision.
+    """Return the oracle that uses the class of transformers, its image processor, and a mark for each feature of the
+    tower. Two of the library's processors need torchvision.
     """
 
     def made(folder: Path, dtype: torch.dtype = torch.float32) -> Library:
@@ -261,7 +261,7 @@ class Reader:
         return self.served.weights._kind
 
     def prompts(self, kind: Kind) -> list[Any]:
-        """Each page with each question."""
+        """Return the prompts of each page with each question."""
         return [self.kind.prompt(self.shown(page), options) for page in PAGES for options in kind.asked]
 
     def shown(self, page: Image.Image) -> Shown:
@@ -272,7 +272,7 @@ class Reader:
         )
 
     def read(self, prompts: Sequence[Any]) -> list[GeneratedText]:
-        """Return the texts after prompts, all of them at once."""
+        """Return the texts after the prompts, which are read at once."""
         texts: list[GeneratedText] = self.served.engine.readings.read(self.kind, prompts)
         return texts
 
@@ -291,7 +291,7 @@ def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(load: Callable[[str], Reader]) -> Callable[[str], list[Expected]]:
-    """Return the library's text for each page with each question, one by one."""
+    """Return a function that gives the library's text for each page with each question, one by one."""
 
     @cache
     def written(name: str) -> list[Expected]:
@@ -321,7 +321,9 @@ def _entry(name: str, folder: Path, **changes: Any) -> ModelEntry:
 def test_ids_equal_generate(
     name: str, load: Callable[[str], Reader], expected: Callable[[str], list[Expected]], table: ParityTable
 ) -> None:
-    """All pages with all questions at once, against the library one by one. No toy writes the same for all of them."""
+    """The adapter reads all pages with all questions at once, the library one by one. No toy model writes the same
+    text for all.
+    """
     served = load(name)
     prompts = served.prompts(KINDS[name])
     answers = served.read(prompts)
@@ -366,8 +368,8 @@ def test_two_callers_at_once_get_the_same(
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
 def test_half_the_bits_write_something(name: str, load: Callable[[str], Reader]) -> None:
-    """The tokens of a random model are nearly alike, so they differ in bfloat16. Its scores do not: those of the first
-    token are compared.
+    """The tokens of a random model have close scores, so its texts differ in bfloat16. The scores of the first token
+    are compared.
     """
     served = load(name)
     entry = _entry(name, served.folder)
@@ -529,7 +531,7 @@ def florence(served: Reader, task: str, text: str, argument: str = "a phrase") -
 
 
 def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Reader]) -> None:
-    """A bin is its middle, rounded down; a label keeps its letters; one label may have several places."""
+    """A bin stands for its middle, rounded down. A label keeps its letters. One label may have several boxes."""
     text = "réd car<loc_100><loc_200><loc_500><loc_999>river<loc_1><loc_2><loc_3><loc_40><loc_5><loc_6><loc_70><loc_80>"
     result = florence(load("florence2"), "<OD>", text)
     assert [(box["label"], box["bbox"]) for box in result["objects"]] == [
@@ -555,7 +557,7 @@ def test_a_caption_is_an_entity(load: Callable[[str], Reader]) -> None:
 
 
 def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
-    """Also those of a question about a region, which is the model's own tokens."""
+    """A region in a question is made of tokens of the model."""
     served = load("florence2")
     processor = florence_processor(served.folder)
     for task in florence2._TASKS:
@@ -568,7 +570,7 @@ def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
 
 
 def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> None:
-    """The model may name the place again behind the answer."""
+    """The model may write the region again behind the answer."""
     region = "<loc_100><loc_200><loc_500><loc_999>"
     for task, label in (("CATEGORY", "category"), ("DESCRIPTION", "description"), ("OCR", "text")):
         (entity,) = florence(load("florence2"), f"<REGION_TO_{task}>", f"a réd car{region}", region)["entities"]
@@ -639,7 +641,7 @@ def test_published_files_that_are_another_model_are_refused(
 
 @pytest.mark.long
 def test_published_files_alone_prove_the_model(load: Callable[[str], Reader]) -> None:
-    """And an entry is made from them: nothing runs the code beside them."""
+    """An entry is made from the files too. The code beside them is not run."""
     folder = load("florence2 as published").folder
     assert DocumentReader.fault_of_files(folder, _entry("florence2 as published", folder)) == ""
     described = described_by_image_model(folder, json.loads((folder / "config.json").read_text()))

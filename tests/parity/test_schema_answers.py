@@ -85,12 +85,12 @@ def model(folder: Path) -> Gliner2Model:
 
 
 def texts_with_stops(seed: int, count: int = 12) -> list[str]:
-    """Ragged texts that end with a full stop. Their first word holds the package's spans of this stop off."""
+    """Return ragged texts that end with a full stop."""
     return [f"{text}." for text in ragged_texts(count, seed=seed, longest=50)]
 
 
 def structures(package: Any, text: str, name: str, schema: dict[str, Any], **validators: Any) -> list[dict[str, Any]]:
-    """The objects that the package reads, each property as a list of its values in the order of their scores."""
+    """Return the objects that the package reads. Each property is a list of values in the order of their scores."""
     builder = package.create_schema()
     structure = builder.structure(name)
     for field, own in schema["properties"].items():
@@ -119,7 +119,7 @@ def evidence(result: dict[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def assert_property(text: str, result: dict[str, Any], path: str, value: Any, theirs: list[dict[str, Any]]) -> float:
-    """The value and its evidence are those of the package. Return the largest difference of a score."""
+    """Check that the value and its evidence are those of the package. Return the largest difference of a score."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     rows = evidence(result, path)
     beyond = [entity for entity in theirs if entity.get("end", 0) > len(text)]
@@ -138,7 +138,9 @@ def assert_property(text: str, result: dict[str, Any], path: str, value: Any, th
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, table: ParityTable) -> None:
-    """Strings, lists of strings, choices and lists of choices, in one object and in a list of objects."""
+    """Properties are strings, lists of strings, choices and lists of choices, in one object and in a list of
+    objects.
+    """
     folder = gliner2_folder(tmp_path / "model", **KINDS[kind])
     model, package = gliner2(folder), GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
     texts = [*texts_with_stops(3, 8), "Zürich, the harbour (search): 👍🏽 e-mail an_index 3.14!"]
@@ -183,7 +185,7 @@ def test_values_of_the_answer_itself_equal_a_structure_of_the_package(model: Gli
 
 
 def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, package: Any) -> None:
-    """A validator of the package keeps the same spans."""
+    """Validators of the package keep the same spans."""
     rng = random.Random(8)
     texts = [" ".join(rng.choices([*WORDS[:20], "7", "12", "250", "3"], k=30)) + "." for _ in range(12)]
     schema = {
@@ -305,7 +307,7 @@ def test_examples_of_a_group_are_read_with_that_group(classifier: tuple[Gliclass
 
 
 def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: tuple[GliclassModel, Path]) -> None:
-    """Ragged texts with schemas, groups and labels in one batch, prepared before: each as if it were alone."""
+    """One prepared batch has ragged texts with schemas, groups and labels. Each text gives the same alone."""
     texts = [*ragged_texts(9, seed=7, longest=60), "", "queue", " ".join(WORDS)]
     decided = parts_of_schema("output_schema", DECISIONS, "test/model", finds_spans=False)
     grouped = parts_of_groups("label_groups", GROUPS, is_many=True)
@@ -341,7 +343,7 @@ def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:
 
 
 def test_a_long_text_is_read_to_its_end(folder: Path) -> None:
-    """Lists have values of all windows, which neither repeat nor overlap."""
+    """Lists have values of all windows. The values of a list do not overlap."""
     model = gliner2(folder, max_tokens=96)
     text = " ".join(random.Random(3).choices(WORDS, k=250)) + "."
     towns = {"type": "array", "items": {"type": "string"}}

@@ -1,8 +1,8 @@
-"""Random folders of sentence-transformers: our vectors are those of the library, or the folder is refused when it is
-added.
+"""Random folders of sentence-transformers: the adapter's vectors are those of the library, or the folder is refused
+when it is added.
 
     seed ──► stack of modules, settings, file names ──► folder ──► library's vectors
-                                                               └──► entry by inspection ──► our vectors
+                                                               └──► entry by inspection ──► adapter's vectors
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TEXTS = [
     "Zürich, 東京 and 😀: (a) 3.14...",
     "Ein Fluss fließt. " * 30,
 ]
-TOLERANCE = 1e-4  # of the length of a vector
+TOLERANCE = 1e-4  # a share of the length of a vector
 QUICK, LONG = 24, 500
 FLAGS = {  # pooling -> its flag in older files, in the order in which the library joins their vectors
     "cls": "pooling_mode_cls_token",
@@ -101,7 +101,7 @@ def engine() -> Iterator[AdapterEngine]:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A random checkpoint of an architecture, built once."""
+    """Return a function that builds a random checkpoint of an architecture once."""
     root = tmp_path_factory.mktemp("bases")
 
     def base(name: str) -> Path:
@@ -141,7 +141,7 @@ def random_norm(rng: random.Random, width: int) -> LayerNorm:
 
 
 def random_options(rng: random.Random) -> dict[str, Any]:
-    """Settings of a Transformer module."""
+    """Return random settings of a Transformer module."""
     options: dict[str, Any] = {}
     if rng.random() < 0.3:
         options["max_seq_length"] = rng.choice((12, 24, 700))
@@ -170,7 +170,7 @@ def save(rng: random.Random, library_class: Any, modules: Sequence[nn.Module], f
 
 
 def sentence_layers(rng: random.Random, width: int) -> list[nn.Module]:
-    """Layers of the vector of a text."""
+    """Return random layers that change the vector of a text."""
     widths = Widths(WIDTH, width)
     layers = []
     while rng.random() < 0.55:
@@ -179,7 +179,7 @@ def sentence_layers(rng: random.Random, width: int) -> list[nn.Module]:
 
 
 def sentence_folder(rng: random.Random, base: Path, folder: Path) -> Path:
-    """A dense encoder as the library saves it, then changed as published folders differ."""
+    """Save a dense encoder by the library, then change it as published folders differ."""
     options = random_options(rng)
     modules: list[nn.Module] = [Transformer(str(base), **options)]
     width = WIDTH
@@ -197,9 +197,9 @@ def sentence_folder(rng: random.Random, base: Path, folder: Path) -> Path:
 
 
 def changed(rng: random.Random, folder: Path, options: dict[str, Any]) -> Path:
-    """The folder with settings and file names that older versions and other tools write."""
+    """Give the folder settings and file names that older versions and other tools write."""
     settings = folder / TRANSFORMER_FILES[0]
-    if rng.random() < 0.5:  # as version 2 and older wrote it: the length is there, the task is not
+    if rng.random() < 0.5:  # version 2 and older wrote the length, and not the task
         as_version_2(rng, folder, options)
     chance = rng.random()
     if chance < 0.1:
@@ -251,16 +251,16 @@ def as_version_2(rng: random.Random, folder: Path, options: dict[str, Any]) -> N
 
 
 def loaded(folder: Path) -> ModelEntry | str:
-    """The entry of the folder, or why it is refused."""
+    """Return the entry of the folder, or the reason why it is refused."""
     try:
         entry = inspected(folder)
     except (ModelLoadFailed, ValidationFailed) as error:
         return f"refused: {error}"
-    return replace(entry, load=replace(entry.load, precision="float32"))  # that of T5 and Gemma is bfloat16
+    return replace(entry, load=replace(entry.load, precision="float32"))  # T5 and Gemma have bfloat16
 
 
 def vectors_of(answer: dict[str, np.ndarray], width: int) -> np.ndarray:
-    """The one output of an encoder as the library returns it."""
+    """Return the only output of an encoder in the form of the library."""
     if "sparse.indices" not in answer:
         (vectors,) = answer.values()
         return vectors
@@ -270,13 +270,13 @@ def vectors_of(answer: dict[str, np.ndarray], width: int) -> np.ndarray:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The small files of a folder, for the message of a fault."""
+    """Return the small files of a folder, for the message of a fault."""
     files = sorted(path for path in folder.rglob("*.json") if path.stat().st_size < 800)
     return {path.relative_to(folder).as_posix(): json.loads(path.read_text()) for path in files}
 
 
 def compare_encoder(library_class: Any, folder: Path, engine: AdapterEngine, tolerance: float = TOLERANCE) -> str:
-    """Vectors of queries and of documents, direction and length."""
+    """Compare the vectors of queries and of documents, in direction and length."""
     try:
         library = library_class(str(folder), device="cpu")
         options = {"convert_to_sparse_tensor": False} if library_class is SparseEncoder else {}
@@ -284,14 +284,14 @@ def compare_encoder(library_class: Any, folder: Path, engine: AdapterEngine, tol
             is_query: [np.asarray(row) for row in encode(TEXTS, **options)]
             for is_query, encode in ((True, library.encode_query), (False, library.encode_document))
         }
-    except Exception as error:  # noqa: BLE001  whatever the library raises: then there is no reference
+    except Exception as error:  # noqa: BLE001  after any error of the library there is no reference
         expected, broken = {}, str(error)
     entry = loaded(folder)
     if isinstance(entry, str):
         return entry
     assert expected, f"accepted, and the library fails: {broken}"
     if any("dense" in entry.outputs and not row.any() for rows in expected.values() for row in rows):
-        return "refused: a vector of zeros"  # an error of its item
+        return "refused: a vector of zeros"  # the adapter fails such an item
     for is_query, rows in expected.items():
         for answer, row in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), rows, strict=True):
             vectors = vectors_of(answer, row.shape[-1])
@@ -307,7 +307,7 @@ def compare_dense(rng: random.Random, base: Path, folder: Path, engine: AdapterE
 
 
 def compare_static(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """A table of vectors as the library saves it, or as model2vec saves it for the library."""
+    """Compare a table of vectors as the library saves it, or as model2vec saves it for the library."""
     words = Tokenizer.from_file(str(base / "tokenizer.json"))
     if rng.random() < 0.1:
         words.enable_truncation(8)
@@ -342,7 +342,9 @@ def compare_sparse(rng: random.Random, base: Path, folder: Path, engine: Adapter
 
 
 def compare_router(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """Queries by a table and documents by a masked LM, which is served; or another Router, which is refused."""
+    """Compare a Router with a table for queries and a masked LM for documents, or check that another Router is
+    refused.
+    """
     if rng.random() < 0.4:
         sides = [[Transformer(str(base)), Pooling(WIDTH, "mean")] for _ in range(2)]
         if rng.random() < 0.5:
@@ -374,7 +376,7 @@ def compare_router(rng: random.Random, base: Path, folder: Path, engine: Adapter
 
 
 def compare_score(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """Scores of pairs. A model of several labels gives no score, and its entry has none."""
+    """Compare scores of pairs. A model of several labels gives no score, and its entry has no score."""
     labels = rng.choice((1, 1, 1, 2, 3))
     source = build_head(
         folder.with_name(f"{folder.name}-base"),
@@ -431,7 +433,7 @@ def compare_multivector(rng: random.Random, base: Path, folder: Path, engine: Ad
 
 
 def compare_modules_of_rows(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """A stack of late interaction that is made of modules, with token pooling or without."""
+    """Compare a stack of late interaction that is made of modules, with token pooling or without."""
     modules: list[nn.Module] = [Transformer(str(base), query_length=32, document_length=64)]
     width = WIDTH
     for _ in range(rng.choice((0, 1, 2))):
@@ -470,7 +472,7 @@ class Widths:
 
 
 def random_module(rng: random.Random, widths: Widths, kinds: Sequence[str]) -> nn.Module:
-    """A module of one of the kinds that reads a feature with its width, mostly one that exists."""
+    """Return a module of one of the kinds. It reads a feature of the right width, which seldom does not exist."""
     kind = rng.choice(kinds)
     is_pooled = bool(widths.vector) != (rng.random() < 0.05)
     feature, width = ("sentence_embedding", widths.vector) if is_pooled else ("token_embeddings", widths.tokens)
@@ -521,7 +523,7 @@ OF_TOKENS = ("MultiVectorMask", "HierarchicalTokenPooling", "CNN", "LSTM", "Word
 
 
 def compare_stack(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """Modules of all kinds in any order, saved and loaded by any class of the library."""
+    """Compare modules of all kinds in any order, saved and loaded by any class of the library."""
     library_class = rng.choice((SentenceTransformer, SparseEncoder, MultiVectorEncoder))
     widths = Widths(WIDTH)
     if library_class is SparseEncoder and rng.random() < 0.7:
@@ -550,7 +552,7 @@ STRIPPED = CHAT.replace("message.content", "message.content | trim")
 
 
 def compare_chat(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """A decoder that scores by the logits of two tokens, or by a head, and reads a pair through a chat template."""
+    """Compare a decoder that reads a pair through a chat template. It scores by the logits of two tokens, or by a head."""
     source = folder.with_name(f"{folder.name}-chat")
     template = CHAT if rng.random() < 0.8 else STRIPPED
     prompts = {"web": "Judge the document."} if rng.random() < 0.5 else {}
@@ -639,14 +641,14 @@ def modules_of_the_library() -> list[type[nn.Module]]:
 
 @pytest.mark.parametrize("module", modules_of_the_library(), ids=lambda kind: kind.__name__)
 def test_each_module_of_the_installed_library_is_read_or_refused_by_name(module: Any, tmp_path: Path) -> None:
-    """A module or a setting of a newer library that nobody has decided about fails here."""
+    """A module or a setting of a newer library that FIELDS lacks fails this test, unless the load refuses it by name."""
     if module.__name__ in FIELDS:
         own = {"self", "model_name_or_path", "backend", "init_weight", "init_bias"}  # arguments that no file has
         arguments = set(introspection.signature(module.__init__).parameters) - own - {"args", "kwargs"}
         assert (arguments | set(module.config_keys)) <= FIELDS[module.__name__]
         return
     if module.__name__ in ("StaticEmbedding", "Router", "MLMTransformer"):
-        return  # compare_static, compare_router; a Transformer whose task is fill-mask
+        return  # see compare_static and compare_router; the third is a Transformer for fill-mask
     folder = build(tmp_path / "folder", ARCHITECTURES["bert"])
     is_first = issubclass(module, InputModule)
     listed = [Transformer] if is_first else [Transformer, Pooling]

@@ -21,7 +21,7 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
-WIDTH, TOKENS, RATE = 24, 120, 16_000  # of sound_checkpoints, which imports the classes of transformers
+WIDTH, TOKENS, RATE = 24, 120, 16_000  # those of sound_checkpoints, which imports classes of transformers
 MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 6e-2}
 KINDS = {"clap": False, "clap fused": True}
 Given = str | bytes  # a text, or a sound file at the model's rate
@@ -34,8 +34,8 @@ SOUNDS = [
 
 
 class Oracle:
-    """transformers' model with its own feature extractor, one input at a time. What the extractor takes at random is
-    the middle of what it may take.
+    """transformers' model with its own feature extractor, one input at a time. Random choices of the extractor are
+    replaced by the middle choice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 
 def _mixed() -> list[Given]:
-    """Texts and sounds in turns, one of no characters, one far over the limit."""
+    """Return texts and sounds in turns, with an empty text and a text far over the limit."""
     captions = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "a dog barks"]
     return [side for pair in zip(captions, [*SOUNDS, *SOUNDS[:2]], strict=True) for side in pair]
 
@@ -108,7 +108,7 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle],
 
 
 def test_sounds_differ_where_they_are_different(load: Load[Oracle]) -> None:
-    """The part of a sound that is read reaches its vector; the model is no constant."""
+    """The toy model is not constant: the vector depends on the sound."""
     vectors = np.stack(load("clap").served.run("encode", [SOUNDS[1], SOUNDS[3], SOUNDS[6]]))
     cosines = (vectors @ vectors.T)[np.triu_indices(3, 1)]
     assert cosines.max() < 0.999
@@ -158,7 +158,7 @@ def test_an_entry_that_does_not_fit_is_refused(
 
 
 def test_features_that_the_model_does_not_read_are_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    """The views of another kind of CLAP. No file that says how sounds become features."""
+    """The files make the views of another kind of CLAP, or no file says how sounds become features."""
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.clap(tmp_path / "clap")

@@ -1,5 +1,5 @@
 """Texts of Whisper for a sound equal `generate` of transformers with its feature extractor: tokens, segments and their
-times, whoever reads beside it.
+times, alone and in batches.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from sie_adapter.readers.word_times import warping_path
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_sidecar.prepare import sounds
 
-RATE, SECONDS, TOKENS = 16_000, 2, 64  # of sound_checkpoints.whisper, which imports the classes of transformers
+RATE, SECONDS, TOKENS = 16_000, 2, 64  # those of sound_checkpoints.whisper, which imports classes of transformers
 MOST = 16
 # ragged: a click, shorter than a window, just as long, a little and much longer
 SOUNDS = [tone(seconds, rate=RATE, seed=seed) for seed, seconds in enumerate((0.02, 2.6, 0.7, 1.9, 2.0, 2.005, 5.4))]
-FEW = 2  # of them are read in every run
+FEW = 2  # the number of sounds that every run reads
 Samples = NDArray[np.float32]
 
 
 class Spoken(NamedTuple):
-    """A segment: seconds, and ids with its time stamps."""
+    """A segment: its begin and end in seconds, and its ids with time stamps."""
 
     start_s: float
     end_s: float
@@ -52,7 +52,7 @@ class Spoken(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Rules of a checkpoint, and what is asked of it in turn, of so many of the sounds."""
+    """Rules of a checkpoint, and the options that the first `sounds` sounds get in turn."""
 
     rules: Mapping[str, Any]
     asked: Sequence[ExtractOptions]
@@ -135,14 +135,14 @@ class Oracle:
 
 @dataclass(frozen=True)
 class Writing:
-    """A model that writes, and what its words are compared with."""
+    """A model that transcribes, and its oracle."""
 
     served: Served
     oracle: Oracle
     folder: Path
 
     def prompts(self, kind: Kind, weights: Any = None) -> list[Any]:
-        """The first window of each sound, with what is asked of it."""
+        """Return the first window of each sound with its options."""
         recipe = self.served.weights.rows["extract"].sounds
         return [
             (weights or self.served.weights).prompt(sounds.features(sound, recipe), options)
@@ -157,7 +157,7 @@ class Writing:
         ]
 
     def read(self, prompts: Sequence[Any]) -> list[list[Spoken]]:
-        """The segments of the sounds, all of them at once."""
+        """Return the segments of the sounds, which are read at once."""
         self.served.engine.readings.read(self.served.weights, prompts)
         return told(prompts)
 
@@ -207,7 +207,7 @@ def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken]]]:
-    """Return the library's text of each sound, one by one."""
+    """Return a function that gives the library's text of each sound, one by one."""
 
     @cache
     def written(name: str) -> list[list[Spoken]]:
@@ -225,8 +225,8 @@ def test_segments_equal_generate(
     expected: Callable[[str], list[list[Spoken]]],
     table: ParityTable,
 ) -> None:
-    """All sounds at once, against the library one by one. The toy writes other tokens for other sounds, in several
-    windows, of which some are cut.
+    """The adapter reads all sounds at once, the library one by one. The toy model writes different tokens for different
+    sounds, and several segments for some.
     """
     writing, kind = load(name), KINDS[name]
     prompts = writing.prompts(kind)
@@ -299,8 +299,8 @@ def test_half_the_bits_are_as_near_as_the_librarys(
 def test_a_batch_gives_entities_with_their_seconds(
     load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
 ) -> None:
-    """A text fails alone. Two sounds give what the library writes, the language that it recognises, and how long the
-    answer is.
+    """A text among the inputs fails alone. The results of two sounds have the text of the library, a language, and the
+    number of tokens.
     """
     writing = load("few")
     files = [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS[:FEW]]
@@ -378,7 +378,7 @@ ALIGNMENT_HEADS = ((0, 1), (1, 0), (1, 3))
 
 
 def words_of_the_library(folder: Path, sound: Samples, options: ExtractOptions) -> list[tuple[str, float, float]]:
-    """The words of a sound with their begin and end, as transformers' pipeline of speech makes them."""
+    """Return the words of a sound with their begin and end, as transformers' pipeline of speech makes them."""
     from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 
     model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
@@ -457,7 +457,7 @@ def test_words_beside_a_request_without_them_and_of_a_translation_are_those_alon
 
 
 def test_a_sound_whose_words_were_written_is_freed_at_once(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    """Its features are large, and the process collects no garbage for long."""
+    """The features of a sound are large, and the garbage collector seldom runs in the adapter."""
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.whisper(tmp_path / "freed", alignment_heads=ALIGNMENT_HEADS)
@@ -483,7 +483,7 @@ def test_the_path_of_time_warping_is_that_of_the_library(shape: tuple[int, int],
     costs = np.random.default_rng(sum(shape)).integers(-levels, levels, shape) / levels
     rows, columns = _dynamic_time_warping(costs)
     path = warping_path(costs)
-    assert set(map(type, path)) == {int}  # which a reply can carry
+    assert set(map(type, path)) == {int}  # a reply cannot hold integers of numpy
     assert path == columns[np.diff(rows, prepend=-1) > 0].tolist()
 
 

@@ -41,7 +41,9 @@ Folder = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A masked LM; with an activation as SparseEncoder saves it, with `routes` for inference-free queries."""
+    """Return a function that makes a masked LM. `activation`: as SparseEncoder saves it. `routes`: with inference-free
+    queries.
+    """
     root = tmp_path_factory.mktemp("sparse")
 
     @functools.cache
@@ -81,7 +83,7 @@ def load(
 
 
 def full(rows: Sequence[dict[str, Array]], size: int) -> Vectors:
-    """[texts, vocabulary] from (ids, weights), which are checked to be ascending, distinct and positive."""
+    """Return [texts, vocabulary]. Check that ids are ascending and distinct, and that weights are positive."""
     dense = np.zeros((len(rows), size), np.float32)
     for vector, row in zip(dense, rows, strict=True):
         ids, weights = row["sparse.indices"], row["sparse.values"]
@@ -94,7 +96,7 @@ def full(rows: Sequence[dict[str, Array]], size: int) -> Vectors:
 
 
 def oracle(folder: Path, texts: Sequence[str], *, task: str = "document", precision: str = "float32") -> Vectors:
-    """SparseEncoder, one text at a time, so that no padding enters its numbers."""
+    """Return the vectors of SparseEncoder, one text at a time, so that no padding enters the numbers."""
     model = SparseEncoder(
         str(folder),
         device="cpu",
@@ -116,7 +118,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("architecture", long_but(ARCHITECTURES, ["bert", "modernbert"]))
 def test_vectors_equal_the_oracle(architecture: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
-    """A bare masked LM, in batches of 64, and of 1, 2, 5 and 56."""
+    """The folder is a bare masked LM. The batches have 64, 1, 2, 5 and 56 texts."""
     place, texts = folder(architecture), checkpoints.texts()
     model, expected = load(engine, place), oracle(place, texts)
     parts = [model.encode(texts[start:stop], "sparse") for start, stop in ((0, 1), (1, 3), (3, 8), (8, 64))]
@@ -186,8 +188,8 @@ def test_a_vector_does_not_depend_on_its_mates(folder: Folder, engine: HeadsEngi
 def test_queries_of_a_router_need_no_pass(
     routes: str, folder: Folder, engine: HeadsEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of queries and documents; the queries, which are looked up, are those of
-    SparseStaticEmbedding exactly.
+    """One batch has queries and documents. The vectors of queries, which are looked up, are exactly those of
+    SparseStaticEmbedding.
     """
     place, texts = folder("distilbert", routes=routes), checkpoints.texts(24)
     model = load(engine, place, tokenizer=folder("distilbert"))
@@ -271,7 +273,7 @@ class Largest(TorchDispatchMode):
         return output
 
 
-# in bfloat16 by the loops that stand in for the instructions one pass takes minutes, and no model is served so
+# Without the instructions a pass in bfloat16 takes minutes, and the adapter serves no model in bfloat16.
 needs_bfloat16 = pytest.mark.skipif(bool(bfloat16_lacks()), reason=bfloat16_lacks() or "never")
 
 
@@ -291,7 +293,7 @@ def sequences(lengths: Sequence[int], size: int) -> PackedBatch:
     ],
 )
 def test_the_masked_head_holds_no_large_tensor(size: int, longest: int, dtype: torch.dtype, count: int) -> None:
-    """`count` sequences of which one is long, every logit positive: the most entries that there can be."""
+    """One of `count` sequences is long. Every logit is positive, so rows have the largest possible number of entries."""
     config = BertConfig(
         vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
     )

@@ -1,4 +1,4 @@
-"""Static embeddings beside sentence-transformers, alone and in ragged batches."""
+"""Static embeddings against sentence-transformers, alone and in ragged batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of T5 beside sentence-transformers, which reads the encoder alone."""
+"""Encoders of T5 against sentence-transformers, which reads the encoder alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "T5EncoderModel": {"feed_forward_proj": "relu"},
     "MT5EncoderModel": {"feed_forward_proj": "gated-gelu"},
     "UMT5EncoderModel": {"feed_forward_proj": "gated-gelu"},
-    "T5Model": {"feed_forward_proj": "gated-gelu"},  # with a decoder, which nobody reads
+    "T5Model": {"feed_forward_proj": "gated-gelu"},  # with a decoder, which is not read
 }
 
 
@@ -63,7 +63,9 @@ def build(folder: Path, kind: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_those_of_the_library(kind: str, tmp_path: Path, engine: AdapterEngine, table: ParityTable) -> None:
-    """Ragged texts beyond the longest distance that has a position of its own, alone and together."""
+    """The texts are ragged, and longer than the largest distance that has a position of its own. They are compared
+    alone and in a batch.
+    """
     folder = tmp_path / "folder"
     build(folder, kind)
     add_modules(folder, [pooling("mean"), dense(WIDTH, 40), NORMALIZE])

@@ -36,7 +36,7 @@ def test_the_page_has_every_architecture_and_every_kind(page: str) -> None:
 
 
 def test_every_family_of_an_entry_that_is_proven_has_a_row(page: str) -> None:
-    """And every kind of reader, which are of one family."""
+    """Every kind of reader has a row too: all readers are one family."""
     kinds = {"text-encoder": "dense", "zero-shot-classifier": "zero-shot"}
     families = {entry.family for entry in packaged_catalogue().entries.values() if not entry.unproven}
     families.remove("docling")  # it gives no numbers: tests/system/test_parsing.py compares its texts
@@ -47,7 +47,7 @@ def test_every_family_of_an_entry_that_is_proven_has_a_row(page: str) -> None:
 
 
 def test_the_page_lists_every_entry_that_is_unproven_with_its_reason(page: str) -> None:
-    """Regenerate it: python -m pytest tests/parity --parity-table docs/parity.md."""
+    """`python -m pytest tests/parity --parity-table docs/parity.md` writes the page."""
     unproven = {
         f"| {model} | {entry.unproven} |" for model, entry in packaged_catalogue().entries.items() if entry.unproven
     }

@@ -44,7 +44,7 @@ def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
 
 
 def oracle(folder: Path) -> Callable[..., list[list[dict[str, Any]]]]:
-    """All classes of each text, best first, one text at a time so that no padding enters."""
+    """Return a pipeline that gives all classes, best first. It reads one text at a time, so that no padding enters."""
     return functools.partial(
         pipeline("text-classification", model=str(folder), device="cpu"), top_k=None, truncation=True
     )
@@ -55,7 +55,7 @@ def shares(answer: dict[str, Any]) -> dict[str, float]:
 
 
 def check(answers: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
-    """Every class, with its score. Returns the largest difference."""
+    """Check the score of every class. Return the largest difference."""
     worst = 0.0
     for ours, theirs in zip(answers, expected, strict=True):
         exact = {entry["label"]: entry["score"] for entry in theirs}
@@ -70,7 +70,9 @@ def check(answers: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -
 def test_every_class_has_the_score_of_the_pipeline(
     name: str, engine: ScoringEngine, folders: Folders, table: ParityTable
 ) -> None:
-    """Ragged texts in one batch, one longer than the model reads; and as they are, without the activation."""
+    """One batch has ragged texts, one of them longer than the model reads. Scores without the activation are compared
+    too.
+    """
     folder = folders(name)
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     texts = [text for text in ragged_documents(16, longest=120) if text or name != "qwen2 causal"]
@@ -81,11 +83,11 @@ def test_every_class_has_the_score_of_the_pipeline(
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngine, folders: Folders) -> None:
-    """Beside texts that are alone, in one batch."""
+    """The batch has texts without a pair too."""
     folder = folders(name)
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     lefts = ragged_documents(10, longest=60)
-    # transformers takes an empty one for none
+    # transformers takes an empty second text for none
     rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]
     pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
     answers = scoring.found([*pairs, *lefts])

@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def balanced(folder: Path) -> Path:
-    """A random classifier has a favourite label; this one gives each its share of the tokens."""
+    """Scale a random classifier, which has a favourite label, so that each label has a share of the tokens."""
     model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         logits = torch.cat(
@@ -79,8 +79,8 @@ def balanced(folder: Path) -> Path:
 
 
 def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
-    """Return the entities of each text, with the text that their offsets cover; the pipeline's own `word` is what the
-    tokenizer makes of the ids.
+    """Return the entities of each text, with the text that their offsets cover. The pipeline's own `word` is decoded
+    from the ids.
     """
     reference = pipeline("token-classification", model=str(folder), aggregation_strategy="simple", device="cpu")
     return [
@@ -120,8 +120,8 @@ def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Enti
 def test_entities_equal_the_pipeline(
     name: str, labels: str, engine: ScoringEngine, folders: Folders, table: ParityTable
 ) -> None:
-    """Kinds, scores and offsets in code points, of texts with several bytes a character and several characters a
-    grapheme.
+    """Labels, scores and offsets in code points are equal. Texts have characters of several bytes, and graphemes of
+    several characters.
     """
     folder = folders(name, LABELS[labels])
     scoring = engine.load(folder, FAMILY)
@@ -176,8 +176,8 @@ def test_shuffled_names_stay_with_their_numbers(engine: ScoringEngine, folders: 
 
 
 def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """BIOES: what the pipeline takes for kinds of their own. The same weights with B- and I- in their place give the
-    same entities.
+    """The pipeline takes the prefixes E- and S- of BIOES for parts of labels. The same weights with B- and I- in their
+    place give the same entities.
     """
     five, plain = ("O", "B-PER", "I-PER", "E-PER", "S-PER"), ("O", "B-PER", "I-PER", "I-PER", "B-PER")
     texts = ragged_documents(12)
@@ -196,7 +196,7 @@ def test_a_missing_head_is_refused(name: str, engine: ScoringEngine, folders: Fo
 
 
 def test_a_pooler_that_nothing_reads_is_no_fault(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """BERT taggers were saved with one."""
+    """Published BERT taggers were saved with a pooler."""
     tensors = load_file(copied(folders("bert"), tmp_path) / "model.safetensors")
     width = tensors["classifier.weight"].shape[1]
     tensors |= {"bert.pooler.dense.weight": torch.randn(width, width), "bert.pooler.dense.bias": torch.randn(width)}

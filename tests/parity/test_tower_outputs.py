@@ -34,7 +34,7 @@ Ask = Callable[[Served, str], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """`ask`: a question to PAGE. `tower`: what has the method that reads images, and its name."""
+    """`ask`: a question to PAGE. `tower`: the object that has the method that reads images, and the method's name."""
 
     build: Callable[[Path], Path]
     entry: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Kind:
 
 
 def extracting(**options: Any) -> Ask:
-    """With the word as the question, unless the options name another place for it."""
+    """Return a question to PAGE. An option that is a function gets the word of the question."""
 
     def ask(served: Served, word: str) -> Any:
         parameters = {name: value(word) if callable(value) else value for name, value in options.items()}
@@ -173,7 +173,7 @@ def load(engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Served], list[int]]:
-    """How many passes the tower made since, as a list of as many elements."""
+    """Return a function that returns a list to which each later pass of the tower appends an element."""
 
     def counted(name: str, served: Served) -> list[int]:
         passes: list[int] = []
@@ -191,7 +191,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Served], list[int]]
 
 
 def equal(output: Any, expected: Any) -> bool:
-    """Bit for bit."""
+    """Compare two outputs bit for bit."""
     if isinstance(expected, np.ndarray):
         return bool(output.tobytes() == expected.tobytes())
     if isinstance(expected, Sequence) and not isinstance(expected, str):
@@ -233,7 +233,7 @@ def test_a_page_that_comes_ten_times_in_a_batch_is_read_once(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3-vl reranker", "colpali"])
 def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[str], Served]) -> None:
-    """On a CPU, bit for bit: so nobody sees beside what a page was read when its output was kept."""
+    """On a CPU outputs are equal bit for bit, so a cached output does not depend on the batch in which it was made."""
     served = load(name)
     recipe = next(iter(served.weights.rows.values())).images
     pages = [
@@ -256,7 +256,7 @@ def test_what_a_tower_gives_does_not_depend_on_mates(name: str, load: Callable[[
 
 
 def run_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The vector of PAGE, where the first pass behind the tower finds no memory."""
+    """Return the vector of PAGE. The first pass behind the tower finds no memory."""
     backbone = served.weights.backbone
     forward, failures = backbone.forward, [MemoryError("no room")]
 
@@ -276,8 +276,8 @@ def run_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_outputs_go_when_memory_ends_and_with_their_model(
     load: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass behind the tower finds no memory. All outputs go, and the pass is right. Nothing is kept for a while, so
-    it does not happen again at once. What is kept later goes when the model is unloaded.
+    """A pass behind the tower finds no memory. All cached outputs are dropped, and the pass is right. Outputs that are
+    cached later are dropped when the model is unloaded.
     """
     served = replace(load("qwen3-vl embedding"), asker="short")
     outputs, residency, name = served.engine.outputs, served.engine.residency, served.entry.id

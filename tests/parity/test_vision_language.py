@@ -48,7 +48,7 @@ class Oracle:
         self.processor = AutoProcessor.from_pretrained(folder, backend="pil")
 
     def __call__(self, source: Given) -> Vectors:
-        """[tokens, width], each row of the length one."""
+        """Return [tokens, width], each row of length one."""
         inputs = (
             self.processor.process_queries([source])
             if isinstance(source, str)
@@ -92,7 +92,7 @@ def test_token_vectors_equal_the_oracle(
 
 
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
-    """MaxSim between a question and pages."""
+    """The scores are MaxSim between a question and pages."""
     scores = load().run("score", PAGES, TEXTS[0])
     expected = oracle.processor.score_retrieval(
         [torch.from_numpy(oracle(TEXTS[0]))], [torch.from_numpy(oracle(page)) for page in PAGES]
@@ -127,7 +127,7 @@ def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Se
 
 
 def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle: Oracle) -> None:
-    """And costs more than its tokens: the tower reads its pixels."""
+    """The row costs more than its tokens, because the tower reads the pixels of the page."""
     served = load()
     layout = served.weights.rows["encode"]
     assert layout.images is not None

@@ -25,8 +25,8 @@ from sie_contracts.wire.messages import Ok
 FAMILY = "zero-shot-classifier"
 TEMPLATE = "This text is about {}."
 LABELS = ["music", "Winter Garden", "physics", "the harbour of a planet"]
-# the names as checkpoints have them, in orders that the pipeline reads right: the opposite is first, or last if
-# entailment is first
+# the names of classes in checkpoints, in orders that the pipeline reads right: the opposite of entailment is first, or
+# last if entailment is first
 NAMES: dict[str, tuple[str, ...]] = {
     "three": ("contradiction", "entailment", "neutral"),
     "mnli": ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
@@ -68,10 +68,10 @@ def shares(answer: dict[str, Any]) -> dict[str, float]:
 def test_every_label_has_the_share_of_the_pipeline(
     name: str, names: str, engine: ScoringEngine, folders: Folders, table: ParityTable
 ) -> None:
-    """One of several labels, several at once, one alone; best first."""
+    """The request chooses one of several labels, several labels, or has one label. The best label is first."""
     folder = folders(name, NAMES[names])
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
-    texts = [text for text in ragged_documents(10, longest=80) if text]  # the pipeline refuses an empty one
+    texts = [text for text in ragged_documents(10, longest=80) if text]  # the pipeline refuses an empty text
     for labels, multi_label in ((LABELS, False), (LABELS, True), (LABELS[:1], False), (LABELS[:1], True)):
         answers = scoring.found(texts, labels=labels, multi_label=multi_label)
         expected = reference(texts, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
@@ -102,8 +102,8 @@ def test_one_label_is_not_the_sigmoid_of_its_logit(engine: ScoringEngine, folder
 def test_labels_are_found_by_name_wherever_they_stand(
     names: tuple[str, ...], engine: ScoringEngine, folders: Folders
 ) -> None:
-    """Also in orders in which the pipeline takes neutral for the opposite: the weights are those of an order that it
-    reads right.
+    """In these orders the pipeline takes neutral for the opposite of entailment, so the oracle has the same weights in
+    an order that the pipeline reads right.
     """
     usual = ("contradiction", "entailment", "neutral")
     folder, reference = folders("bert", names), folders("bert", usual)
@@ -215,7 +215,7 @@ SCHEMA = {
 
 
 def test_each_decision_of_a_schema_has_the_shares_of_the_pipeline(bert: Scoring, folders: Folders) -> None:
-    """Beside labels of the request, and whatever mates the request has in its batch."""
+    """The request has labels too, and the batch has other requests."""
     reference = oracle(folders("bert", NAMES["reversed"]))
     texts = ["search engine", "a river", "the old harbour of a planet"]
     batch = [

@@ -13,7 +13,7 @@ from parity.toys import randomised, with_processor
 from safetensors.torch import load_file, save_file
 
 TILE, LONGEST, PATCH, SCALE = 64, 256, 16, 2
-TOKENS = (TILE // PATCH // SCALE) ** 2  # of a tile
+TOKENS = (TILE // PATCH // SCALE) ** 2  # the tokens of a tile
 WIDTH = 24
 END = "<end_of_utterance>"
 _TILES = LONGEST // TILE

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 Algorithm = Literal["wordpiece", "byte-level", "unigram"]
 
-# Of the pattern that Qwen2 and Llama 3 split by, what matters here: words keep their leading space, digits stand alone.
+# The part that matters here of the pattern by which Qwen2 and Llama 3 split: words keep their leading space, and digits
+# stand alone.
 _WORDS_WITH_SPACE = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 
 
@@ -49,7 +50,7 @@ class TokenizerRecipe:
         return {f"{role}_token_id": self.vocabulary[token] for role, token in self.roles.items()}
 
     def train(self) -> Tokenizer:
-        """A new tokenizer; the same for the same recipe."""
+        """Return a new tokenizer, which is the same for the same recipe."""
         tokenizer = {"wordpiece": _wordpiece, "byte-level": _byte_level, "unigram": _unigram}[self.algorithm](self)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=self.single, pair=self.pair, special_tokens=list(self.vocabulary.items())
@@ -57,7 +58,7 @@ class TokenizerRecipe:
         return tokenizer
 
     def save(self, folder: Path, max_tokens: int) -> int:
-        """Write the files of the tokenizer. Returns the number of its ids."""
+        """Write the files of the tokenizer. Return the number of its ids."""
         tokenizer = self.train()
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -86,7 +87,7 @@ def corpus() -> tuple[str, ...]:
 
 
 def word_pieces() -> list[str]:
-    """Sorted. They are learnt as of BPE: the library's WordPiece trainer leaves them and their order to chance."""
+    """Return sorted pieces, which BPE learns: those of the library's WordPiece trainer, and their order, are random."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
@@ -132,7 +133,7 @@ def _unigram(recipe: TokenizerRecipe) -> Tokenizer:
         vocab_size=600, special_tokens=list(recipe.specials), unk_token=recipe.roles["unk"], show_progress=False
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    # the trainer leaves the scores of rare characters to chance; here they all have the lowest
+    # The trainer gives rare characters random scores; here they all have the lowest score.
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"][len(recipe.specials) :]
     lowest = round(min(score for _, score in learnt), 2)
     pieces = [(piece, lowest if len(piece) == 1 else round(score, 4)) for piece, score in learnt]

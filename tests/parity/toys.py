@@ -23,8 +23,8 @@ from sie_sidecar.prepare.media_frames import PreparedImage
 
 
 def randomised(model: Any, spread: float = 0.3) -> Any:
-    """A model of transformers with random weights, the same each time. What a default initialisation leaves neutral is
-    random by `spread`: biases, norms, the class token. One that is left out shows.
+    """Give a model of transformers random weights, the same each time. Parameters that a default initialisation leaves
+    neutral are random by `spread`: biases, norms, the class token. A parameter that is left out shows.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def randomised(model: Any, spread: float = 0.3) -> Any:
 
 
 def with_processor(folder: Path, processor: Any, published: str) -> Path:
-    """`published`: the name of its class in folders that were made before there were two backends."""
+    """Save the processor. `published`: the name of its class in folders from before the library had two backends."""
     processor.save_pretrained(folder)
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": published}))
