@@ -31,7 +31,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Served:
-    """A resident model. Vectors come back in the order of the texts, not normalised unless asked for."""
+    """A resident model. Vectors come back in the order of the texts. They are normalised on request only."""
 
     engine: AdapterEngine
     resident: Resident

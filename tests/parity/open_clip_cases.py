@@ -1,4 +1,4 @@
-"""Sources of the vectors in golden/marqo.json. `toys.image` makes the images of SIZES; the index of a size is its seed."""
+"""Sources of the vectors in golden/marqo.json. `toys.image` makes the images; the index of a size is its seed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
 
 
 def _mixed() -> list[Given]:
-    """Return texts and images in turns, with an empty text, a text far over the limit, and an input of several images."""
+    """Return texts and images in turns, with an empty text, a text far over the limit, and one with three images."""
     sentences = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
     pictures: list[Given] = [[picture] for picture in PICTURES]
     pictures.append(PICTURES[1:4])

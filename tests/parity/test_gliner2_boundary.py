@@ -91,7 +91,7 @@ def test_classes_equal_those_of_the_package(multi_label: bool, tmp_path: Path, t
 
 
 def test_a_long_text_is_read_in_windows(tmp_path: Path) -> None:
-    """The last window has entities too. Entities of one label do not overlap."""
+    """The second half of the text has entities too. Entities of one label do not overlap."""
     model = load(gliner2_boundary_folder(tmp_path / "model"), max_tokens=96)
     text = " ".join(WORDS * 8)
     [result] = model.extract([text], [ExtractOptions(LABELS, 0.3)])

@@ -1,7 +1,8 @@
 """GLiNER with relations through the adapter against the package's model on the same folder.
 
 The package's `inference` gives relations to the wrong entities if it left out one that overlaps, or sorted two that
-begin at one word. So these tests read the model's own pairs and scores, and take `inference` only for other texts.
+begin at one word. These tests therefore read the model's own pairs and scores. They use `inference` for other texts
+only.
 """
 
 from __future__ import annotations

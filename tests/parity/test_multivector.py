@@ -304,7 +304,7 @@ def test_a_mask_of_another_kind_is_refused(folder: Folder, engine: HeadsEngine, 
     ],
 )
 def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Folder, tmp_path: Path) -> None:
-    """With the setting changed, the same weights give other rows, so the tests above notice a setting that is ignored."""
+    """With the setting changed, the same weights give other rows, so the tests above notice an ignored setting."""
     shutil.copytree(folder("pylate defaults"), tmp_path / "other")
     config = tmp_path / "other" / "config_sentence_transformers.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))

@@ -552,7 +552,7 @@ STRIPPED = CHAT.replace("message.content", "message.content | trim")
 
 
 def compare_chat(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
-    """Compare a decoder that reads a pair through a chat template. It scores by the logits of two tokens, or by a head."""
+    """Compare a decoder that reads a pair by a chat template. It scores by the logits of two tokens, or by a head."""
     source = folder.with_name(f"{folder.name}-chat")
     template = CHAT if rng.random() < 0.8 else STRIPPED
     prompts = {"web": "Judge the document."} if rng.random() < 0.5 else {}
@@ -641,7 +641,7 @@ def modules_of_the_library() -> list[type[nn.Module]]:
 
 @pytest.mark.parametrize("module", modules_of_the_library(), ids=lambda kind: kind.__name__)
 def test_each_module_of_the_installed_library_is_read_or_refused_by_name(module: Any, tmp_path: Path) -> None:
-    """A module or a setting of a newer library that FIELDS lacks fails this test, unless the load refuses it by name."""
+    """A module of a newer library that is not refused by name, or a setting that FIELDS lacks, fails this test."""
     if module.__name__ in FIELDS:
         own = {"self", "model_name_or_path", "backend", "init_weight", "init_bias"}  # arguments that no file has
         arguments = set(introspection.signature(module.__init__).parameters) - own - {"args", "kwargs"}

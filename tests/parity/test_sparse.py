@@ -293,7 +293,7 @@ def sequences(lengths: Sequence[int], size: int) -> PackedBatch:
     ],
 )
 def test_the_masked_head_holds_no_large_tensor(size: int, longest: int, dtype: torch.dtype, count: int) -> None:
-    """One of `count` sequences is long. Every logit is positive, so rows have the largest possible number of entries."""
+    """One of `count` sequences is long. Every logit is positive, so rows have as many entries as possible."""
     config = BertConfig(
         vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
     )

@@ -115,7 +115,7 @@ def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingMod
 
 
 def test_the_processes_of_a_model_that_is_unloaded_end(model: DoclingModel) -> None:
-    compute: Any = None  # the family reads nothing of it
+    compute: Any = None  # the family does not read it
     own = DoclingModel(Path(), ENTRY, ENTRY.load, compute)
     (pid,) = own.pids
     assert Path(f"/proc/{pid}").exists()

@@ -179,7 +179,7 @@ def loaded_beside_another(
 def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
     engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warm-up evicts as a load does. It is no failure of the model."""
+    """A warm-up evicts another model, as a load does. The load of the model does not fail."""
     failure = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     assert loaded_beside_another(engine, failure, monkeypatch) == ("other",)
 

@@ -1,4 +1,4 @@
-"""The packed layout: nothing lost, nothing shared between sequences."""
+"""The packed layout: no token is lost, and sequences share none."""
 
 from __future__ import annotations
 
