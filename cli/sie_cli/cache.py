@@ -8,6 +8,7 @@ import click
 
 from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.display import counted
 from sie_cli.gateway_client import AdminClient
 from sie_cli.options import AnyPosition
 from sie_contracts.settings import public_url
@@ -70,6 +71,6 @@ def erase(
     with AdminClient(cluster) as gateway:
         reply = gateway.first("POST", "/v1/cache/erase", json={**body, **({"all": True} if is_all else {})})
     click.echo(
-        f"{reply['answers']:,} answers erased at {public_url(cluster.gateway_urls[0])}, "
-        f"the erasure was sent to {reply['gateways']} gateways"
+        f"{counted(reply['answers'], 'answer')} erased at {public_url(cluster.gateway_urls[0])}, "
+        f"the erasure was sent to {counted(reply['gateways'], 'gateway')}"
     )

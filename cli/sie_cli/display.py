@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def size(count: float) -> str:
     """Format a number of bytes, in powers of 1,024."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"
 
 
 def rounded_size(count: int) -> str:

@@ -143,6 +143,4 @@ def test_a_link_that_somebody_put_there_is_replaced_not_followed(tmp_path: Path)
 
 
 def test_what_is_shown_of_it_holds_no_secret() -> None:
-    assert not {"pw'", "adm'", "/x"} & set(repr(HERE).split(","))
-    assert "pw" not in repr(HERE)
-    assert "adm" not in repr(HERE)
+    assert not [secret for secret in ("pw", "adm", "/x") if secret in repr(HERE)]

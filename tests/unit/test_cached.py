@@ -901,7 +901,7 @@ async def test_the_command_shows_and_erases_cached_answers(cluster: InProcess) -
     assert shown.exit_code == 0, shown.output
     assert MODEL in shown.output
     erased = await sie("erase", "--text", "a")
-    assert erased.output.startswith("1 answers erased at "), erased.output
+    assert erased.output.startswith("1 answer erased at "), erased.output
     assert (await sie("erase")).exit_code == 2
     assert (await sie("erase", "--all", "--model", MODEL)).exit_code == 2
     assert (await gateway.encode("a")).headers["x-sie-cache-status"] == "miss"

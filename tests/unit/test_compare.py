@@ -68,6 +68,9 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
         ("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),)
     )
     assert read(file, 2).texts == ("one", "two")
+    (lines := tmp_path / "sample.jsonl").write_text('{"text": "one"}\n{"text": "tw', "utf-8")
+    with pytest.raises(click.ClickException, match=r"sample.jsonl, line 2: not JSON"):
+        read(lines, 3)
     for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
         file.write_bytes(b"fine\n" + wrong)
         with pytest.raises(click.ClickException, match=r"sample, line 2: expected \{\"text\""):

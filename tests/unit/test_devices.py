@@ -255,10 +255,23 @@ async def test_a_worker_is_not_ready_without_any_adapter(two: TwoDevices) -> Non
 
 async def test_a_load_that_fails_for_memory_is_tried_on_another_device(two: TwoDevices) -> None:
     two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
-    answer = await two.gateway.encode("a")
-    assert answer.status_code != 200
     await two.answered("a")
     assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
+async def test_a_load_that_fails_on_all_devices_is_tried_once_on_each(two: TwoDevices) -> None:
+    for adapter in (two.first, two.second):
+        adapter.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    answer = await two.gateway.encode("a")
+    assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
+async def test_a_load_that_fails_for_good_is_not_tried_on_another_device(two: TwoDevices) -> None:
+    two.first.refusals["toy/one"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
+    answer = await two.gateway.encode("a")
+    assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], [])
 
 
 async def test_an_eviction_on_one_device_leaves_the_copy_of_another(two: TwoDevices) -> None:

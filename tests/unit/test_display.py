@@ -24,7 +24,8 @@ def test_an_estimate_of_bytes_has_two_figures(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB"), (5 << 40, "5.0 TiB")],
 )
 def test_a_number_of_bytes_has_a_unit_of_1024(count: int, text: str) -> None:
     assert size(count) == text

@@ -281,7 +281,7 @@ async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_ba
 async def test_an_answer_of_another_model_than_in_the_proof_is_not_used(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, field: str
 ) -> None:
-    """The server is replaced by one with another model of the same width, which is not used later either."""
+    """The server is replaced by one with another model of the same width."""
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     fallback = await proven(start, kind)
     negative, report = moved(0.0, -1.0), {field: "another"}
@@ -292,8 +292,6 @@ async def test_an_answer_of_another_model_than_in_the_proof_is_not_used(
         fallback.relay.change = lambda raw: json.dumps({**json.loads(negative(raw)), **report}).encode()
     assert (await fallback.gateway.encode("a text")).status_code == 503
     await fallback.finding("its vectors are not those of")
-    monkeypatch.setattr(module, "DEVIATES_S", 0.1)
-    assert (await fallback.gateway.encode("a text")).status_code == 503
 
 
 async def test_replicas_that_report_several_models_are_proven_one_after_the_other(

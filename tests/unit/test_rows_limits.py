@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
     assert refused.error is not None
     assert (refused.error.code, refused.error.reason) == ("INVALID_INPUT", "too_many_tokens")
     assert named in refused.error.message
-    assert not {"pp", "qq", "ss", "xx", "label 1"} & {refused.error.message[at : at + 7].strip() for at in range(99)}
+    assert not re.search("pp|qq|ss|xx|label 1", refused.error.message)
 
 
 def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

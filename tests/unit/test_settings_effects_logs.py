@@ -127,7 +127,7 @@ def json_logs() -> Iterator[None]:
 async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIE_LOG_JSON: successes and failures are logged. The canary is in inputs, ids, metadata, tokens and bad bodies."""
+    """SIE_LOG_JSON: successes and failures are logged. Inputs, ids, metadata, tokens and bad bodies have the canary."""
     with json_logs():
         async with InProcess(tmp_path) as cluster:
             gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=f"{CANARY}-token")

@@ -75,7 +75,7 @@ def test_channels_become_their_mean_and_another_rate_the_models() -> None:
     ],
 )
 def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bits are equal, except for the shrunk view of a long sound. The library's random choice is always the middle."""
+    """All bits are equal, except for the shrunk view of a long sound. Its random choice is always the middle."""
     from transformers import ClapFeatureExtractor
 
     library = ClapFeatureExtractor(max_length_s=1, truncation="fusion" if recipe.fused else "rand_trunc")

@@ -1,4 +1,4 @@
-"""Long texts are read in pieces. Their ids are those of the whole text after the tokenizers library's own truncation."""
+"""Long texts are read in pieces. Their ids are those of the whole text as the tokenizers library truncates it."""
 
 from __future__ import annotations
 

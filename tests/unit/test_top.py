@@ -366,7 +366,7 @@ class Terminal:
     """`sie top` in a pseudo terminal of 24 lines of 80 columns."""
 
     def __init__(self, *args: str, is_job: bool = False, has_keyboard: bool = True) -> None:
-        """Start the command. With `is_job` it is a job of a shell, which Ctrl-Z stops; else the terminal controls it."""
+        """Start the command. With `is_job` it is a job of a shell, which Ctrl-Z stops; else it leads its session."""
         self.parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self.parent)

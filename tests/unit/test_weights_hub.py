@@ -442,7 +442,7 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
 def test_the_name_of_a_client_s_lora_is_in_no_log(
     hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    """This holds for the fetch of the LoRA, repeated requests and the removal. A LoRA of the entry is logged by name."""
+    """This holds for the fetch of the LoRA, its repetition and the removal. A LoRA of the entry is logged by name."""
     caplog.set_level(logging.WARNING, "httpx2")  # the level that processes set
     caplog.set_level(logging.INFO, "sie")
     for name in ("canary/lora", "org/of-the-entry"):

@@ -31,7 +31,7 @@ def order(grants: list[tuple[Ticket, int]]) -> str:
 
 
 def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> None:
-    """One key may fill the pipelines of all hosts. If keys share, one and a half times the bound fits two full batches."""
+    """One key may fill the pipelines of all hosts. If keys share, 1.5 times the bound fits two full batches."""
     alone = bound([FULL, FULL], cold_tokens=8192, contested=False, mean_cost=100)
     assert alone == QueueBound(8 * BATCH, 96)
     contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)

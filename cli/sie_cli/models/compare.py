@@ -74,7 +74,7 @@ class Agreement:
     "sample_file",
     required=True,
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Texts of yours: one a line, or JSON lines.",
+    help="Texts of yours: one a line, or JSON lines. In a .jsonl file each line must be JSON.",
 )
 @click.option(
     "--queries",
@@ -156,19 +156,24 @@ def read(file: Path, limit: int) -> ComparisonSample:
                 if len(texts) >= limit or len(rankings) >= limit:
                     break
                 if text := line.strip():
-                    _add_line(text, f"{file}, line {number}", texts, rankings)
+                    _add_line(text, f"{file}, line {number}", texts, rankings, is_json=file.suffix == ".jsonl")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandRefused(f"{file}: {error}: expected a text file in UTF-8") from error
     return ComparisonSample(tuple(texts), tuple(rankings))
 
 
-def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]]) -> None:
-    if not line.startswith("{"):
+def _add_line(
+    line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]], *, is_json: bool
+) -> None:
+    """Add the text, or the query with its documents, of a line to a sample. `is_json`: the file has JSON Lines only."""
+    if not is_json and not line.startswith("{"):
         texts[line] = None
         return
     try:
-        value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+        value = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        if is_json:
+            raise CommandRefused(f"{where}: not JSON: {error}") from error
         texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")

@@ -21,6 +21,7 @@ from sie_contracts.errors import (
     GatewayTimeout,
     LoraLoadFailed,
     LoraLoading,
+    ModelLoadFailed,
     ModelLoading,
     ModelNotFound,
     SIEError,
@@ -264,6 +265,12 @@ class Loading:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
+            except ModelLoadFailed:
+                chosen = self.models.obtain(hosted.resolved, hosted.revision)
+                # without a device where the model may fit, the chosen one has a failed load too
+                if past_gate or chosen.refusal(self._clock()) is not None:
+                    raise
+                hosted = self._move(flights, chosen)
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
@@ -273,7 +280,9 @@ class Loading:
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to another device. Return the state of their model there."""
-        chosen = self.models.obtain(hosted.resolved, hosted.revision)
+        return self._move(flights, self.models.obtain(hosted.resolved, hosted.revision))
+
+    def _move(self, flights: Sequence[InFlight], chosen: ModelState) -> ModelState:
         for flight in flights:
             if flight.hosted is not None:
                 self._inventory.move(flight, chosen)
