@@ -31,7 +31,7 @@ README_MODELS = {
     "pages": "vidore/colpali-v1.3-hf",
     "clap": "me/clap",
 }
-# kinds that the guarded cluster serves; those again of which a test counts the requests
+# kinds that the guarded cluster serves, and kinds that it also serves as `watched/...` for tests that count requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
 WATCHED_KINDS = ("mini", "late", "tags")
 _clusters = shared.Shared()
@@ -48,13 +48,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_sessionfinish() -> None:
-    """After Ctrl-C no test is torn down, and what a group shares would go on."""
+    """End the shared objects also after Ctrl-C, when pytest tears down no test."""
     _clusters.end()
 
 
 @pytest.fixture(scope="session")
 def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    """A model of each of `local_models.KINDS`, under its name."""
+    """One model of each kind in `local_models.KINDS`, under the name of its kind."""
     models = local_models.under(tmp_path_factory.mktemp("every-family"))
     for name in local_models.KINDS:
         models.build(name)
@@ -63,7 +63,7 @@ def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 
 @pytest.fixture(scope="session")
 def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
-    """Return the models that the open cluster serves beside the packaged ones. A file adds its own to them."""
+    """Return the models that the open cluster serves beside the packaged ones. A test file adds its own models."""
     models = LocalModels(tmp_path_factory.mktemp("open-models"), every_family.weights)
     for file in every_family.folder.iterdir():
         entry = json.loads(file.read_text())
@@ -75,7 +75,9 @@ def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalMod
 
 @pytest.fixture(scope="module")
 def open_cluster(tmp_path_factory: pytest.TempPathFactory, open_models: LocalModels) -> Cluster:
-    """Two gateways without tokens, one worker; the packaged models and one of each kind, all in float32."""
+    """A cluster of two gateways without tokens and one worker. It has the packaged models and one of each kind, in
+    float32.
+    """
     arguments = ["--preload", MODEL, "--models-dir", str(open_models.folder), "--default-models", OPEN_DEFAULTS]
     # in bfloat16 a CPU with AMX takes another kernel for few rows than for many
     arguments += ["--default-compute-precision", "float32", "--batcher-coalesce-ms", "20", "--no-spare"]
@@ -87,8 +89,8 @@ def open_cluster(tmp_path_factory: pytest.TempPathFactory, open_models: LocalMod
 
 @pytest.fixture(scope="module")
 def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Cluster:
-    """With tokens and keys, secrets of other services, a data directory that was there before and that everybody may
-    enter, and inputs in the payload store from 1 KiB on.
+    """A cluster with tokens, with secrets of other services in its environment, with a data directory that exists
+    before the start and that everybody may enter, and with inputs of 1 KiB or more in the payload store.
     """
 
     @contextmanager
@@ -127,7 +129,7 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
 
 @pytest.fixture(scope="module")
 def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """With the fixed-cost adapter; its only model is the default of every kind."""
+    """A stack with the fixed-cost adapter. Its only model is the default of every task."""
     defaults = ",".join(f"{name}={fuzz.MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
     environ = {
         "SIE_DEFAULT_MODELS": defaults,
@@ -157,7 +159,7 @@ def jobs(job_cluster: Stack) -> Iterator[JobClient]:
 
 @pytest.fixture
 def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
-    """A folder of each test, which jobs may read and write."""
+    """A folder of this test that jobs may read and write."""
     folder = job_cluster.folder / "data" / request.node.name
     folder.mkdir(parents=True)
     return folder
@@ -165,7 +167,7 @@ def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A browser, by the address of its DevTools."""
+    """Start a browser and return the address of its DevTools."""
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
         yield devtools
 

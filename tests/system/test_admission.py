@@ -1,4 +1,6 @@
-"""Refusals by real processes: no request that an idle or slow machine can answer is refused. The device is a clock."""
+"""Refusals by real processes with the fixed-cost adapter: no request that an idle or slow machine can answer is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from cgroups import limited
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
-AT_A_CLIENT = 16  # connections: what a client of httpx takes for one grows with how many it has
+AT_A_CLIENT = 16  # connections of one httpx client: its cost per connection grows with their number
 
 
 async def at_once(url: str, count: int, **headers: str) -> list[httpx.Response]:
-    """So many requests, each over a connection of its own."""
+    """Send `count` requests at once, each over a connection of its own."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
 
     async def some(numbers: range) -> list[httpx.Response]:
@@ -41,7 +43,7 @@ def codes(answers: list[httpx.Response]) -> Counter[str]:
 async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_by_a_fresh_server(
     tmp_path: Path,
 ) -> None:
-    """The first of them have to wait for the model to be loaded."""
+    """The first requests have to wait until the model is loaded."""
     device = Device(batch_ms=50.0, token_us=500.0, load_s=2.0)
     with Stack(tmp_path, Plan((MODEL,), workers=(device,), preload=False)) as stack:
         assert codes(await at_once(stack.urls[0], 512)) == {"200": 512}
@@ -51,9 +53,9 @@ async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_b
 @pytest.mark.serial
 @pytest.mark.timeout(300)
 async def test_a_slow_machine_refuses_nothing_that_it_can_answer(tmp_path: Path) -> None:
-    """Four tenths of a core for all processes, one request to warm up, then 40, 40 and 200 with budgets of 10 s. A
-    batch of one text costs nearly as much as one of hundreds: an estimate from batches of one text, of a worker without
-    work, refuses nearly all of them.
+    """All processes share 0.4 of a core. One request warms up the worker, then 40, 40 and 200 requests with budgets of
+    10 s follow. A batch of one text costs nearly as much as one of hundreds: an estimate from batches of one text would
+    refuse nearly all requests.
     """
     plan = Plan((MODEL,), workers=(Device(batch_ms=300.0, token_us=500.0),))
     with Stack(tmp_path, plan) as stack, limited([part.pid for part in stack.parts], 0.4):

@@ -1,4 +1,5 @@
-"""Hostile input from many clients at once: a typed error or a right answer, its batch mates unaffected, no NaN ever.
+"""Hostile input from many clients at once gets a typed error or a right answer, without effect on its batch mates. No
+reply holds a NaN.
 
 Every answer of this file goes through `checked`.
 """
@@ -51,7 +52,7 @@ POISONED = {
     "zero-shot": "extract",
     "tags": "extract",
 }
-# in every run: of each kind of head one that overflows, of each family one that gets odd texts; the others are long
+# the cases of every run; all other cases have the marker `long`
 USUAL_POISONED = ("late", "cross")
 USUAL_ODD = ("cross",)
 QUERY = "search the river"
@@ -76,7 +77,7 @@ ODD = {
     "fields": "{query}{document}{text}{instruction}{}{0}%s$x",
 }
 Json = dict[str, Any]
-Serve = Callable[[str, str, Callable[[Path], None]], None]  # name, kind, what changes the weights
+Serve = Callable[[str, str, Callable[[Path], None]], None]  # name, kind, function that changes the weights
 
 
 pytestmark = shared.OPEN
@@ -89,7 +90,7 @@ def cluster(open_cluster: Cluster) -> Cluster:
 
 @pytest.fixture(scope="module")
 def serve(cluster: Cluster, open_models: LocalModels, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Serve a model of a kind, whose weights are changed first."""
+    """Return a function that changes the weights of a model and then serves the model."""
     models = local_models.under(tmp_path_factory.mktemp("adversarial"))
 
     def add(name: str, kind: str, change: Callable[[Path], None]) -> None:
@@ -107,9 +108,7 @@ async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def checked(answer: httpx.Response) -> Json:
-    """The body of an answer. Fails for a number that is not finite, anywhere, and for an error that is
-    not a typed one.
-    """
+    """Return the body of an answer. Fail for a number that is not finite and for an error that is not typed."""
     body: Json = (
         arrays.unpack(arrays.decode_msgpack(answer.content))
         if "msgpack" in answer.headers["content-type"]
@@ -132,7 +131,7 @@ def check_finite(value: Any, path: str = "") -> None:
             check_finite(item, f"{path}[{index}]")
     elif isinstance(value, float | np.ndarray):
         assert np.isfinite(value).all(), path
-    elif value is None:  # how JSON would hide one
+    elif value is None:  # JSON has no NaN and writes null
         assert ".values" not in path, path
 
 
@@ -152,13 +151,13 @@ async def ask(
         body = {**body, "options": {"score_mode": "hybrid"}}
     content = msgspec.msgpack.encode(body) if msgpack else json.dumps(body).encode()
     kind_of = "application/msgpack" if msgpack else "application/json"
-    # how long a class of work takes is not known at its first request, and less so on a busy machine
+    # a first request has no measured duration to go by, and the machine may be busy
     headers = {"content-type": kind_of, "x-sie-explain": "1", "x-sie-timeout-ms": "300000"}
     return await client.post(f"/v1/{verb}/test/{model}", content=content, headers=headers)
 
 
 def slots(body: Json) -> list[Json]:
-    """One for each input, in order."""
+    """Return one result for each input, in order."""
     if "items" in body:
         return list(body["items"])
     return sorted(body["scores"], key=lambda entry: int(entry["item_id"].removeprefix("item-")))
@@ -167,7 +166,7 @@ def slots(body: Json) -> list[Json]:
 def check_close(value: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         assert set(value) == set(expected)
-        # a query that documents share counts with the first of them: usage depends on mates
+        # the tokens of a shared query count for its first document: usage depends on the mates
         for name in set(expected) - {"id", "item_id", "rank", "timing", "usage"}:
             check_close(value[name], expected[name])
     elif isinstance(expected, list) and expected and not isinstance(expected[0], int | float):
@@ -191,14 +190,14 @@ async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
 
 @pytest.mark.parametrize("kind", long_but(POISONED, USUAL_POISONED))
 async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, serve: Serve, kind: str) -> None:
-    """Beside its mates in one request, and in a request of its own that shares their batch."""
+    """The poisoned text comes beside its mates in one request, and alone in a request that shares their batch."""
     name, instruction = f"poisoned-{kind}", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
     vocabulary = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
     await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, vocabulary))
     expected = await alone(client, name)
     has_shared = False
     for _ in range(40):
-        # the first ones find the device idle and run alone, while the others gather
+        # the first requests find the device idle and run alone, while the others gather
         requests = [ask(client, name, [mate]) for mate in MATES]
         requests += [ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON])]
         *answers, together, single = await asyncio.gather(*requests)
@@ -349,7 +348,7 @@ PLACES: list[tuple[str, Json]] = [
 
 @pytest.mark.parametrize(("path", "body"), PLACES, ids=range(len(PLACES)))
 async def test_a_lone_surrogate_is_refused_wherever_it_stands(client: httpx.AsyncClient, path: str, body: Json) -> None:
-    """In JSON as an escape, in msgpack as the three bytes that would be its UTF-8."""
+    """JSON has the surrogate as an escape, msgpack as the three bytes that would be its UTF-8."""
     packed = msgspec.msgpack.encode(json.loads(json.dumps(body).replace("\\ud800", "~s~"))).replace(
         b"~s~", b"\xed\xa0\x80"
     )
@@ -362,7 +361,7 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     from transformers import pipeline
 
     braces = "{query}{document}{text}"
-    # the pipeline takes a first label of {} for a template without a field
+    # the pipeline raises if the first label is {}: it then takes the template for one without a field
     labels = [
         "river",
         "{}",
@@ -397,8 +396,8 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
 
 @pytest.mark.parametrize("name", long_but(["gliner", "zero-shot"], ["gliner"]))
 async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> None:
-    """The labels are as many as are allowed, one of 100 kB, odd ones, the same one twice: an answer or a typed
-    error.
+    """Each list of labels gets an answer or a typed error: as many labels as are allowed, one of 100 kB, odd ones, and
+    the same label twice.
     """
     many = [f"label {number}" for number in range(MAX_LABELS)]
     cases = [many, ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
@@ -418,7 +417,7 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
 
 @pytest.fixture(scope="module")
 def large(serve: Serve) -> None:
-    """A model whose states are a million times as large."""
+    """Serve a model whose hidden states are a million times as large."""
     serve("large", "m3", lambda weights: local_models.enlarge(weights, 1e6))
 
 

@@ -1,6 +1,4 @@
-"""An air-gap archive where there is no network: loaded, served and asked, while every connection that anything tries is
-counted.
-"""
+"""An air-gap archive is loaded and served without a network, while strace records every attempted connection."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ DNS = 53
 
 
 def attempts(trace: Path) -> tuple[list[str], int]:
-    """The connections that were tried to anything but this machine, and to any name server; and how many were tried at
-    all.
-    """
+    """Return the attempted connections to other machines or to any name server, and the number of all attempts."""
     lines = [line for line in trace.read_text().splitlines() if "AF_INET" in line]
     strange = []
     for line in lines:
@@ -43,8 +39,8 @@ def attempts(trace: Path) -> tuple[list[str], int]:
 
 
 def asked(url: str) -> dict[str, Any]:
-    """Return the fingerprint of each model and the vectors of TEXTS, each in a request of its own, once it is loaded:
-    batch mates would change the last bits.
+    """Return fingerprints and vectors of TEXTS for each model, once it is loaded. Each text has a request of its own,
+    because batch mates change the last bits.
     """
 
     def answered(model: str, text: str) -> httpx.Response | None:
@@ -69,7 +65,7 @@ def asked(url: str) -> dict[str, Any]:
 def without_network(
     *command: str, hidden: tuple[Path, ...] = (), timeout_s: float = 280
 ) -> subprocess.CompletedProcess[str]:
-    """Run in a network namespace with nothing but loopback, and with these folders empty."""
+    """Run a command in a network namespace that has only loopback, with the folders `hidden` empty."""
     steps = ["ip link set lo up", *(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"']
     inside = ["unshare", "--net", "--mount", "sh", "-c", " && ".join(steps), "sh", *command]
     return subprocess.run(inside, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -77,13 +73,13 @@ def without_network(
 
 @pytest.mark.timeout(400)
 def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_path: Path) -> None:
-    """MiniLM and a random model, where neither the package, the folder nor the hub's cache is that they came from.
+    """MiniLM and a random model are served without the package and the folder that they came from.
 
-    1. A machine with everything answers, and makes the archive.
-    2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being
-       mounted read-only in between, and the same texts are asked.
-    3. Vectors are equal to the last bit, and so are fingerprints; no connection was tried but to loopback, no name was
-      looked up.
+    1. A machine with a network encodes the texts and makes the archive.
+    2. In a namespace without a route, `sie airgap load` and `sie airgap serve` run under strace, and the same texts are
+       encoded. Between the two commands the folder is mounted read-only.
+    3. Vectors and fingerprints are equal to the last bit. No process tries a connection beyond loopback or a look-up of
+       a name.
     """
     office, site = tmp_path / "office", tmp_path / "site"
     site.mkdir()
@@ -146,11 +142,11 @@ sys.exit(status)
     for trace in ("load.txt", "serve.txt"):
         strange, _ = attempts(site / trace)
         assert strange == [], trace
-    assert attempts(site / "serve.txt")[1] > 0  # its own processes, over loopback
+    assert attempts(site / "serve.txt")[1] > 0  # the processes of `sie` connect to each other over loopback
 
 
 def test_a_connection_that_is_tried_is_counted(tmp_path: Path) -> None:
-    """The count of the test above sees a look-up, an address and IPv6, though none of them leads anywhere."""
+    """`attempts` sees a look-up of a name, an IPv4 address and an IPv6 address, though none of them answers."""
     code = """
 import socket
 places = [("192.0.2.1", 443), ("2001:db8::1", 443), ("127.0.0.1", 9)]
@@ -168,4 +164,4 @@ for reach in (lambda: socket.getaddrinfo("huggingface.co", 443), *connects):
     assert "htons(53)" in text
     assert "192.0.2.1" in text
     assert "2001:db8::1" in text
-    assert count > len(strange)  # that to loopback is none
+    assert count > len(strange)  # the connection to loopback is not strange

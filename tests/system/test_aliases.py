@@ -1,5 +1,5 @@
-"""Aliases on a live cluster of two gateways: a flip under load is one write that fails nothing, and a shadow is
-nobody's trouble.
+"""Aliases on a live cluster of two gateways: a flip under load is one write that fails no request, and a shadow changes
+no answer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def config_of(cluster: Cluster) -> str:
 
 
 def sie(cluster: Cluster, *arguments: str, status: int = 0) -> Result:
-    """`sie models ...` as an operator runs it."""
+    """Run `sie models ...` as an operator does."""
     environ = {"SIE_CONFIG_SERVICE_URL": config_of(cluster), "SIE_ADMIN_TOKEN": shared.ADMIN}
     result = CliRunner().invoke(models, arguments, env=environ)
     assert result.exit_code == status, result.output
@@ -70,15 +70,15 @@ def vector(answer: httpx.Response) -> Any:
 
 
 def is_of(left: Any, right: Any) -> bool:
-    """Whether two vectors of length 1 are of one model: batch mates move its 16-bit numbers by 1e-5 of a cosine, the
-    other prompt by 100 times as much at least.
+    """Return whether two vectors of length 1 come from one model. Batch mates change the cosine by 1e-5, the other
+    prompt by at least 100 times as much.
     """
     return float(left @ right) > 0.9995
 
 
 class Load(threading.Thread):
-    """Asks one gateway for the alias until it is told to end; keeps every answer's status, model, fingerprint and
-    vector.
+    """A thread that asks one gateway for the alias until `end`, and keeps the status, model, fingerprint and vector of
+    every answer.
     """
 
     def __init__(self, cluster: Cluster, number: int) -> None:
@@ -98,7 +98,7 @@ class Load(threading.Thread):
                 )
 
     def serves(self, model: str) -> bool:
-        """Whether the last two answers were given by a model."""
+        """Return whether the last two answers came from a model."""
         return len(self.seen) > 1 and all(entry[1] == model for entry in self.seen[-2:])
 
     def end(self) -> None:

@@ -59,7 +59,7 @@ def post(client: httpx.Client, body: object, model: str = MODEL, **headers: str)
 
 
 def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> None:
-    """Ragged texts in one request, default precision of the device against float32."""
+    """One request holds texts of many lengths. The reference computes in float32."""
     texts = [*oracle.ragged_texts(40, seed=1), "", "Zürich, 東京 and 😀", "First line.\nSecond line."]
     answer = post(client, {"items": [{"text": text} for text in texts]})
     assert answer.status_code == 200
@@ -68,7 +68,7 @@ def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> N
 
 
 def test_the_models_are_listed_by_the_command(cluster: Cluster) -> None:
-    """From the config service, or where there is none from the gateway."""
+    """The list comes from the config service, or from the gateway where there is no config service."""
     listed = CliRunner().invoke(main, ["models", "list", "--data-dir", str(cluster.data_dir)])
     assert listed.exit_code == 0, listed.output
     assert any({MODEL, "encode", "default"} <= set(line.split()) for line in listed.stdout.splitlines())
@@ -77,7 +77,6 @@ def test_the_models_are_listed_by_the_command(cluster: Cluster) -> None:
 
 
 def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
-    """One rule for the format, equal values in both."""
     body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
     as_json = post(client, body, accept="application/json").json()
     answer = client.post(
@@ -107,7 +106,7 @@ def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
 
 
 def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -> None:
-    """The stages and the rest add up; worker, revision, fingerprint and request id are told."""
+    """The stages add up to the total. Headers name the worker, the revision, the fingerprint and the request id."""
     answer = post(client, {"items": ["Hello"]}, **{"x-request-id": "mine-1", "x-sie-explain": "1"})
     timing = answer.json()["timing"]
     assert sum(timing[name] for name in STAGES) == pytest.approx(timing["total_time"], abs=0.01)
@@ -126,11 +125,13 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
         "_default",
         False,
     )
-    assert explanation["batch"]["padding"] == 5  # 3 tokens run as 8, one of few lengths
+    assert explanation["batch"]["padding"] == 5  # 3 tokens are padded to 8, one of a few fixed lengths
 
 
 def test_truncation_is_never_silent(client: httpx.Client) -> None:
-    """Cut at the sentence model's own limit of 256, reported; NONE refuses the item and tells count and limit."""
+    """A text is cut at the model's limit of 256 tokens, and the reply says so. With NONE the item is refused with its
+    number of tokens and the limit.
+    """
     long, short = "retrieval " * 400, "short"
     answer = post(client, {"items": [short, long]})
     assert answer.json()["usage"]["truncated_items"] == [1]
@@ -150,7 +151,6 @@ def test_truncation_is_never_silent(client: httpx.Client) -> None:
 
 
 def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> None:
-    """One slot per input, in order, whatever failed."""
     body = {"items": [{"text": "a"}, {"id": "x"}, {"text": "b"}, {"images": ["aGVsbG8="]}, {"text": ""}]}
     answer = post(client, body)
     assert answer.status_code == 200
@@ -168,7 +168,7 @@ def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> 
 
 
 def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
-    """2,048 inputs are many messages and one answer."""
+    """2,048 inputs become many messages and one answer."""
     texts = [f"text number {number}" for number in range(2048)]
     answer = post(client, {"items": texts}, accept="application/msgpack")
     slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
@@ -180,7 +180,7 @@ def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
 
 
 def test_model_names(client: httpx.Client) -> None:
-    """Mis-cased, escaped, with revision, with bundle; replies echo what was asked for."""
+    """A name may have other case, escapes, a revision or a bundle. The reply has the model's own name."""
     revision = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
     for name in (MODEL.upper(), MODEL.replace("/", "%2F"), f"{MODEL}@{revision}", f"default:/{MODEL}", MODEL + "/"):
         answer = post(client, {"items": ["Hello"]}, name)
@@ -197,7 +197,9 @@ def test_the_models_api(client: httpx.Client) -> None:
     assert answer["data"] == answer["models"]
 
     def told_alike() -> Any:
-        """Return the list's entry once no heartbeat came between it and the model's own route."""
+        """Return the entry of the list if the model's own route has the same: a heartbeat may come between the two
+        requests.
+        """
         listed = next(model for model in client.get("/v1/models").json()["data"] if model["id"] == MODEL)
         return client.get(f"/v1/models/{MODEL}").json() == listed and listed
 
@@ -232,10 +234,10 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
 
 
 def test_an_unknown_model_is_refused_at_once_with_near_names(client: httpx.Client) -> None:
-    """Before the body is looked at. 50 ms is the bound, 150 with the test's margin."""
+    """The refusal comes before the body is read. The bound is 50 ms; the test allows 150 ms."""
     post(client, {"items": ["warm"]})
     took_s = []
-    for _ in range(5):  # a machine that is busy elsewhere is not what is measured
+    for _ in range(5):  # the fastest counts: the machine may be busy with other tests
         started_s = time.perf_counter()
         answer = post(client, b"{broken", "all-MiniLM-L6-v3")
         took_s.append(time.perf_counter() - started_s)
@@ -278,7 +280,7 @@ BAD_JSON: list[tuple[object, str, str]] = [
 
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_JSON, ids=range(len(BAD_JSON)))
 def test_bad_json_is_a_400_that_names_the_field(client: httpx.Client, body: object, reason: str, param: str) -> None:
-    """One envelope for every reader, and the server serves on."""
+    """The reply has the one envelope of all errors, and the next request succeeds."""
     check_refusal(client, post(client, body), reason, param)
 
 
@@ -299,7 +301,7 @@ BAD_MSGPACK: list[tuple[bytes, str, str]] = [
 
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_MSGPACK, ids=range(len(BAD_MSGPACK)))
 def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: bytes, reason: str, param: str) -> None:
-    """No object is ever unpickled, and errors are JSON also to msgpack clients."""
+    """A client that sends msgpack gets the error in JSON too."""
     check_refusal(client, post(client, body, **{"content-type": "application/msgpack"}), reason, param)
 
 
@@ -341,15 +343,15 @@ def test_a_bad_header_is_named(client: httpx.Client, name: str, value: str) -> N
 
 
 def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(client: httpx.Client) -> None:
-    """Permanent faults are not told as a full or absent queue."""
+    """A permanent fault is not reported as a full or absent queue."""
     refused = post(client, {"items": ["a"], "params": {"instruction": "x" * 9_000_000}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (413, "instruction")
     assert post(client, {"items": ["a"]}, traceparent="x" * 60_000).status_code == 200
 
 
 def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx.Client) -> None:
-    """No message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes
-    for the others.
+    """No message of the broker can hold the text: `sie serve` keeps it in a folder. The other inputs get their usual
+    vectors.
     """
     words = "the quick brown fox jumps over the lazy dog "
     slots = post(client, {"items": [words * 230_000, words * 200, "fine"]}).json()["items"]
@@ -359,7 +361,6 @@ def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx
 
 
 def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) -> None:
-    """No plain-text error exists."""
     assert client.get("/v1/nope").json()["code"] == "NOT_FOUND"
     answer = client.get(f"/v1/encode/{MODEL}")
     assert (answer.status_code, answer.json()["code"]) == (405, "METHOD_NOT_ALLOWED")
@@ -380,7 +381,7 @@ def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client)
 
 
 def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> None:
-    """A canary through success and failure."""
+    """A canary is in requests that succeed and in requests that fail."""
     canary = "canary" + base64.b32encode(b"7-0-3-1").decode().strip("=")
     post(client, {"items": [canary]})
     post(client, {"items": [{"text": canary, "id": 5}]})
@@ -408,7 +409,6 @@ def test_the_sync_client(cluster: Cluster) -> None:
 
 
 async def test_the_async_client(cluster: Cluster) -> None:
-    """The same calls, the same results."""
     async with SIEAsyncClient(cluster.url) as client:
         single = await client.encode(MODEL, Item(text="Hello", id="a"))
         several = await client.encode(MODEL, [Item(text="Hello"), "World"])

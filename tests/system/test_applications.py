@@ -56,19 +56,19 @@ def of_tei(reply: Any) -> list[Any]:
 
 
 def by_results(reply: Any) -> list[Any]:
-    """Most of them: `results`, put back into the order of the documents."""
+    """Return the scores in `results`, in the order of the documents."""
     scores = {entry["index"]: entry["relevance_score"] for entry in reply["results"]}
     return [scores[index] for index in range(COUNT)]
 
 
 def with_texts(reply: Any) -> list[Any]:
-    """The texts come back too."""
+    """Check that the texts come back, and return the scores."""
     assert all(entry["document"]["text"] == DOCUMENTS[entry["index"]] for entry in reply["results"])
     return by_results(reply)
 
 
 def by_data(reply: Any) -> list[Any]:
-    """Continue reads `data`, as Voyage's clients do."""
+    """Return the scores in `data`, which Continue reads as Voyage's clients do."""
     return [entry["relevance_score"] for entry in sorted(reply["data"], key=lambda entry: entry["index"])]
 
 
@@ -132,7 +132,7 @@ APPLICATIONS = [
     ),
 ]
 
-# the path of their address is not kept, so the default models answer
+# these clients drop the path of the configured address, so the default models answer
 WITHOUT_A_PATH = [
     Application("Milvus, TEI", "/embed", {"inputs": TEXTS, "truncate": True, "truncation_direction": "Left"}, of_tei),
     Application("Milvus, TEI ranker", "/rerank", {**TEI_RERANK, "truncate": True}, tei_ranks),
