@@ -1,8 +1,7 @@
-"""Attacks on a real `sie serve` without tokens, as a laptop has it, from outside of its user's programs: a foreign page
-in a browser, and whoever reaches its ports. Every listener of every process is attacked, and each attack is followed by
-an ordinary request.
+"""Attacks on a real `sie serve` without tokens, as it runs on a laptop: by a foreign page in a browser, and by anything
+that reaches its ports. The attacks go to the listeners of all processes, and each test ends with an ordinary request.
 
-Another local user is in test_local_users.py, tokens are in test_security.py, bent bodies in test_fuzz.py.
+Another local user is in test_local_users.py, tokens are in test_security.py, malformed bodies in test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from websockets.sync.client import connect
 
 ENCODE = f"/v1/encode/{MODEL}"
 GROWTH_BYTES = 24 << 20
-SENT_BYTES = 24 << 20  # of trailers by each connection, at most: the server gives up long before
+SENT_BYTES = 24 << 20  # trailers of each connection at most: the server closes long before
 FOREIGN = (
     {"origin": "https://evil.example"},
     {"origin": "null"},
@@ -67,7 +66,7 @@ def is_unhurt(cluster: Cluster) -> Iterator[None]:
 
 
 def listeners(cluster: Cluster) -> dict[str, tuple[int, str]]:
-    """Port and role of each process that listens for HTTP, by what it is."""
+    """Return port and role of each HTTP listener, by its name."""
     metrics = [line.partition("metrics on ")[2] for line in cluster.lines if "gateway listening" in line]
     config = urlsplit(str(cluster.health()["config_url"])).port
     assert config is not None
@@ -87,7 +86,7 @@ def rss_bytes(cluster: Cluster, role: str) -> int:
 
 
 def arrived(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+    """Return all bytes until the server closes."""
     reply = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
@@ -106,7 +105,7 @@ ENDLESS = {"a value": (b"x: ", b"y" * 65536), "many": (b"", b"a: b\r\n" * 10_000
 
 
 def send_endless(port: int, path: str, beginning: bytes, piece: bytes, closed: list[bool]) -> None:
-    """Trailers without an end, until the server has closed."""
+    """Send trailers without an end, until the server closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(head(path, "transfer-encoding: chunked") + b"2\r\n{}\r\n0\r\n" + beginning)
         try:
@@ -121,7 +120,7 @@ def send_endless(port: int, path: str, beginning: bytes, piece: bytes, closed: l
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_trailers_without_an_end_cost_nothing(cluster: Cluster, listener: str, kind: str) -> None:
-    """Four connections at once, on routes that read a body and on some that do not."""
+    """Four connections send at once, to routes that read a body and to routes that do not."""
     port, role = listeners(cluster)[listener]
     before = rss_bytes(cluster, role)
     closed: list[bool] = []
@@ -136,7 +135,7 @@ def test_trailers_without_an_end_cost_nothing(cluster: Cluster, listener: str, k
 
 
 def test_trailers_are_no_headers(cluster: Cluster) -> None:
-    """A pool that does not exist would be 404, a budget of a millisecond 504."""
+    """As headers, these trailers would give 404 for the unknown pool or 504 for the budget of 1 ms."""
     body = json.dumps({"items": ["a"]}).encode()
     with socket.create_connection(("127.0.0.1", cluster.port), timeout=60) as connection:
         connection.sendall(
@@ -161,8 +160,8 @@ def test_an_answer_before_the_body_ends_the_connection(cluster: Cluster) -> None
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: next(iter(foreign.values())))
 def test_a_foreign_page_changes_and_computes_nothing(cluster: Cluster, foreign: dict[str, str]) -> None:
-    """A form, or a fetch without CORS: any method, text/plain. Before anything else is looked at, so on every listener
-    alike.
+    """The page sends a form or a fetch without CORS: any method, with text/plain. The origin is checked before all
+    else, on every listener.
     """
     for listener, (port, _) in listeners(cluster).items():
         for method, path in CHANGING:
@@ -179,7 +178,7 @@ def test_a_foreign_page_changes_and_computes_nothing(cluster: Cluster, foreign: 
 
 
 def test_its_own_pages_and_programs_are_let_in(cluster: Cluster) -> None:
-    """Also curl as the README has it, which sends a form's content type."""
+    """curl as in the README is let in too: it sends the content type of a form."""
     body = '{"items": [{"text": "What is deep learning?"}]}'
     form = {"content-type": "application/x-www-form-urlencoded"}
     for own in (form, form | {"origin": cluster.url}, form | {"origin": cluster.url, "sec-fetch-site": "same-origin"}):
@@ -233,13 +232,13 @@ def test_no_foreign_page_looks_through_a_websocket(cluster: Cluster, headers: di
 
 
 def test_nobody_takes_the_only_worker(cluster: Cluster) -> None:
-    """Neither a page nor a program without the scope admin."""
+    """A program without the scope admin can create a pool, but the pool gets no worker."""
     answer = httpx.post(
         f"{cluster.url}/v1/pools", content='{"name": "mine", "gpus": {"cpu": 1}, "ttl_seconds": 3600}', timeout=60
     )
     assert answer.status_code == 201
     try:
-        for _ in range(20):  # longer than workers take to be told their pools
+        for _ in range(20):  # longer than workers take to learn their pools
             assert cluster.encode(["Hello"]).status_code == 200
             time.sleep(0.3)
         status = httpx.get(f"{cluster.url}/v1/pools/mine", timeout=60).json()["status"]
@@ -267,8 +266,8 @@ def test_one_client_cannot_take_all_status_sockets(cluster: Cluster) -> None:
 
 
 def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
-    """300 connections drip heads, bodies and trailers; complete requests of clients that send no more are answered
-    beside them.
+    """300 connections send heads, bodies and trailers byte by byte. Complete requests on half-closed connections are
+    answered meanwhile.
     """
     body = json.dumps({"items": ["a"]}).encode()
     with contextlib.ExitStack() as held:

@@ -19,8 +19,8 @@ pytestmark = shared.OPEN
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.long)])
 async def test_ragged_batches_equal_one_by_one(open_cluster: Cluster, rounds: int) -> None:
-    """Concurrent requests of several clients, seen to have run in `rounds` forward passes, against each text
-    alone, float32.
+    """Concurrent requests share at least `rounds` forward passes. Each vector equals that of its text alone, in
+    float32.
     """
     rng = random.Random(5)
     texts = oracle.ragged_texts(60, seed=5, longest=80)

@@ -1,5 +1,5 @@
-"""Batches of the unmodified client of OpenAI at a real `sie serve`: every request is answered once, as a direct call
-answers it; the states of a batch and its ends; owners; a broker and gateways that are killed.
+"""Batches of the unmodified OpenAI client at a real `sie serve`: every request is answered once, as a direct call
+answers it; the states and ends of a batch; owners; a broker and gateways that are killed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ADMIN, ONE, OTHER = (f"batch-token-{secrets.token_urlsafe(12)}" for _ in range(3
 ENDED = {"completed", "failed", "cancelled", "expired"}
 EMBEDDINGS = "/v1/embeddings"
 DENSE = "test/dense"
-HELD_LINES = 4000  # more than a worker answers before it is held
+HELD_LINES = 4000  # more than a worker answers before its adapter is paused
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two gateways; small models, which compute in float32."""
+    """A cluster of two gateways, with small models that compute in float32."""
     models = local_models.under(tmp_path_factory.mktemp("models"))
     for name in ("dense", "cross", "gliner"):
         models.build(name)
@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Whose processes are held and killed, with keys that may end."""
+    """A cluster whose processes are paused and killed, with keys that can be revoked."""
     models = local_models.under(tmp_path_factory.mktemp("frail-models"))
     models.build("dense")
     environ = {"SIE_AUTH_MODE": "token", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": ONE}
@@ -86,7 +86,7 @@ def submitted(client: openai.OpenAI, lines: Sequence[bytes], endpoint: str = EMB
 
 
 def ended(cluster: Cluster, client: openai.OpenAI, batch: Batch, timeout_s: float = 120) -> list[Batch]:
-    """Return the states of a batch until its end: counts that only grow, and states in their order."""
+    """Return the snapshots of a batch until its end."""
     snapshots = [batch]
 
     def look() -> bool:
@@ -123,11 +123,11 @@ def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> http
     return httpx.post(f"{cluster.url}{path}", json=body, headers=headers, timeout=60)
 
 
-# what is answered
+# answers
 
 
 def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
-    """Upload, submit, poll, download. Each answer is where its request was, as a direct call has it."""
+    """Upload, submit, poll and download. Each answer stands where its request was and equals that of a direct call."""
     expiry = {"anchor": "created_at", "seconds": 86_400}
     new_batch = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
     assert (new_batch.object, new_batch.status, new_batch.endpoint, new_batch.completion_window) == (
@@ -271,7 +271,9 @@ def test_every_endpoint_answers_as_it_does_alone(
 
 
 def assert_alike(left: Any, right: Any, name: str = "") -> None:
-    """The same shape and texts; numbers as far as other mates in a batch may change them; not ids and times."""
+    """Check that two replies have the same shape and texts. Numbers may differ as far as batch mates change them. Ids
+    and times are not compared.
+    """
     assert type(left) is type(right) or {type(left), type(right)} <= {int, float}, name
     if isinstance(left, dict):
         assert left.keys() == right.keys(), name
@@ -287,7 +289,7 @@ def assert_alike(left: Any, right: Any, name: str = "") -> None:
         assert left == right, name
 
 
-# what is refused
+# refusals
 
 
 def test_a_file_that_is_no_batch_fails_as_a_whole(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -368,11 +370,11 @@ def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.Op
             assert ended(cluster, stranger, batch)[-1].status == "completed"
 
 
-# ends that are no completion
+# batches that are cancelled or expire
 
 
 def held(frail: Cluster, client: openai.OpenAI, **more: Any) -> tuple[Batch, int]:
-    """A batch of which some requests are answered and no more will be: and the process that is held."""
+    """Return a batch of which some requests are answered, and the paused adapter, which answers no more of them."""
     (adapter, *_) = frail.pids("adapter")
     batch = submitted(client, embeddings(HELD_LINES), **more)
     until(lambda: counts(client.batches.retrieve(batch.id))[1], 60, "some are answered", frail.log)
@@ -451,7 +453,7 @@ def sie_keys(frail: Cluster, *args: str) -> str:
 
 
 def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
-    """Id and token of a key that the gateways know."""
+    """Create a key, and return its id and token when all gateways know it."""
     key_record = json.loads(sie_keys(frail, "create", name, "--scopes", scopes, "--json"))
     headers = {"authorization": f"Bearer {key_record['token']}"}
 
@@ -494,7 +496,7 @@ def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster)
 
 
 def leader_of(frail: Cluster) -> int:
-    """The process of the gateway that computes most: the one that leads the only batch."""
+    """Return the gateway process that computes most: it leads the only batch."""
     pids = frail.pids("gateway")
     before = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids}
 
@@ -512,7 +514,7 @@ def leader_of(frail: Cluster) -> int:
 def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
     frail: Cluster, frail_client: openai.OpenAI
 ) -> None:
-    """A gateway that leads is killed, twice; the broker is killed. The batch completes. Each custom_id is once in the
+    """The gateway that leads is killed twice, the broker once. The batch completes, and each request is once in the
     output or in the error file.
     """
     lines = embeddings(HELD_LINES)

@@ -1,4 +1,6 @@
-"""Bodies that would become many objects, sent to a real gateway: what they take, and what they cost everybody else."""
+"""Bodies that would decode into many objects, sent to a real gateway: the memory that they take, and the latency of
+other requests.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 class Requests:
-    """Short requests, one after another: a number of them, or while a context lasts."""
+    """Sends short requests one after another: a given number, or as long as a context lasts."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -66,7 +68,7 @@ class Requests:
 ORDINARY = Bomb("one text", is_msgpack=False, body=lambda size: b'{"items":[],"x":"' + b"a" * size + b'"}')
 
 
-# in a process of its own, so that sending does not keep the short requests waiting
+# runs in a process of its own: sending would keep the short requests waiting
 THROWER = """
 import http.client, pathlib, sys
 host, path, kind, body, times = sys.argv[1:]
@@ -79,7 +81,7 @@ for _ in range(int(times)):
 
 
 def throw(stack: Stack, bomb: Bomb, times: int) -> None:
-    """Send it so often, one after another; it is refused each time."""
+    """Send a bomb `times` times, one after another, and check that each is refused."""
     file = stack.folder / "bomb"
     file.write_bytes(bomb.body(20 * MIB))
     host, kind = stack.urls[0].removeprefix("http://"), bomb.headers["content-type"]
@@ -90,7 +92,7 @@ def throw(stack: Stack, bomb: Bomb, times: int) -> None:
 
 def test_bodies_of_many_values_leave_no_memory_behind(stack: Stack) -> None:
     gateway, growth = stack.gateways[0], {}
-    throw(stack, BOMBS[0], 1)  # the first takes what the gateway keeps: buffers, threads
+    throw(stack, BOMBS[0], 1)  # the first body makes the gateway allocate what it keeps: buffers, threads
     before = gateway.rss_bytes()
     for bomb in BOMBS[:: len(BOMBS) // 12]:
         throw(stack, bomb, 2)
@@ -120,5 +122,5 @@ def test_a_hundred_of_each_leave_no_memory_behind_and_keep_nobody_waiting(stack:
     assert not among.refused
     assert growth[bomb.name] < 200
     assert among.p99_s < 3 * quiet.p99_s, p99s_ms
-    # no more than the time in which a gateway receives and decodes 20 MiB that it takes
+    # bombs delay other requests at most twice as long as ordinary bodies of 20 MiB
     assert among.p99_s < 2 * beside.p99_s, p99s_ms

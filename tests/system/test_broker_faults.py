@@ -1,5 +1,5 @@
-"""A broker that is partitioned, slow, restarted, silent or set up too small: what each costs, what is said, and that it
-ends by itself.
+"""A broker that is partitioned, slow, restarted, silent or configured too small: the cost of each fault, its log lines,
+and the recovery without an operator.
 
 The table in docs/queue.md names the test of each row.
 """
@@ -39,7 +39,7 @@ SIE = str(Path(sys.executable).with_name("sie"))
 STREAM = topology.stream_name(LANE.pool)
 SPEC = topology.work_stream(LANE.pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
 FETCHING_AGAIN_S, WAIT_S = 5.0, 30.0
-LATE = 2  # faults after which a machine that stands still now and then may let it take longer
+LATE = 2  # faults after which fetching may take longer: the machine may stand still now and then
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def connections() -> AsyncIterator[list[Broker]]:
 
 
 class Received:
-    """Deliveries, acked as they come; a test waits for one by its body."""
+    """Acknowledges deliveries as they come. A test waits for a delivery by its body."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -69,7 +69,7 @@ class Received:
         self._queue.put_nowait(delivery)
 
     async def wait_for(self, body: bytes, timeout_s: float) -> float:
-        """Seconds until a delivery of this body came."""
+        """Return the seconds until a delivery of this body came."""
         started_s = time.monotonic()
         async with asyncio.timeout(timeout_s):
             while body not in self.bodies:
@@ -77,7 +77,7 @@ class Received:
                 self.bodies.append(delivery.data)
                 with contextlib.suppress(
                     BrokerUnavailable
-                ):  # then it is delivered again, which the test sees as a second body
+                ):  # the message is then delivered again, and the test sees a second body
                     await delivery.ack()
         return time.monotonic() - started_s
 
@@ -98,8 +98,8 @@ async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> Non
 async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(
     server: NatsServer,
 ) -> None:
-    """Restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on
-    each time.
+    """The broker is restarted, cut off, killed, paused and held back in turns. Deliveries and the watch of a bucket go
+    on each time.
     """
     await _faults(server, 20)
 
@@ -107,7 +107,6 @@ async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_an
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_fetching_goes_on_after_each_of_fifty_restarts_and_partitions(server: NatsServer) -> None:
-    """Ten of each kind."""
     await _faults(server, 50)
 
 
@@ -197,8 +196,9 @@ async def _reverified(queue: WorkQueue) -> None:
 async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
     server: NatsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network swallows every byte, both ways, with no end of a connection; two pings, here of a second, go
-    unanswered; the connection counts as lost and says so once; the network is back: fetching again in 5 s.
+    """The network swallows every byte in both directions and closes no connection. After two pings without an answer
+    (here every second) the connection counts as lost, and one log line says so. Fetching goes on when the network is
+    back.
     """
     assert 3 * connection.PING_S < 30
     monkeypatch.setattr(connection, "PING_S", 1.0)
@@ -225,8 +225,9 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
 
 @pytest.mark.timeout(60)
 async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
-    """Half a second each way: stored at the first attempt. Slower than an attempt waits: repeated under the same id,
-    stored once. Slower than the budget: 503 inside it. As fast as ever: the next request is stored.
+    """At a delay of 0.5 s each way, a message is stored at the first attempt. At a round trip longer than an attempt,
+    it is repeated under the same id and stored at most once. At a delay longer than the budget, the publish fails with
+    503. Without a delay, the next request is stored.
     """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
@@ -266,7 +267,9 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
 async def test_a_broker_that_is_killed_while_a_result_is_handled_leaves_no_traceback(
     server: NatsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway has the result and is about to confirm it. Its log then has one line of the handler."""
+    """The broker dies when the gateway has the result and is about to confirm it. The log then has one warning of the
+    handler.
+    """
     async with connections() as opened:
         gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
         opened += gateway, worker
@@ -297,8 +300,8 @@ async def test_a_broker_that_is_killed_while_a_result_is_handled_leaves_no_trace
 
 @pytest.mark.timeout(60)
 async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsServer) -> None:
-    """Cut off for less than the patience of a publish: the request is stored when the network is back. Above its
-    budget: 503.
+    """A request whose budget outlasts the partition is stored when the network is back. A request whose budget ends
+    earlier gets 503.
     """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
@@ -323,7 +326,7 @@ async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsSe
 async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_lived_with(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its limit is read again with the connection, and the gateway cuts requests for it."""
+    """The limit is read again at the reconnect, and the gateway cuts requests to fit it."""
     async with connections() as opened:
         broker = await connect(server.url, name="gateway")
         opened.append(broker)
@@ -344,7 +347,7 @@ async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_liv
 
 @pytest.mark.timeout(60)
 def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_path: Path) -> None:
-    """Status 2, the setting, what was found and what to do."""
+    """The gateway ends with status 2. The line names the setting, the broker's limit and the least that is needed."""
     with NatsServer(tmp_path / "nats", max_payload=32768) as server:
         ended = subprocess.run(
             [SIE, "gateway", "--port", "0", "--gateway-metrics-port", "0", "--nats-url", server.url],
@@ -368,7 +371,7 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
 async def test_a_consumer_that_is_deleted_while_it_is_ensured_is_made_anew(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """The broker answers not found (10014) to the one, does not exist (10149) to the other."""
+    """The broker answers 10014 (not found) to the read of the settings, and 10149 (does not exist) to the update."""
     async with connections() as opened:
         opened.append(broker := await connect(server.url, name="gateway"))
         opened.append(collector := await connect(server.url, name="collector"))
@@ -408,7 +411,7 @@ async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
 
 @pytest.mark.timeout(120)
 async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
-    """The same as in test_consumers.py, at a real broker, for four seconds."""
+    """The race of test_consumers.py runs at a real broker for four seconds."""
     outcome = await _race(server, 10_000, 4.0)
     assert outcome.deleted > 50
     assert outcome.longest_s < 15.0

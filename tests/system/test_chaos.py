@@ -14,8 +14,8 @@ from stack import Stack
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("devices", [1, 2])
 async def test_nothing_is_lost_wrong_or_twice_while_parts_are_killed_and_frozen(devices: int, tmp_path: Path) -> None:
-    """A cluster of 3 brokers, 2 gateways and 2 workers, or one worker with two devices, under load; every 5 s a random
-    part is killed or frozen, and started again; each accepted request was answered rightly by its deadline, once.
+    """A cluster of 3 brokers, 2 gateways and 2 workers, or one worker with two devices, is under load. Every 5 s a
+    random part is killed or frozen, and started again. Each accepted request gets one right answer by its deadline.
     """
     stack = Stack(tmp_path / "stack", run.plan(minilm=False, devices=devices))
     with stack:

@@ -32,9 +32,9 @@ from sie_contracts.models.catalogue import packaged_folder
 RULE = {"max_tokens": 48, "min_tokens": 8}
 WORDS = ("river", "mill", "inn", "captain", "harbour", "flood", "bridge", "winter", "letter", "garden")
 PARSER_ENTRY = yaml.safe_load((packaged_folder() / "models" / "docling.yaml").read_text("utf-8"))
-TOLERANCE = 2e-5  # between batches of other sizes, in float32
+TOLERANCE = 2e-5  # float32 results of batches of other sizes differ by less
 DOCUMENTS = {"documents": "file", "id": "key", "chunks": RULE}
-# read by each process of Python at its start: a module in place of the one that imports docling. A document is JSON.
+# every Python process runs this at its start: it replaces the module that imports docling. A document is JSON.
 STAND_IN = """
 import sys, types
 
@@ -57,7 +57,7 @@ module.DoclingParser = DoclingParser
 
 
 def documents(count: int, sentences: int, seed: int = 1) -> Rows:
-    """Rows with texts of some sentences, all of them different."""
+    """Return rows with texts of at most `sentences` sentences, all of them different."""
     generator = random.Random(seed)
 
     def sentence(number: int) -> str:
@@ -77,7 +77,7 @@ def documents(count: int, sentences: int, seed: int = 1) -> Rows:
 
 
 def parsable(rows: Rows) -> Rows:
-    """Rows with documents of these texts: a page and a heading for every two paragraphs."""
+    """Return rows with documents of these texts: a page and a heading for every two paragraphs."""
     parsed_rows = []
     for row in rows:
         paragraphs = row["body"].split("\n\n")
@@ -93,7 +93,7 @@ def parsable(rows: Rows) -> Rows:
 
 
 def check_places(lines: Rows) -> None:
-    """The page and the heading of each chunk are those of its first word."""
+    """Check that the page and the heading of each chunk are those of its first word."""
     for row in split_by_id(lines).values():
         number = 0
         for line in row:
@@ -111,7 +111,7 @@ def split_by_id(lines: Rows) -> dict[str, Rows]:
 
 
 def check_tiles(rows: Rows, lines: Rows, most: int) -> None:
-    """Every row has its chunks once and in order, and their spans tile its text."""
+    """Check that every row has its chunks once and in order, and that their spans tile its text."""
     by_id = split_by_id(lines)
     assert list(by_id) == [row["key"] for row in rows]
     for row in rows:
@@ -155,7 +155,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, database: Qdrant) -> Itera
 
 
 def package(folder: Path) -> None:
-    """Files of the package by which the model docling is installed."""
+    """Write the files of a package `docling`, so that the model docling counts as installed."""
     (folder / "docling").mkdir()
     (folder / "docling" / "__init__.py").touch()
     info = folder / "docling_slim-2.143.0.dist-info"
@@ -385,7 +385,9 @@ def progress(cluster: Cluster, job: str) -> dict[str, Any] | None:
 async def test_every_chunk_is_written_once_while_processes_are_killed(
     cluster: Cluster, database: Qdrant, jobs: JobClient, kind: str, count: int, sentences: int, tokens_per_s: float
 ) -> None:
-    """The gateway, the adapter and the gateway again are killed, each after a further quarter of the rows."""
+    """The gateway, the adapter and the gateway again are killed: after the first rows, after a quarter and after half
+    of them.
+    """
     rows = documents(count, sentences, seed=count)
     if kind == "documents":
         rows = parsable(rows)
