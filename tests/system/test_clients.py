@@ -1,7 +1,6 @@
-"""Public clients as their users install them, unmodified, against a running cluster: what they get, and what they make
-of errors.
+"""Unmodified public clients against a running cluster: their results, and how they report errors.
 
-Each client gives the vectors, or the scores, that the native route gives, bit for bit: one text at a time on an idle
+Each client returns the vectors or the scores of the native route bit for bit: it sends one text at a time to an idle
 cluster.
 """
 
@@ -34,7 +33,7 @@ from selection import long_but
 from sie_contracts import arrays
 from sie_gateway.dialects import vocabulary
 
-# of the clients' own
+# warnings of the clients' own code
 WARNINGS = (
     "DeprecationWarning",
     "PendingDeprecationWarning",
@@ -51,7 +50,7 @@ QUERY, DOCUMENTS = (
     ["the winter garden (of music)", "kernel", "river river", "Zürich, 東京 and 😀"],
 )
 SENTENCES = ("mill is by the river", "people of the city", "man and the sea", "time was not long", "kernel of a queue")
-# where tiktoken looks for what it would otherwise get from the network: SHA-1 of the address
+# the file under which tiktoken caches its vocabulary: the SHA-1 of the address
 CL100K = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
 REJECTED = "sie_gateway_rejected_requests_total"
 HEAVY = Path(__file__).parents[2] / ".venv-clients/bin/python"  # see `make test-long`
@@ -59,9 +58,9 @@ HEAVY = Path(__file__).parents[2] / ".venv-clients/bin/python"  # see `make test
 
 @pytest.fixture(scope="module")
 def cluster(guarded_cluster: Cluster) -> Iterator[Cluster]:
-    """Only with the key."""
+    """The guarded cluster, which answers only requests with the key."""
     yield guarded_cluster
-    gc.collect()  # connections that clients leave open are closed here, where that is no warning of another file's test
+    gc.collect()  # closes connections that clients left open: a test of another file would get the warning
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def client(cluster: Cluster) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def _no_surprises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No proxy, no telemetry, no vocabulary from the network."""
+    """Turn off proxies and telemetry, and take the vocabulary from the disk."""
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
@@ -102,7 +101,7 @@ def native_scores(
     return [(int(entry["item_id"].removeprefix("item-")), entry["score"]) for entry in answer.json()["scores"]]
 
 
-# the clients: what each is given, and the one way in which each tells of an error
+# the clients: all functions take the same arguments and raise an exception for an error
 
 
 def openai_sync(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
@@ -192,7 +191,7 @@ def cohere_embed(url: str, model: str, text: str, key: str, retries: int, **more
 
 def curl(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
     body = json.dumps({"model": model, "input": text, **more})
-    with tempfile.NamedTemporaryFile() as file:  # where the answer to each attempt is written over the one before
+    with tempfile.NamedTemporaryFile() as file:  # each attempt overwrites the reply of the former one
         argv = ["curl", "-sS", "--fail-with-body", "--retry", str(retries), "-w", "%{http_code}", "-o", file.name]
         argv += [f"{url}/v1/embeddings", "-H", f"Authorization: Bearer {key}", "-d", body]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
@@ -228,7 +227,7 @@ def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) ->
 
 
 def cohere_embed_v1(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
-    """Without types: bare vectors, which the second version has not."""
+    """Embed without types: the reply then has bare vectors, which version 2 does not have."""
     import cohere
 
     with httpx.Client(timeout=30) as http:
@@ -246,9 +245,7 @@ def voyage(url: str, key: str, retries: int) -> Iterator[Any]:
 
     try:
         yield voyageai.Client(api_key=key, base_url=f"{url}/v1", max_retries=retries + 1, timeout=30)
-    except (
-        voyageai.error.VoyageError
-    ) as error:  # the text of one that is told before the body is read cannot be printed
+    except voyageai.error.VoyageError as error:  # an error that comes before the body is read cannot be printed
         raise Refused(error.http_status, error.http_body) from error
 
 
@@ -268,7 +265,7 @@ def voyage_rerank(url: str, model: str, text: str, key: str, retries: int) -> li
 
 @contextlib.contextmanager
 def told_by_jina() -> Iterator[None]:
-    """Haystack's components for Jina raise what stands in `detail`."""
+    """Raise Refused for the `detail` that Haystack's components for Jina raise."""
     statuses = {"model_not_found": 404, "unauthenticated": 401, "queue_full": 503, "invalid_input": 400}
     try:
         yield
@@ -343,12 +340,12 @@ def ollama_embed(url: str, model: str, text: str, key: str, retries: int, **more
 
 
 def heavy(name: str) -> Callable[..., Any]:
-    """A client for Python that is installed apart."""
+    """Return a client for Python that is installed in `.venv-clients`."""
     return apart(name, str(HEAVY), "heavy.py")
 
 
 def node(name: str) -> Callable[..., Any]:
-    """A client for Node."""
+    """Return a client for Node."""
     return apart(name, "node", "node/call.mjs")
 
 
@@ -370,7 +367,7 @@ def apart(name: str, program: str, script: str) -> Callable[..., Any]:
 
 
 class Refused(Exception):
-    """Refusal that a client without exceptions returns."""
+    """A refusal that a client reports in a form without `status_code`."""
 
     def __init__(self, status_code: int, body: Any) -> None:
         super().__init__(str(body))
@@ -379,10 +376,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """`call` of url, model, text, key and retries; `options`: how it says that nothing may be cut, None where it
-    cannot.
+    """`call` takes url, model, text, key and retries. `options` forbid that a text is cut; None if the client cannot.
 
-    `comes_back`: whether it can be told to try again.
+    `comes_back`: whether the client can retry.
     """
 
     name: str
@@ -442,8 +438,8 @@ def model_of(public: Client) -> str:
 def refusal(
     public: Client, cluster: Cluster, model: str = "", text: str = TEXT, key: str = KEY, **more: Any
 ) -> tuple[int, str]:
-    """The status that the client tells its user, and the words."""
-    with pytest.raises(Exception) as raised:  # each has a tree of its own
+    """Return the status and the message that the client reports to its user."""
+    with pytest.raises(Exception) as raised:  # each client has exceptions of its own
         public.call(cluster.url, model or model_of(public), text, key, 0, **more)
     error: Any = raised.value
     while not hasattr(error, "status_code") and error.__cause__ is not None:
@@ -454,7 +450,7 @@ def refusal(
 
 @every_client
 def test_each_client_gets_what_the_native_route_gives(public: Client, cluster: Cluster, client: httpx.Client) -> None:
-    """Acceptance 1 and 2: the same text alone has the same bits by every route."""
+    """The same text alone has the same bits by every route."""
     numbers = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
     if public.gives == "vector":
         assert np.array_equal(np.array(numbers, np.float32), native(client, TEXT))
@@ -493,7 +489,7 @@ def in_progress(cluster: Cluster) -> float:
 
 @contextlib.contextmanager
 def occupied(cluster: Cluster) -> Iterator[None]:
-    """All places of the gateway are taken by uploads that do not end."""
+    """Take all places of the gateway with uploads that do not end."""
     lines = ("POST /v1/embeddings HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", "Content-Length: 10")
     head = "\r\n".join([*lines, "", ""])
     with contextlib.ExitStack() as uploads:
@@ -505,11 +501,11 @@ def occupied(cluster: Cluster) -> Iterator[None]:
     until(lambda: in_progress(cluster) == 0, 60, "the end of the uploads")
 
 
-USUAL = ("openai", "voyage")  # of those that wait and come back
-TRIES = 20  # a second or so each, more than a busy machine needs to notice a refusal and to make room
+USUAL = ("openai", "voyage")  # clients of every run that wait and retry
+TRIES = 20  # about a second each: more than a busy machine takes to count a refusal and to free a place
 
 
-# each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
+# each library waits in its own way: every run has the one that most others build on, and an unrelated one
 @pytest.mark.parametrize(
     "public",
     long_but(CLIENTS, [library for library in CLIENTS if library.name in USUAL]),
@@ -518,9 +514,7 @@ TRIES = 20  # a second or so each, more than a busy machine needs to notice a re
 def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     public: Client, cluster: Cluster, client: httpx.Client
 ) -> None:
-    """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its
-    answer.
-    """
+    """The client reports 503. A client that can retry waits, and gets its answer."""
     answers: list[Any] = []
     with occupied(cluster):
         status, words = refusal(public, cluster)
@@ -539,7 +533,7 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
         assert np.array_equal(np.array(answers[0], np.float32), native(client, TEXT))
 
 
-# what only some clients can ask
+# what only some clients offer
 
 
 @pytest.mark.long
@@ -574,7 +568,7 @@ def test_ollama_lists_and_shows_models_and_is_told_that_no_text_is_generated(
 
 
 def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 14: order, usage, ids of the model's own tokenizer, dimensions, the models API."""
+    """Order, usage, ids of the model's own tokenizer, dimensions and the models API."""
     import openai
 
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0, timeout=60) as api:
@@ -607,7 +601,7 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
 
 
 def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 14: it sends ids of OpenAI's vocabulary, of which many are ids of the model's own too."""
+    """LangChain sends ids of OpenAI's vocabulary, many of which are also ids of the model's own tokenizer."""
     from langchain_openai import OpenAIEmbeddings
 
     embedder = OpenAIEmbeddings(model=MINI, base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0)  # type: ignore[arg-type]
@@ -623,9 +617,7 @@ def test_langchain_with_default_settings_gets_the_vectors_of_its_texts(cluster: 
 
 
 def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 16: types of one run, with what they are to be read with; 2.3: the worker's own conversion gives the
-    same codes.
-    """
+    """The types come with their scale and offset, and the codes are those of the native route."""
     types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
     with cohere_v2(cluster.url, KEY, 0) as api:
         answer = api.embed(model=MINI, texts=[TEXT, "kernel"], input_type="clustering", embedding_types=types)
@@ -660,8 +652,8 @@ def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.C
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
 def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Client, path: str, model: str) -> None:
-    """Contract 15: whatever the scale of the model; the scale itself on demand; documents by the route's
-    own default.
+    """The scale of the model does not matter; raw scores come on demand. Each route has its own default for documents
+    in the reply.
     """
     scores = native_scores(client, model)
     body = {"model": model, "query": QUERY, "documents": DOCUMENTS}
@@ -673,7 +665,7 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
         [] if path == "/v2/rerank" else [[entry["index"], entry["relevance_score"]] for entry in reply["results"]]
     )
     raw = client.post(path, json={**body, "raw_scores": True, "top_n": 2, "return_documents": True}).json()
-    has_logits = model in (CROSS, "test/reranker")  # whose scores are probabilities
+    has_logits = model in (CROSS, "test/reranker")  # the scores of these two are probabilities
     of_scale = (lambda score: math.log(score / (1 - score))) if has_logits else float
     expected = [(index, pytest.approx(of_scale(score), abs=1e-4)) for index, score in scores[:2]]
     assert [(entry["index"], entry["relevance_score"]) for entry in raw["results"]] == expected
@@ -685,7 +677,7 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
 
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
 def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Client, model: str) -> None:
-    """Contract 15: max_tokens_per_doc cuts documents, never the query, and what was cut is told."""
+    """`max_tokens_per_doc` cuts documents, never the query. The usage names the documents that were cut."""
     words = "river winter kernel music garden river search queue winter"
     ids = client.post("/tokenize", json={"model": model, "inputs": words, "add_special_tokens": False}).json()[0]
     short = words.encode()[: ids[4]["stop"]].decode()
@@ -700,7 +692,7 @@ def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Clie
 
 
 def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.Client) -> None:
-    """Contract 15: rank_fields of Cohere v1."""
+    """`rank_fields` of Cohere v1 gives the order."""
     documents = [{"title": "river", "body": "kernel", "year": 1999}, {"body": "music", "title": "winter"}]
     body = {
         "model": CROSS,
@@ -734,8 +726,8 @@ def test_an_instruction_is_followed_by_a_model_that_reads_one_else_named(client:
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str) -> None:
-    """Contract 17.3: the classes of TEI's route, in Infinity's shape; the logits on demand. The only classifier need
-    not be named.
+    """The classes are those of TEI's route in Infinity's shape, with logits on demand. The only classifier need not be
+    named.
     """
     texts = [TEXT, "kernel"]
     reply = client.post(path, json={"model": "test/classes", "input": texts}).json()
@@ -752,7 +744,7 @@ def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str)
 
 
 def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
-    """Its client takes no other owner than Infinity; at /v1/models the owner is the organisation."""
+    """Infinity's client accepts no other owner than `infinity`."""
     from infinity_client.api.default import classify, models
     from infinity_client.models import ClassifyInput
 
@@ -769,13 +761,13 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
     }
     assert {(model.backend, str(model.owned_by), *model.stats.additional_properties) for model in listing.values()} == {
         ("torch", "infinity", "queue_absolute"),
-        ("openvino", "infinity", "queue_absolute"),  # those that are loaded, on a CPU
+        ("openvino", "infinity", "queue_absolute"),  # models that are loaded, on a CPU
     }
     assert sum(entry.score for entry in classes) == pytest.approx(1, abs=1e-4)
 
 
 def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: httpx.Client) -> None:
-    """One run: the codes are those of the native route, and a client of Voyage decodes their base64 by itself."""
+    """The codes are those of the native route. Voyage's client decodes their base64 by itself."""
     native_slots = {
         name: (
             client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][
@@ -811,7 +803,7 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
 
 
 def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
-    """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
+    """Without a key, the OpenAI route answers with the lower-case code, Cohere's routes with the upper-case one."""
     cases = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
     for path, code in (("/v1/embeddings", "unauthenticated"), *cases):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False, timeout=60)

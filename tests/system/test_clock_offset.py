@@ -1,11 +1,11 @@
-"""Gateway and sidecar whose wall clocks are half a minute off, each the other way: nobody notices, because ages are the
-broker's.
+"""The wall clocks of gateway and sidecar are half a minute off in opposite directions. Nothing changes, because ages
+come from the broker.
 
     sitecustomize.py on a process's PYTHONPATH ──► its time.time and time.time_ns are off, before it imports anything of
     ours
 
-The broker's clock and that of this test are right. Budgets are below the offset: a clock that was believed would show
-at once.
+The clocks of the broker and of this test are right. Budgets are shorter than the offset: an age by a wrong clock would
+fail at once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LONG_TEXT = "x" * 358  # 360 tokens: keeps the device busy for BUSY_S
 BUSY_S = 1.8
 ENVIRON = {
     "SIE_LOG_JSON": "true",
-    "SIE_RUST_PIPELINE_DEPTH": "1",  # what waits for the device waits in the sidecar
-    "SIE_MAX_BATCH_COST": "512",  # a gateway reckons with a full batch, which must fit the budget on so slow a device
+    "SIE_RUST_PIPELINE_DEPTH": "1",  # work that waits for the device waits in the sidecar
+    "SIE_MAX_BATCH_COST": "512",  # the gateway assumes a full batch, which must fit the budget on so slow a device
 }
 DAY_S = 86_400
-LATE_S = 1.0  # that an answer may be late on a busy machine
+LATE_S = 1.0  # by which an answer may be late on a busy machine
 # datetime.now is left as it is: neither process reads it
 SITE = """
 import time
@@ -68,13 +68,13 @@ def put_off(part: Part, offset_s: int, folder: Path) -> None:
 
 
 def lines(part: Part) -> list[dict[str, Any]]:
-    """The log of a process. A line that is not JSON fails the test."""
+    """Return the log records of a process. A line that is not JSON fails the test."""
     return [json.loads(line) for line in list(part.log)]
 
 
 def clocks_offset_s(part: Part, begun_s: float) -> tuple[float, float]:
-    """Between which bounds a process's clock is ahead of ours, by the stamp of its last line, which came after
-    `begun_s`.
+    """Return the bounds of the offset of a process's clock from ours, by the time stamp of its last line, which was
+    written after `begun_s`.
     """
     stamp_s = datetime.fromisoformat(lines(part)[-1]["timestamp"]).timestamp()
     return stamp_s - time.time(), stamp_s - begun_s
@@ -83,7 +83,7 @@ def clocks_offset_s(part: Part, begun_s: float) -> tuple[float, float]:
 @pytest.mark.parametrize("offset_s", [2 * DAY_S, -2 * DAY_S], ids=["ahead", "behind"])
 def test_a_key_ends_by_the_clock_of_the_broker_at_gateway_and_config_service(tmp_path: Path, offset_s: int) -> None:
     """The clocks of a gateway, the config service and `sie keys` are two days off. A key of an hour is valid at both
-    services, one of three seconds ends after three seconds at both.
+    services. A key of some seconds is refused by both after its end.
     """
     stack = Stack(tmp_path / "stack", Plan(workers=(), environ={"SIE_AUTH_MODE": "token"}))
     for part in (stack.config, *stack.gateways):
@@ -105,7 +105,7 @@ def test_a_key_ends_by_the_clock_of_the_broker_at_gateway_and_config_service(tmp
         lasting = made("lasting", "1h")
         command_s = time.monotonic() - began_s
         until(lambda: statuses(lasting) == [200, 200], 60, "both services have the key")
-        brief_s = 4 * command_s + 3  # of a key that ends while this waits
+        brief_s = 4 * command_s + 3  # life of a key that ends while the test waits
         end = datetime.now(UTC) + timedelta(seconds=brief_s)
         ending = made("ending", end.isoformat())
         until(lambda: statuses(ending) == [401, 401], brief_s + 60, "it has ended at both")
@@ -127,7 +127,7 @@ class Answer:
         return int(self.headers["x-sie-request-id"].replace("-", "")[:12], 16) / 1000
 
     def check(self, text: str) -> None:
-        """The right vector, and times that fit what this client measured."""
+        """Check the vector, and that the times fit what this client measured."""
         assert self.status == 200, self.body
         np.testing.assert_allclose(self.body["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
         timing = self.body["timing"]
@@ -145,8 +145,8 @@ async def ask(client: httpx.AsyncClient, text: str, budget_ms: int = BUDGET_MS) 
 
 
 class Inbox:
-    """Results of work that was published past the gateway, which else gives late work up itself before a sidecar has
-    to.
+    """Collects results of work that is published without the gateway, which would give up late work before the sidecar
+    has to.
     """
 
     subject = "sie.result.test"
@@ -176,7 +176,7 @@ class Inbox:
 
 
 def _broker_state(stack: Stack) -> dict[str, Any]:
-    """The work stream, as the broker's monitor tells."""
+    """Return the state of the work stream, from the broker's monitor."""
     answer = httpx.get(f"{stack.monitor_urls[0]}/jsz?consumers=true", timeout=30, trust_env=False).json()
     streams = [stream for account in answer["account_details"] for stream in account["stream_detail"]]
     return next(stream for stream in streams if stream["name"] == topology.stream_name(LANE.pool))
@@ -186,10 +186,10 @@ def _broker_state(stack: Stack) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("gateway_s", [OFFSET_S, -OFFSET_S])
 async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:
-    """Each process's clock is off, the other's the other way; the device is busy for 1.8 s: a request with a budget of
-    a second is refused after that second, and work with such a budget that no gateway gives up is dropped by the
-    sidecar when the device is free, beside work that is in time; ordinary requests are answered right, their times are
-    true; nothing is left and nothing was delivered twice, the table has the broker's time, and nobody said a word.
+    """The two clocks are off in opposite directions, and the device is busy for 1.8 s. A request with a budget of a
+    second is refused after that second. Work with such a budget that no gateway gives up is dropped by the sidecar when
+    the device is free; work beside it that is in time is answered. Ordinary requests get the right vectors and true
+    times. No message is left or redelivered, the table has the broker's time, and no process logs a warning.
     """
     stack = Stack(tmp_path / "stack", Plan([MODEL], workers=(DEVICE,), environ=ENVIRON))
     (gateway,), (worker,) = stack.gateways, stack.workers
@@ -221,8 +221,8 @@ async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gat
 
 
 async def behind_a_busy_device(stack: Stack, client: httpx.AsyncClient) -> None:
-    """The first work of all: a gateway that knows how fast the worker is would refuse the short budget at once, and
-    rightly so.
+    """Send work behind a busy device. This must be the first work: a gateway that knows the speed of the worker would
+    rightly refuse the short budget at once.
     """
     broker, inbox = await connect(stack.broker_urls, name="test"), Inbox()
     try:

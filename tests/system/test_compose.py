@@ -17,7 +17,7 @@ TEXTS = [f"text {number}" for number in range(96)]
 
 @contextmanager
 def standalone(folder: Path, **environ: str) -> Iterator[Cluster]:
-    """The process of `docker compose up standalone` with these variables, on a port of its own."""
+    """Run the process of `docker compose up standalone` with these variables, on a port of its own."""
     service = composed(environ)["services"]["standalone"]
     image = service["build"]["args"]["COMPONENT"]
     assert dict(last_stage(image))["ENTRYPOINT"] == '["sie", "serve"]'
@@ -29,7 +29,7 @@ def standalone(folder: Path, **environ: str) -> Iterator[Cluster]:
 
 
 def batches(cluster: Cluster) -> list[int]:
-    """The number of requests in the batch of each of TEXTS, 32 of which are always open."""
+    """Encode TEXTS, 32 at a time, and return the number of requests in the batch of each."""
 
     def encode(text: str) -> int:
         answer = cluster.encode([text], **{"x-sie-explain": "1"})

@@ -47,8 +47,8 @@ def encode(cluster: Cluster, model: str = "local/mini") -> httpx.Response:
 def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     cluster: Cluster, models: Path, model: str
 ) -> None:
-    """The new revision is read back from the adapter, by what it answers. No process is restarted, and what is
-    broken changes nothing until it is mended.
+    """Each revision shows in the answers of the adapter. No process is restarted. A broken file changes nothing until
+    it is mended.
     """
     file, entry = models / f"{model.replace('/', '-')}.yaml", ENTRY.replace("local/mini", model)
     before = {role: cluster.pids(role) for role in ("gateway", "config", "sidecar", "adapter")}
@@ -79,7 +79,7 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
 
 
 def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
-    """The last good snapshot serves."""
+    """The gateway serves by its last good snapshot."""
     (config,) = cluster.pids("config")
     os.kill(config, signal.SIGSTOP)
     try:
@@ -91,7 +91,7 @@ def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, int]:
-    """A start with a broken model, what it told the commands of its user meanwhile, and the mode of the file."""
+    """A start that ends at a broken model, the access file that it wrote meanwhile, and the mode of that file."""
     folder = tmp_path_factory.mktemp("failed")
     (folder / "models").mkdir()
     (folder / "models" / "bad.yaml").write_text(

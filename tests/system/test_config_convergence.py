@@ -1,5 +1,5 @@
-"""Gateways and workers that hear of no change, start in the middle of one, or hear of one from a stranger: all come to
-serve the same.
+"""Gateways and workers that receive no delta, start during writes, or receive a delta of a stranger: all converge to
+the same catalogue.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
 MINI = f"{MODELS}/{MODEL}"
-DEAF, HEARING = 0, 1  # number of a gateway, and of a worker
-POLLED_S = 60.0  # a gateway looks every 5 s, a worker here every second
+DEAF, HEARING = 0, 1  # index of a gateway, and of a worker
+POLLED_S = 60.0  # a gateway polls every 5 s, a worker here every second
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two gateways and two workers. The broker lets one of each hear of nothing that is told of the catalogue."""
+    """Two gateways and two workers. The broker lets one of each receive no delta of the catalogue."""
     environ = {
         "SIE_ADMIN_TOKEN": ADMIN,
         "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000",
@@ -57,7 +57,7 @@ def url_of(stack: Stack, user: str) -> str:
 
 
 def write(stack: Stack, **change: Any) -> int:
-    """A change of the model. Returns its revision."""
+    """Change the model and return its new revision."""
     answer = httpx.patch(stack.config_url + MINI, json=change, headers=HEADERS, timeout=30)
     assert answer.status_code == 200, answer.text
     revision: int = answer.json()["revision"]
@@ -65,7 +65,7 @@ def write(stack: Stack, **change: Any) -> int:
 
 
 def revision_at(url: str, path: str = MINI) -> int:
-    """The revision of the model at a gateway, 0: it does not know it."""
+    """Return the revision of the model at a gateway, or 0 if the gateway does not know the model."""
     answer = httpx.get(url + path, timeout=10)
     return int(answer.headers["etag"].strip('"')) if answer.status_code == 200 else 0
 
@@ -78,7 +78,9 @@ def status(stack: Stack, url: str = "") -> dict[str, Any]:
 
 
 def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] | None:
-    """Return the report of the config service if so many gateways and workers serve this revision by it."""
+    """Return the report of the config service if it names at least `readers` gateways and workers that serve this
+    revision.
+    """
     report = status(stack)
     serve = [
         reader
@@ -89,13 +91,13 @@ def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] |
 
 
 def deltas(stack: Stack, number: int, **labels: str) -> tuple[float, float]:
-    """How many a gateway and a worker have counted."""
+    """Return how many deltas a gateway and a worker have counted."""
     gateway = scraped(f"{stack.metrics_urls[number]}/metrics", "sie_gateway_config_deltas_total", **labels)
     return gateway, scraped(f"{stack.workers[number].url}/metrics", "sie_config_deltas_total", **labels)
 
 
 def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
-    """And until then the status says who lags, and what it serves."""
+    """Before they converge, the status shows who lags, and at which revision."""
     until(lambda: converged(stack, 1), POLLED_S, "the new model everywhere")
     stack.gateways[DEAF].pause()
     try:
@@ -145,7 +147,9 @@ def test_a_delta_of_a_stranger_is_refused_and_counted(stack: Stack) -> None:
 
 
 def test_who_starts_during_writes_converges(stack: Stack) -> None:
-    """Deltas come before, while and after it reads the export; it polls far too seldom to be told by that."""
+    """Deltas come before, while and after the process reads the export. The worker polls far too seldom to learn of
+    them by that.
+    """
     gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
     worker.environ["SIE_WORKER_CONFIG_POLL_INTERVAL_MS"] = "3600000"
     ended, last = threading.Event(), 0
@@ -208,7 +212,9 @@ def cpu_s(*parts: Part) -> list[float]:
 @pytest.mark.long
 @pytest.mark.parametrize("count", [1000, 10_000])
 def test_thousands_of_models_are_no_burden(stack: Stack, count: int) -> None:
-    """Three times the processor time that is promised for ten thousand, or its part for fewer; the memory as it is."""
+    """The bounds are three times the processor time that is promised for ten thousand models, in proportion for fewer,
+    and the promised memory.
+    """
     gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
     asyncio.run(large_catalogue.fill(url_of(stack, "all"), count))
     gateway.stop()
@@ -230,7 +236,7 @@ def test_thousands_of_models_are_no_burden(stack: Stack, count: int) -> None:
     )
     assert max(part.rss_bytes() for part in (gateway, worker, stack.config)) < 200e6
     before, begun_s = cpu_s(gateway, worker, stack.config), time.monotonic()
-    time.sleep(3)  # of which nobody uses anything
+    time.sleep(3)  # the processes should use nothing meanwhile
     idle = [
         (after - was) / (time.monotonic() - begun_s)
         for was, after in zip(before, cpu_s(gateway, worker, stack.config), strict=True)

@@ -30,8 +30,8 @@ CLIENTS = 4
 
 @dataclass
 class Clients:
-    """Clients that ask without a pause. `vectors`: what each fingerprint gave for each text; no later answer may say
-    otherwise.
+    """Clients that send requests without a pause. `vectors` has the vector of each text by fingerprint; later answers
+    must equal it.
     """
 
     urls: list[str]
@@ -40,7 +40,7 @@ class Clients:
     newest: dict[str, str] = field(default_factory=dict)  # the fingerprint of the last answer, by gateway
     answers: int = 0
     refusals: list[str] = field(default_factory=list)
-    removed: bool = False  # from when on the model may be unknown
+    removed: bool = False  # whether the model may be unknown by now
 
     async def ask(self, url: str, texts: list[str]) -> None:
         answer = await self.http.post(f"{url}/v1/encode/{MODEL}", json={"items": texts})
@@ -64,7 +64,7 @@ class Clients:
         self.newest[url] = fingerprint
 
     async def run(self, number: int) -> None:
-        """One client: single texts, and requests of many messages that several workers answer."""
+        """Run one client: it sends single texts, and requests of many messages that several workers answer."""
         for turn in itertools.count(number):
             texts = TEXTS * 8 if turn % 5 == 0 else [TEXTS[turn % len(TEXTS)]]
             await self.ask(self.urls[turn % len(self.urls)], texts)
@@ -131,13 +131,13 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
         await asyncio.to_thread(until, lambda: status(stack.urls[0])["all_bundles_acked"], 60, "both workers know it")
         (bundle,) = (await asyncio.to_thread(status, stack.config_url))["bundles"]
         assert (bundle["total_eligible_workers"], bundle["pending_workers"]) == (2, [])
-        async with asyncio.TaskGroup() as group:  # what a client finds wrong ends it all
+        async with asyncio.TaskGroup() as group:  # a failed check of a client ends the group
             load = [group.create_task(clients.run(number)) for number in range(CLIENTS)]
             await write("PATCH", f"/{MODEL}", {"run": {"pooling": "cls"}})
             await clients.until(lambda: set(clients.newest.values()) == set(clients.vectors) - {first}, "the change")
             await write("POST", f"/{MODEL}/rollback", {"revision": 1})
             await clients.until(lambda: set(clients.newest.values()) == {first}, "the roll-back")
-            for pooling in ("cls", "mean", "cls", "mean"):  # faster than loads follow
+            for pooling in ("cls", "mean", "cls", "mean"):  # faster than loads can follow
                 await write("PATCH", f"/{MODEL}", {"run": {"pooling": pooling}})
             await clients.until(lambda: set(clients.newest.values()) == {first}, "the last of many changes")
             answers = clients.answers
@@ -161,7 +161,7 @@ async def test_a_revision_that_cannot_be_loaded_leaves_the_former_one_serving(st
     weights = toys.save(tmp_path / "bert", "bert", marked=True)
     damaged = shutil.copytree(weights, tmp_path / "damaged")
     (file,) = damaged.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1000])  # its small files are right, so the write is not refused
+    file.write_bytes(file.read_bytes()[:-1000])  # the small files are whole, so the write is not refused
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         clients = Clients(stack.urls, http)
 
