@@ -1,6 +1,6 @@
-"""Catalogue of config replicas that are killed, with a damaged record or bucket, and the view of its readers.
+"""The catalogue of config replicas that are killed or have a damaged record or bucket, as readers see it.
 
-Many writers of one model by compare-and-set, with retries under one key: tests/system/test_config_writes.py.
+Many writers of one model by compare-and-set, with retries under one key, are in tests/system/test_config_writes.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[tuple[CatalogueFeed, list[dict[str, int]]]]:
-        """A reader as a gateway has one, and the revisions of each of its snapshots."""
+        """Follow the catalogue as a gateway does, and yield the feed and the revisions of each of its snapshots."""
         stop, snapshots, broker = Stop(), [], await connect(self.broker.url, name="reader")
         source = HttpConfigSource(self.urls[0], Secret(ADMIN))
         feed = CatalogueFeed(broker, source, trusted=("sie-config",), poll_s=0.5, full_export_s=0.0)
@@ -111,7 +111,7 @@ class Service:
             await broker.close()
 
     async def stored(self) -> CatalogueSnapshot:
-        """The catalogue as a reader of the bucket alone finds it."""
+        """Return the catalogue that the bucket holds."""
         broker = await connect(self.broker.url, name="look")
         try:
             return await (await open_store(broker, SETTINGS)).snapshot()
@@ -148,7 +148,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
                 try:
                     answer = await client.request(method, two.urls[place % 2] + target, json=body, headers=headers)
                 except httpx.TransportError:
-                    place = 0  # the other one
+                    place = 0  # the replica that lives
                     continue
                 if answer.status_code != 503:
                     break
@@ -216,8 +216,8 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
 async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(
     one: Service, tmp_path: Path
 ) -> None:
-    """Whoever has the newer revision keeps it, and says so, until the lost write is there again. The bucket's copy
-    was restored with it.
+    """A reader with the newer revision keeps it, and says that it is behind, until the lost write is made again. The
+    copy of the bucket is restored too.
     """
     path = f"{MODELS}/{MODEL}"
     (folder,) = [directory for directory in one.broker.folder.rglob("streams") if directory.is_dir()]
@@ -233,7 +233,7 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "copy", folder)
         one.broker.start()
-        # a moment after its first answers the service notices the new broker, and looks what its bucket lacks
+        # soon after its first answers the service notices the new broker, and checks what its bucket lacks
         await asyncio.to_thread(
             until,
             lambda: (
@@ -243,11 +243,11 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
             WITHIN_S,
             "the older revision",
         )
-        # `is_behind` is also true while the service does not answer: who saw the older epoch reads all again
+        # `is_behind` is also true while the service does not answer; `_is_rewound`: it has seen the older epoch
         await eventually(lambda: feed._is_rewound, "the reader's complaint", WITHIN_S)
         assert feed.is_behind
         assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: revision + 1}, 32)
-        # and its epoch is that of the lost one; for a moment the service looks what its bucket lacks
+        # the service refuses writes while it checks what its bucket lacks; this write has the epoch of the lost one
         await asyncio.to_thread(
             until, lambda: one.call("PATCH", path, {"max_tokens": 48}).status_code == 200, WITHIN_S, "the service"
         )

@@ -1,5 +1,5 @@
 """The config service's writes over a real broker: replicas that are killed, many writers at once, a broker that is
-away, and gateways that only read. A live cluster that follows: tests/system/test_config_live.py.
+away, and gateways that only read. tests/system/test_config_live.py has a live cluster that follows the writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replicas:
     urls: list[str]
 
     def again(self, number: int, *once: str) -> None:
-        """Start a replica, killed if it runs."""
+        """Kill a replica if it runs, and start it."""
         self.parts[number].kill()
         self.parts[number].start(*once)
         self.parts[number].wait_ready()
@@ -81,7 +81,7 @@ def replicas(broker: NatsServer) -> Iterator[Replicas]:
 
 @dataclass
 class Writer:
-    """Adds one prompt to the model by compare-and-set, and asks again with the same key where it got no answer."""
+    """Adds one prompt to the model by compare-and-set. Without an answer it repeats the request under the same key."""
 
     number: int
     urls: list[str]
@@ -111,19 +111,21 @@ class Writer:
                     != []
                 )
                 revision, attempt = error["revision"], attempt + 1
-                await asyncio.sleep(random.uniform(0.0, 0.5))  # as clients do that were not quick enough
+                await asyncio.sleep(random.uniform(0.0, 0.5))  # losers of a compare-and-set wait for a random time
             else:
                 assert answer.status_code == 503, answer.text
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.long)])
 async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(replicas: Replicas, count: int) -> None:
-    """The first write of one replica is stored and not answered, then it is killed in the middle of the others."""
+    """One replica dies when its first write is stored and not yet answered. It is started, and killed in the middle of
+    the other writes.
+    """
     model = f"local/mini-{count}"
     path = f"{MODELS}/{model}"
     async with httpx.AsyncClient(headers=HEADERS, timeout=60, limits=httpx.Limits(max_connections=count)) as client:
         response = await client.post(replicas.urls[0] + MODELS, json={**ENTRY, "id": model})
-        # its first write is one of these: there is nothing left to seed
+        # the first write of this replica is one of the writers': there is nothing left to seed
         await asyncio.to_thread(replicas.again, 1, "--failpoints", "config.before_broadcast=crash")
         assert (response.status_code, response.json()["revision"]) == (201, 1)
         writers = [Writer(number, replicas.urls) for number in range(count)]

@@ -65,7 +65,7 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     (worker,) = page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     assert worker[2:6] == ["_default", "cpu", "default", "cpu"]
     assert "GiB" in worker[6]
-    assert not any("/v1/requests" in url for url in page.asked)  # what is folded asks for nothing
+    assert not any("/v1/requests" in url for url in page.asked)  # a folded part sends no request
     for part in ("models", "requests"):
         click(page, UNFOLDED.format(part))
     rows = page.wait(ROWS.format("models"), bool)
@@ -139,7 +139,7 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
 
 
 def requested(model: str, **inference_ms: float) -> dict[str, Any]:
-    """A slow request with a part of 100 tokens on each worker."""
+    """Return the record of a slow request with a part of 100 tokens on each worker."""
     chunks = [
         {
             "worker": worker,
@@ -212,7 +212,7 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
 
 
 def test_nothing_covers_the_navigation(cluster: Cluster, page: Page) -> None:
-    """Not the line either that a screen reader reads, however long it is."""
+    """The line for screen readers does not cover it either, however long the line is."""
     for width in (390, 1280):
         page.look(width)
         page.open("about:blank")
@@ -235,14 +235,14 @@ def answers(cluster: Cluster) -> bool:
 
 def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     page.open(f"http://{HOST}:{cluster.port}/#cluster")
-    state = "document.getElementById('connection')?.innerText"  # nothing before the page is there
+    state = "document.getElementById('connection')?.innerText"  # undefined until the page has rendered
     page.wait(state, lambda text: text == "healthy")
     page.evaluate("window.kept = 1")
     (gateway,) = cluster.pids("gateway")
     cluster.signal(gateway, signal.SIGSTOP)
     try:
         page.wait(state, lambda text: text == "no connection, trying again")
-        assert len(page.evaluate(ROWS.format("workers"))) == 1  # what was known last stays to be read
+        assert len(page.evaluate(ROWS.format("workers"))) == 1  # the last known state stays on the page
     finally:
         cluster.signal(gateway, signal.SIGCONT)
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
@@ -260,7 +260,7 @@ def sign_in(page: Page, cluster: Cluster) -> None:
 
 
 def signed_in(page: Page, cluster: Cluster) -> None:
-    """The form of the key, filled in and sent."""
+    """Fill in the form of the key and send it."""
     page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
     typed(page, "#key", cluster.access().admin_token)
     click(page, "button[type=submit]")
@@ -314,7 +314,8 @@ def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page
     click(page, ".residency .lacking button")
     signed_in(page, cluster)
     page.wait("Boolean(document.querySelector('.residency .load'))", bool)
-    is_loaded = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"]  # by another test
+    # another test may have loaded it
+    is_loaded = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"]
     assert page.evaluate("document.querySelector('.residency .unload').disabled") is not is_loaded
     status_text = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
     click(page, ".residency .load")
@@ -323,13 +324,13 @@ def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page
     click(page, ".residency .unload")
     page.wait(status_text, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
-    click(page, ".residency .load")  # of a model that is not loaded: the gateway answers before it is
+    click(page, ".residency .load")  # the gateway answers before the load ends
     page.wait(status_text, lambda text: text.startswith("loaded by"), timeout_s=60)
     assert page.complaints == []
 
 
 def given_up(cluster: Cluster, name: str, text: str) -> None:
-    """Work of which the broker keeps that it was given up."""
+    """Store a dead letter at the broker."""
     lane = topology.Lane("_default", "cpu", "default")
     subject = topology.work_subject(lane, "interactive", ENCODER)
     revision = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["revision"]
@@ -406,7 +407,7 @@ def test_an_address_with_a_bare_percent_sign_is_shown(cluster: Cluster, page: Pa
 
 
 def submitted(cluster: Cluster) -> None:
-    """A job and a batch over the same file."""
+    """Submit a job and a batch over the same file."""
     with httpx.Client(base_url=cluster.url, timeout=30) as client:
         rows = b'{"text": "one"}\n'
         sent = client.post("/v1/files", files={"file": ("a.jsonl", rows)}, data={"purpose": "batch"}).json()["id"]
@@ -416,7 +417,7 @@ def submitted(cluster: Cluster) -> None:
         assert client.post("/v1/batches", json=batch).status_code == 200
 
 
-# markup in every text of every reply that the page reads, words of the API's own left out: these decide what is shown
+# adds markup to every text of every reply, except to the API's own words: these decide what is shown
 POISONED = """(() => {
   const own = /^[a-z_.]{1,14}$/;
   const harm = value =>
@@ -477,7 +478,7 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Page, rules: str, scheme: str) -> None:
-    """At both ends of the widths, in what each view shows after use."""
+    """Each view is checked after use, at three widths."""
     httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
     views = [("playground", "#run"), ("playground/score", "#model"), ("models", "#add-model summary")]
     views += [(f"models/{ENCODER}", ".show-entry"), ("cluster", UNFOLDED.format("requests"))]
@@ -502,7 +503,7 @@ def test_a_killed_worker_is_seen_long_before_its_heartbeat_is_overdue(cluster: C
     page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     (supervisor,) = [cluster.process.pid] if cluster.process is not None else []
     (sidecar,) = cluster.pids("sidecar")
-    cluster.signal(supervisor, signal.SIGSTOP)  # else another one is there before anybody has looked
+    cluster.signal(supervisor, signal.SIGSTOP)  # else another sidecar runs before the page shows the loss
     try:
         cluster.signal(sidecar, signal.SIGKILL)
         page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "unhealthy", timeout_s=9.0)

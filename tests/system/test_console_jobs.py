@@ -1,5 +1,5 @@
-"""The view of jobs in a real browser: a job from the form to its files, what steers one, batches, what a row that
-failed says, which keys may see it, and no serious fault of accessibility.
+"""The view of jobs in a real browser: a job from the form to its files, its control, batches, the error of a failed
+row, the keys that may see it, and no serious fault of accessibility.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
-    """The view of jobs, which complained of nothing and asked no other host when the test is over."""
+    """The view of jobs. After the test the page has logged no error and asked no other host."""
     own = f"http://{HOST}:{cluster.port}/"
     with tab(devtools) as page:
         page.open(f"{own}#jobs")
@@ -101,7 +101,7 @@ def listed(page: Page) -> None:
 
 
 def row(page: Page, name: str, good: Any) -> list[str]:
-    """The cells of a job of the list, once they are good."""
+    """Return the cells of a job in the list, once `good` accepts them."""
     listed(page)
     table_rows = page.wait(JOBS, lambda rows: any(entry[0] == name and good(entry) for entry in rows), timeout_s=END_S)
     cells: list[str] = next(entry for entry in table_rows if entry[0] == name)
@@ -116,7 +116,7 @@ def open_row(page: Page, name: str, table: str = "jobs") -> None:
 
 
 def fill(page: Page, data: bytes, file: str = "rows.jsonl", **fields: str) -> None:
-    """The form, with a file that was picked."""
+    """Fill in the form, with a picked file."""
     page.evaluate("location.hash = '#jobs/new'")
     page.wait("document.querySelector('#job-model')?.value", lambda model: model == ENCODER)
     page.evaluate(
@@ -139,7 +139,7 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
     fill(page, lines(*rows), name="by the form", text="{title}\n{body}", id="id", format="jsonl", keep="title")
     assert page.evaluate(CELLS.format("#job-preview tbody")) == [[*record.values()] for record in rows[:3]]
     click(page, "#job-submit")
-    assert page.wait(OPENED, lambda text: "part-" in text, timeout_s=END_S)  # what was submitted is open
+    assert page.wait(OPENED, lambda text: "part-" in text, timeout_s=END_S)  # the submitted job is open
     cells = row(page, "by the form", lambda cells: cells[1] == "completed")
     assert [cells[2], cells[3], cells[6]] == ["40 of 40 (100 %)", "0", ENCODER]
     (job,) = [entry for entry in api.get("/v1/jobs").json()["data"] if entry["name"] == "by the form"]
@@ -175,7 +175,7 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
 
 
 def parquet() -> bytes:
-    """A file whose columns are nested too, without a row."""
+    """Return a file without rows, with a nested column among others."""
     words = pa.array([], pa.list_(pa.struct([("word", pa.string()), ("at", pa.int32())])))
     buffer = io.BytesIO()
     pq.write_table(
@@ -241,7 +241,7 @@ def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, 
     page.wait(f"{STATE} === 'running' && {DONE}", lambda count: count and count > done, timeout_s=END_S)
     click(page, ".job .cancel")
     page.wait("document.activeElement.className", lambda name: name == "certain")
-    assert state_of(api, job) == "running"  # it was only asked
+    assert state_of(api, job) == "running"  # the page has only asked for a confirmation
     click(page, ".job .certain")
     page.wait(STATE, lambda state: state == "cancelled", timeout_s=END_S)
     assert state_of(api, job) == "cancelled"
@@ -262,7 +262,7 @@ def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api
     page.wait(focus, lambda name: name == "keep")
     page.asked.clear()
     page.wait("1", lambda _: sum(url.endswith(f"/v1/jobs/{job}") for url in page.asked) >= 2)
-    assert page.evaluate(focus) == "keep"  # what is asked again takes the focus from nobody
+    assert page.evaluate(focus) == "keep"  # polling does not move the focus
     pressed(page, "Escape", 27)
     page.wait("document.querySelectorAll('[role=alertdialog]').length", lambda count: count == 0)
     page.wait(focus, lambda name: name == "delete")
@@ -377,7 +377,7 @@ def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
     hidden = "Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})"
     page.evaluate(f"{hidden}; 0")
     page.evaluate("new Promise(done => setTimeout(done, 2500)).then(() => { window.rested = 1; }); 0")
-    page.wait("window.rested ?? 0", bool)  # an answer that was on its way is there
+    page.wait("window.rested ?? 0", bool)  # a reply that was on its way has arrived
     page.asked.clear()
     page.evaluate("new Promise(done => setTimeout(done, 4500)).then(() => { window.rested = 2; }); 0")
     page.wait("window.rested", lambda rested: rested == 2)
@@ -387,7 +387,7 @@ def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
 
 
 def key_of(cluster: Cluster, name: str, scopes: str) -> str:
-    """A new key that the gateway knows."""
+    """Create a key, and return it when the gateway knows it."""
     argv = ["keys", "create", name, "--json", "--scopes", scopes, "--nats-url", cluster.broker_url()]
     outcome = CliRunner().invoke(main, argv, env={"SIE_NATS_URL": None, "SIE_AUTH_MODE": None})
     assert outcome.exit_code == 0, outcome.output
@@ -439,7 +439,7 @@ def test_a_key_needs_the_scope_infer_and_is_in_no_address(
 def test_the_view_has_no_serious_fault_of_accessibility(
     cluster: Cluster, page: Page, api: httpx.Client, rules: str, scheme: str
 ) -> None:
-    """With a job, a batch and the form opened, at both ends of the widths."""
+    """A job, a batch and the form are open, at three widths."""
     long = "a-name-without-any-space-" * 4
     job = submitted(api, lines({"id": "1", "text": "words"}, {"id": "2", "text": None}), name=long)
     file = sent(

@@ -16,7 +16,7 @@ from playground import CELLS
 
 pytestmark = pytest.mark.debian
 
-OWN = "test/mini"  # of 300 and of 1,000 names far behind the first 200
+OWN = "test/mini"  # far behind the first 200 of 300 and of 1,000 names
 OPTIONS = "[...document.querySelectorAll('[role=option]')].map(option => option.dataset.model)"
 SEARCH_S = 6.0  # until a search has its answer, on a busy machine
 KEYS, KEYS_S = 30, 6.0
@@ -54,7 +54,7 @@ def test_a_large_catalogue_is_searched_and_chosen_from_by_the_keyboard(
     last = names[-1]
     page.open("about:blank")
     page.open(f"http://{HOST}:{cluster.port}/?{count}#playground")
-    page.wait("document.querySelector('#model')?.value", lambda model: model == OWN)  # it is loaded
+    page.wait("document.querySelector('#model')?.value", lambda model: model == OWN)  # the loaded model is chosen first
     page.wait("document.querySelectorAll('article:not(.example) .heat td').length", lambda cells: cells == 16, 60)
     page.evaluate("document.querySelector('#model').focus()")
     pressed(page, "Enter", 13)
@@ -76,7 +76,7 @@ def test_a_large_catalogue_is_searched_and_chosen_from_by_the_keyboard(
     page.call("Page.reload")
     page.wait("document.querySelector('#model')?.value", lambda model: model == chosen)
 
-    # words of descriptions find what no name has, and the list is gone through by the keyboard
+    # words of a description find models whose names lack them, and arrow keys move through the list
     far = {name for name, entry in entries(count).items() if "English sparse vectors" in entry.description}
     assert min(far) > names[len(names) // 2]
     page.evaluate("document.querySelector('#model').focus()")

@@ -1,4 +1,4 @@
-"""The models of the console in a real browser: what a person reads of a model is what the API tells of it."""
+"""The models of the console in a real browser: a page shows what the API returns about a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def page(devtools: str) -> Iterator[Page]:
-    """A tab that complained of nothing when the test is over."""
+    """A tab. After the test it has logged no error."""
     with tab(devtools) as page:
         yield page
         assert page.complaints == []
@@ -110,7 +110,7 @@ def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) 
     answer = encode(cluster, BROKEN)
     assert answer.json()["code"] == "MODEL_LOAD_FAILED"
     note = httpx.get(f"{cluster.url}/v1/requests/{answer.headers['x-sie-request-id']}", timeout=10).json()
-    stages = note["chunks"][0]["stages"]  # it waited for the load, which is a stage of its own
+    stages = note["chunks"][0]["stages"]  # the request waited for the load, which is a stage of its own
     assert stages["load_ms"] >= 0.9 * stages["worker_ms"] > 0
     until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")
     opened(page, cluster, BROKEN)
@@ -124,7 +124,7 @@ def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) 
     assert "Requests are refused until a load by hand succeeds" in reasons[0]
     failed = page.evaluate("[...document.querySelectorAll('.detail p.dim')].map(element => element.innerText)")
     assert f"Load on {row[0]} failed, CERTIFICATE: 1 attempt, no further one by itself" in failed
-    page.evaluate("location.hash = '#models'")  # the list has the reason too, of all profiles in one row
+    page.evaluate("location.hash = '#models'")  # the list has the reason too, with all profiles in one row
     rows = page.wait(CELLS.format("#catalogue"), bool)
     (cells,) = [row for row in rows if row[0].split()[0] == BROKEN]
     assert cells[1].startswith("failed\n")
@@ -166,7 +166,7 @@ DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...gi
 
 
 def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluster: Cluster) -> None:
-    """The figures are those of a worker on a slow network."""
+    """The reply is changed to that of a worker on a slow network."""
     page.call("Page.addScriptToEvaluateOnNewDocument", source=DOWNLOADING)
     opened(page, cluster, OTHER)
     text = page.evaluate("document.querySelector('.download').innerText")
