@@ -76,7 +76,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
-    """The playground, which complained of nothing and asked no other host when the test is over."""
+    """The playground. After the test the page has logged no error and asked no other host."""
     own = f"http://{HOST}:{cluster.port}/"
     with tab(devtools) as page:
         page.open(own)
@@ -89,13 +89,15 @@ def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
 
 
 def unexpected(page: Page) -> list[str]:
-    """Complaints, without those of a browser about a model that is loaded: the page sends the request again."""
+    """Return the errors that the page logged, without those about 503: while a model is loaded, the page repeats its
+    request.
+    """
     return [complaint for complaint in page.complaints if "status of 503" not in complaint]
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The TypeScript client, built."""
+    """The built TypeScript client."""
     return typescript_package.copied(tmp_path_factory)
 
 
@@ -124,7 +126,7 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, pa
 
 def test_a_result_is_there_before_anything_is_pressed(page: Page, cluster: Cluster) -> None:
     own = f"http://{HOST}:{cluster.port}/"
-    page.open(f"{own}?example#playground/extract/test/donut")  # it takes no text, so nothing is sent by itself
+    page.open(f"{own}?example#playground/extract/test/donut")  # the page sends nothing by itself: donut takes no text
     page.wait("document.querySelectorAll('.example .spans mark').length", lambda count: count == 4)
     body = {"items": ["one"]}
     loaded = "document.querySelector('#model')?.innerText.includes('loaded')"
@@ -163,7 +165,7 @@ def test_a_model_is_chosen_by_the_keyboard_and_has_an_address(page: Page) -> Non
 
 
 def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
-    """Picked, dropped and pasted; a file that is no image is refused by name."""
+    """Images are picked, dropped and pasted. A file that is no image is refused by name."""
     choose(page, "encode", "test/clip")
     typed(page, "#texts", "a cat")
     attach(page, ("picked.png", "image/png", PHOTO))
@@ -187,7 +189,7 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     assert vectors[1] == pytest.approx(vectors[3], abs=1e-6)
     assert page.evaluate(HEAT) == pytest.approx(cosines(vectors), abs=0.0051)
     shown = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
-    assert base64.b64encode(PHOTO).decode() not in shown  # it is cut on the page
+    assert base64.b64encode(PHOTO).decode() not in shown  # the page shows it shortened
     assert base64.b64encode(PHOTO).decode() in copied(page, "curl")
     sdk_vectors = by_python(page, '[element["dense"].tolist() for element in results]')
     assert np.abs(np.array(sdk_vectors) - np.array(vectors)).max() < 1e-6
@@ -455,7 +457,7 @@ FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) 
 
 
 def test_relations_outlines_and_trees_are_shown_and_markup_does_nothing(page: Page) -> None:
-    """Answers that no small model gives."""
+    """The replies are forged: no small model gives such answers."""
     page.evaluate(FORGED.replace("FOUND", json.dumps(FOUND)))
     choose(page, "extract", "test/dino")
     attach(page, (f"{HARM}.png".replace("/", ""), "image/png", PHOTO))

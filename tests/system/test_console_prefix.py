@@ -36,7 +36,7 @@ def proxy(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[PrefixPr
 def page(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, proxy: PrefixProxy
 ) -> Iterator[Page]:
-    """At the prefix. When the test is over it complained of nothing and asked nothing beside the prefix."""
+    """A page at the prefix. After the test it has logged no error and asked nothing outside the prefix."""
     own = f"http://{HOST}:{proxy.port}{PREFIX}"
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
         page.open(f"{own}{request.param}")
@@ -44,7 +44,7 @@ def page(
         yield page
         assert [
             complaint for complaint in page.complaints if "status of 503" not in complaint
-        ] == []  # while a model is loaded
+        ] == []  # a page repeats its request while a model is loaded
         beside = [url for url in page.asked if url != own and not url.startswith((f"{own}/", "data:"))]
         assert beside == []
 

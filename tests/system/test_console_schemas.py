@@ -49,7 +49,9 @@ def proxy(cluster: Cluster) -> Iterator[PrefixProxy]:
 
 @pytest.fixture
 def page(devtools: str, proxy: PrefixProxy) -> Iterator[Page]:
-    """The playground of extractions. The only complaints are those of a browser about refused and repeated requests."""
+    """The playground of extractions. After the test the page has logged only errors about refused and repeated
+    requests.
+    """
     with tab(devtools) as page:
         page.open(f"http://{HOST}:{proxy.port}{PREFIX}/#playground/extract")
         page.wait("document.querySelector('#model')?.value", bool, timeout_s=30)
@@ -64,7 +66,7 @@ def page(devtools: str, proxy: PrefixProxy) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The TypeScript client, built."""
+    """The built TypeScript client."""
     return typescript_package.copied(tmp_path_factory)
 
 
@@ -76,7 +78,7 @@ def asked_for(page: Page, model: str, answer: str) -> None:
 
 
 def fault(page: Page, field: str) -> str:
-    """Text of the alert that describes a field."""
+    """Return the text of the alert that describes a field."""
     described = f"document.querySelector('#{field}[aria-invalid=true]')?.getAttribute('aria-describedby')"
     text: str = page.wait(f"document.getElementById({described})?.innerText ?? ''", bool)
     return text
@@ -186,7 +188,7 @@ def test_a_schema_is_read_from_a_file(page: Page) -> None:
 
 def test_a_model_without_schemas_has_no_field_for_them(page: Page) -> None:
     asked_for(page, SPANS, "schema")
-    typed(page, "#schema", "{")  # it stays, and hinders no other model
+    typed(page, "#schema", "{")  # the broken schema stays, and affects no other model
     choose(page, "extract", "test/gliner")
     assert page.evaluate("document.querySelectorAll('#answer, #schema, #thresholds').length") == 0
     ask(page)
@@ -218,7 +220,7 @@ def test_a_schema_is_filled_by_the_keyboard_alone(page: Page) -> None:
     pressed(page, "Enter", 13)
     page.wait("document.querySelector('#schema').value", lambda text: "people" in text)
     assert page.evaluate("document.activeElement.id") == "schema-sample"
-    # the page answers its example when it opens; until then the button cannot be reached
+    # the page runs its example when it opens; until then the button cannot be reached
     page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
     tabbed_to("run")
     pressed(page, "Enter", 13)

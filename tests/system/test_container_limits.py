@@ -38,9 +38,9 @@ FILE = "values-kind.yaml"
 PROCESSES = 128  # threads count; a fifth of the lowest bound of a managed cluster
 DISK_BYTES = 4 << 20
 MAX_KILLS, ADVERSARIAL_S, RESTARTED_AFTER = 3, 180.0, 10
-FREE_MIB = (96, 48, 24, 12)  # that an adapter's limit leaves above what it holds, until the kernel ends it
+FREE_MIB = (96, 48, 24, 12)  # what the limit leaves above the memory that the adapter holds, until the kernel kills it
 WORDS = "harbour kernel winter planet "
-LARGE = [WORDS * 60] * 120  # in one request, of more tokens than a batch may have
+LARGE = [WORDS * 60] * 120  # one request, of more tokens than a batch may have
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def expected() -> Expected:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """One of each, on disks of their own, with a bound on processes. In float32: a batch in bfloat16 takes half."""
+    """One pod of each workload, with disks of their own and a bound on processes. Models compute in float32: a batch in
+    bfloat16 takes half the memory.
+    """
     check_images()
     manifests = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
     disks = {
@@ -104,9 +106,9 @@ def fill(path: Path) -> None:
 
 
 async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expected: Expected) -> None:
-    """The limit leaves less and less, in the end less than a batch takes: whoever sends what fits is answered,
-    also the large request itself, whose inputs fit one by one. No input is called poison. The kernel ends the child
-    that serves, or all of the container, which then has another control group.
+    """The limit leaves less and less, in the end less than a batch takes. Every request whose inputs fit one by one is
+    answered, also the large one. No input is called poison. The kernel kills the child that serves, or all of the
+    container, which then has another control group.
     """
     (pod,) = node.of(WORKER)
     adapter = pod.container("adapter")
@@ -131,8 +133,8 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
 
 
 async def test_minutes_of_adversarial_batches_at_a_small_limit(expected: Expected) -> None:
-    """At most MAX_KILLS, and nobody whose inputs fit one by one is refused; the sizes that fit outlive a restart
-    of the container.
+    """The kernel kills at most MAX_KILLS times, and no request whose inputs fit one by one is refused. The learnt
+    limits of batches outlive a restart of the container.
     """
     check_images()
     adapter_has = {"adapter": {"resources": {"limits": {"cpu": "2", "memory": "1536Mi"}}}}

@@ -1,4 +1,4 @@
-"""A quota of processor time of an adapter: lanes and threads, admission, and texts per second follow it."""
+"""The quota of an adapter's processor time: lanes, admission and texts per second follow it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 
 FILE = "values-kind.yaml"
 QUOTAS = (0.2, 0.5, 1.0, 2.0)
-USERS = 6  # of whom each has a request under way
+USERS = 6  # each has one request under way
 WARM_S, MEASURED_S = 10.0, 30.0
-LONG = ["harbour kernel winter planet " * 30] * 4  # so that the adapter has nearly all of the work
+LONG = ["harbour kernel winter planet " * 30] * 4  # the adapter then has nearly all of the work
 
 
 @pytest.mark.parametrize("cores", QUOTAS)
 async def test_an_adapter_runs_as_its_quota_has_cores(cores: float, rates: dict[float, float]) -> None:
-    """Lanes and threads are as many as whole cores, one at least; a request to an idle worker is never refused."""
+    """The adapter has as many lanes as whole cores, at least one. A request to an idle worker is never refused."""
     check_images()
     adapter_has = {"adapter": {"resources": {"limits": {"cpu": str(cores), "memory": "6Gi"}}}}
     with Node.started(secrets=SECRETS) as node:
@@ -36,14 +36,14 @@ async def test_an_adapter_runs_as_its_quota_has_cores(cores: float, rates: dict[
         assert lanes == min(psutil.cpu_count() or 1, max(1, int(cores)))
         async with httpx.AsyncClient(base_url=node.url(GATEWAY, 8080), headers=CLIENT, timeout=300) as client:
             assert await encoded(client, ["the model loads"]) == 200
-            for texts in (["one"], LONG, ["two"], LONG):  # each when the one before is answered
+            for texts in (["one"], LONG, ["two"], LONG):  # each is sent when the one before is answered
                 assert await encoded(client, texts) == 200
             rates[cores] = await rate(client)
     print(f"{cores} cores: {rates[cores]:.1f} texts/s")
 
 
 def test_texts_per_second_are_proportional_to_the_quota(rates: dict[float, float]) -> None:
-    """Within 15 %. A quota of all cores of a machine is left out: clients and the other containers need some."""
+    """The tolerance is 15 %. A quota of all cores is left out: clients and the other containers need some."""
     check_images()
     within = {cores: rates[cores] / cores for cores in (0.5, 1.0, 2.0) if cores < (psutil.cpu_count() or 1)}
     assert len(within) >= 2, "this machine has too few cores"
@@ -53,7 +53,7 @@ def test_texts_per_second_are_proportional_to_the_quota(rates: dict[float, float
 
 @pytest.fixture(scope="module")
 def rates() -> dict[float, float]:
-    """Texts per second by quota, as they are measured."""
+    """Texts per second by quota, which the tests of the quotas fill in."""
     return {}
 
 
@@ -63,7 +63,7 @@ async def encoded(client: httpx.AsyncClient, texts: list[str]) -> int:
 
 
 async def rate(client: httpx.AsyncClient) -> float:
-    """Texts per second while there is always work: of those that were answered between the marks."""
+    """Return the texts per second between two marks, while there is always work."""
     began_s = time.monotonic() + WARM_S
     end_s = began_s + MEASURED_S
     counted = 0
@@ -73,7 +73,7 @@ async def rate(client: httpx.AsyncClient) -> float:
         while (asked_s := time.monotonic()) < end_s:
             assert await encoded(client, LONG) == 200
             answered_s = time.monotonic()
-            # the part of its texts that falls between the marks
+            # a request counts by the part of it that falls between the marks
             within_s = min(answered_s, end_s) - max(asked_s, began_s)
             counted += max(0.0, within_s) / (answered_s - asked_s) * len(LONG)
 

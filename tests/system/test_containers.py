@@ -1,4 +1,4 @@
-"""Rendered chart in real containers: their images, users, limits, volumes, probes and ends, in the network that the
+"""The rendered chart in real containers: images, users, limits, volumes, probes and shutdown, in the network that the
 rendered policies leave. `tests/kubelet` does what Kubernetes does.
 
 Images: those of `make images`, and nats:2.12-alpine, which the chart names.
@@ -78,7 +78,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 
 @pytest.fixture(scope="module")
 def node(file: str, own: LocalModels) -> Iterator[Node]:
-    """All pods of a values file, the worker twice."""
+    """All pods of a values file, with two workers."""
     files = {path.name: path.read_text().replace(str(own.weights), SHARE) for path in own.folder.iterdir()}
     with Node.started(
         secrets=SECRETS,
@@ -91,9 +91,9 @@ def node(file: str, own: LocalModels) -> Iterator[Node]:
 
 
 def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalModels) -> None:
-    """All containers are ready; none was started twice. The routes answer over the gateway's service, as the libraries
-    do; the catalogue takes a write of the administrator alone. No component asked for a connection that the policies
-    refuse. Nothing was written but to volumes, within their limits.
+    """No container was started twice. The routes answer over the gateway's service with the numbers of the libraries.
+    Only the administrator may write to the catalogue. No component tried a connection that the policies refuse. Files
+    were written only to volumes, within their limits.
     """
     assert {container.starts for container in node.containers} == {1}, node.story()
     url = node.url(GATEWAY, 8080)
@@ -202,14 +202,14 @@ def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
             assert network.tried(name, pod.address, port) == ("open" if reached else "refused"), (target, port)
             assert network.tried(pod.network, member.address, port) == "refused", (target, port)
     for pod in pods.values():
-        # buckets and the hub, which workers, gateways and the config service alone may reach; nothing listens there
+        # port 443 is that of buckets and the hub, which all but the broker may reach; nothing listens there
         outside = network.tried(pod.network, member.address, 443)
         assert outside == ("refused" if pod.workload == BROKER else "closed"), pod.workload
     assert sum(node.network.refused().values()) > refused
 
 
 async def test_a_container_that_is_killed_starts_again_and_no_request_is_lost(node: Node, expected: Expected) -> None:
-    """One of each kind in turn, under 20 clients: kill -9 of its first process."""
+    """One container of each kind in turn gets kill -9 for its first process, under 20 clients."""
     async with crowd(node, expected) as clients:
         await answers(clients, CLIENTS)
         for container in one_of_each(node):
@@ -225,8 +225,8 @@ async def test_a_container_that_is_killed_starts_again_and_no_request_is_lost(no
 
 
 async def test_a_container_that_stands_still_costs_no_request(node: Node, expected: Expected) -> None:
-    """One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. The rendered liveness probes bear each
-    of them, so none is started again for it.
+    """One container of each kind in turn is frozen for 2, 8 and 15 s, under 20 clients. The rendered liveness probes
+    tolerate each pause, so no container is started again.
     """
     for member in node.containers:
         assert survivable_s(member) > max(PAUSES_S), member.name
@@ -244,8 +244,8 @@ async def test_a_container_that_stands_still_costs_no_request(node: Node, expect
 
 
 def survivable_s(container: Container) -> float:
-    """For how long a container may stand still before its liveness probe ends it: so many failures are needed in a
-    row, and a pause may begin just before a probe.
+    """Return how long a container may stand still before its liveness probe ends it: a pause may begin just before a
+    probe.
     """
     probe = container.told["livenessProbe"]
     return float(probe.get("periodSeconds", 10) * (probe.get("failureThreshold", 3) - 1))
@@ -273,7 +273,7 @@ async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: 
 
 
 def test_all_containers_end_by_themselves_when_told(node: Node) -> None:
-    """Within their grace, with 0: the last of the values file."""
+    """Each ends within its grace period, with status 0. This test is the last of a values file."""
     for workload in (GATEWAY, WORKER, CONFIG, BROKER):
         for pod in list(node.of(workload)):
             node.end(pod)

@@ -22,7 +22,7 @@ DOCUMENTS = [
 ]
 JOINED = "Berlin is the capital of Germany. The city has 3.7 million inhabitants. It lies on the Spree. "
 SPANS = [[0, 33], [34, 71], [71, 94]]
-TOLERANCE = 1e-5  # between batches of other sizes
+TOLERANCE = 1e-5  # results of batches of other sizes differ by less
 
 
 @pytest.fixture(scope="module")
