@@ -51,13 +51,13 @@ class Saved:
 
     folder: Path
     backup: Path
-    tokens: dict[str, int]  # with the status that each is answered with
+    tokens: dict[str, int]  # with the status that each gets
     job: str
     file: str
 
 
 def plan(folder: Path) -> Plan:
-    """The payload store is the same for all that are made from one folder."""
+    """Return the plan of a cluster. Clusters of one folder share the payload store."""
     environ = {
         "SIE_AUTH_MODE": "token",
         "SIE_ADMIN_TOKEN": ADMIN,
@@ -70,7 +70,9 @@ def plan(folder: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Three keys, one of them revoked; a model and an alias of the API; a file, and a job that has completed."""
+    """A stopped cluster with three keys, one of them revoked; a model and an alias of the API; a file, and a completed
+    job.
+    """
     folder = tmp_path_factory.mktemp("damage") / "source"
     backup = folder.parent / "backup"
     with Stack(folder, plan(folder)) as stack:
@@ -120,7 +122,7 @@ def lacks_jobs(stack: Stack, saved: Saved) -> list[str]:
 
 
 def mended(stack: Stack, saved: Saved, tmp_path: Path) -> list[str]:
-    """Run the commands that doctor prints for damage. Returns what it says."""
+    """Run the commands that doctor prints for damage, and return its findings."""
     environ = {"SIE_NATS_URL": stack.broker_urls, "SIE_GATEWAY_URL": stack.urls[0], "SIE_AUTH_TOKEN": ADMIN}
     report = Examined(tmp_path, {**environ, "SIE_CONFIG_READ_TOKEN": READ})
     assert report.states["damage"] in ("fine", "wrong"), report.output
@@ -131,8 +133,8 @@ def mended(stack: Stack, saved: Saved, tmp_path: Path) -> list[str]:
 
 
 def start(stack: Stack, folder: Path, stream: str) -> list[str]:
-    """Start all; where the broker hangs in the files of the stream, it is stopped and the command that is documented
-    for that is run. Returns what was said.
+    """Start all processes, and return the output of commands that this took. If the broker hangs in the files of the
+    stream, stop it and run the documented command.
     """
     broker, *parts = stack.parts
     broker.start()
@@ -190,7 +192,7 @@ def test_a_damaged_stream_is_named_and_mended(saved: Saved, tmp_path: Path, stre
 
 
 def test_a_backup_fills_an_empty_cluster_and_replaces_nothing_that_is_newer(saved: Saved, tmp_path: Path) -> None:
-    """Into an empty cluster. Its job is there. Again, after a key was revoked and the model changed."""
+    """The backup is restored into an empty cluster, and again after a key was revoked and the model changed."""
     folder = tmp_path / "stack"
     assert saved.backup.stat().st_mode & 0o777 == 0o600
     with Stack(folder, plan(saved.folder)) as stack:

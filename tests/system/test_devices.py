@@ -18,7 +18,7 @@ from stack import Device, Plan, Stack
 DEVICES = 4
 CLIENTS = 48  # more than one device can answer at once
 TOY = "toy/one"
-WITHIN_S = 60.0  # what must happen on a busy machine
+WITHIN_S = 60.0  # bound of what must happen, on a busy machine
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="several devices need Linux")
 
 
@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def ready(cluster: Cluster) -> dict[str, int]:
-    """The present process of each device, by its name, as the adapters' log tells."""
+    """Return the present process of each device, from the adapters' log."""
     pids = {}
     for line in cluster.lines:
         if "adapter ready on" in line:
@@ -43,7 +43,7 @@ def ready(cluster: Cluster) -> dict[str, int]:
 
 
 def loaded(cluster: Cluster) -> list[str]:
-    """The devices that have the model."""
+    """Return the devices that have the model."""
     names = [f"cpu:{number}" for number in range(DEVICES)]
     return [name for name in names if cluster.metric("sie_model_loaded", model=MODEL, device=name)]
 
@@ -57,7 +57,7 @@ def test_every_device_is_told(cluster: Cluster) -> None:
 
 
 async def test_a_killed_adapter_loses_nothing(cluster: Cluster) -> None:
-    """kill -9 of the adapter that runs everything, under a light load."""
+    """The adapter that runs everything gets kill -9, under a light load."""
     load = Load(cluster.urls, pause_s=0.5, expected=answered(cluster.url))
     tasks = load.start(4)
     try:

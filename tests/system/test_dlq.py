@@ -1,6 +1,4 @@
-"""`sie dlq` against a real nats-server: what was given up survives the broker and comes back with its
-original answer.
-"""
+"""`sie dlq` against a real nats-server: a dead letter survives the broker, and its replay gives the original answer."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @pytest.fixture
 async def broker(nats: NatsServer) -> AsyncIterator[Broker]:
-    """A gateway's connection, with all that a gateway makes."""
+    """A gateway's connection, with the streams and the consumer that a gateway makes."""
     broker = await connect(nats.url, name="gateway")
     await broker.ensure_stream(topology.dead_letter_stream("_default", storage="file", replicas=1), owner=True)
     work = topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
@@ -97,9 +95,9 @@ async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
 async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
 ) -> None:
-    """An input ends two adapters and its work is a dead letter; the broker is killed and restarted; replayed with the
-    fault still there it fails again and is kept; replayed without, it gives the answer that it would have had, and is
-    gone.
+    """An input ends two adapters, and its work becomes a dead letter. The broker is killed and restarted. A replay with
+    the fault fails again and keeps the letter. A replay without the fault gives the original answer and removes the
+    letter.
     """
     item, result = await answered(broker, "before", SECRET)
     assert reasons(result) == ["", "INFERENCE_ERROR poison"]
@@ -151,7 +149,7 @@ async def test_letters_are_replayed_and_purged_from_the_command_line(
 
 
 async def first_of(letters: Letters) -> str:
-    """The id of the first letter, once there is one."""
+    """Return the id of the first letter, once there is one."""
     while True:
         async for entry in letters.all():
             return entry.letter.id

@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 pytestmark = [
     pytest.mark.timeout(400),  # each step has its own bound
-    # PEFT asks transformers for it
+    # PEFT reads this attribute of transformers
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 # sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md, documents.md, schemas.md and sounds.md
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.long
 def test_the_quickstart_and_what_others_change_for_it(tmp_path: Path) -> None:
-    """One cluster, which the quickstart starts; the page for who comes from another server is read beside it."""
+    """The quickstart starts one cluster. The page for users of other servers is read beside it."""
     with Reader(tmp_path) as reader:
         reader.read(DOCS / "quickstart.md")
         reader.read(DOCS / "coming-from.md")
@@ -74,8 +74,8 @@ def test_a_page_with_a_cluster_of_its_own(tmp_path: Path, page: str, count: int)
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Beside a hub and a bucket on this machine. Models that would be fetched are small ones of their kinds, under the
-    same names.
+    """A reader with a hub and a bucket on this machine. Models that would be fetched are small ones of their kinds,
+    under the same names.
     """
     folder = tmp_path_factory.mktemp("reader")
     models = LocalModels(folder / "models", folder / "weights")

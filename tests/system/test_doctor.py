@@ -1,6 +1,4 @@
-"""`sie doctor` before real faults, each planted for real: it names what is wrong and what mends it, and a healthy
-cluster has nothing.
-"""
+"""`sie doctor` at real faults: it names what is wrong and what mends it, and has no finding for a healthy cluster."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @contextlib.contextmanager
 def restarted(part: Part, environ: dict[str, str]) -> Iterator[None]:
-    """The process with another environment, and in the end with its own again."""
+    """Restart a process with a changed environment, and in the end with its own again."""
     own = part.environ
     for these in ({**own, **environ}, own):
         part.stop()
@@ -88,7 +86,7 @@ def restarted(part: Part, environ: dict[str, str]) -> Iterator[None]:
 
 
 def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[str, str]:
-    """The environment of a process with another wall clock, or another version."""
+    """Return the environment of a process with another wall clock or another version."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE.format(ahead_s=ahead_s, version=version))
     return {"PYTHONPATH": str(folder)}
@@ -104,7 +102,7 @@ def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
     assert set(report.states.values()) == {"fine"}, report.output
     assert "1 gateway and 1 worker serve by epoch" in report.says["config"]
     assert "1 healthy worker" in report.says["gateway"]
-    assert report.says["clock"].startswith("4 clocks within 0.")  # of this machine, gateway, config service and worker
+    assert report.says["clock"].startswith("4 clocks within 0.")  # machine, gateway, config service, worker
 
 
 def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
@@ -253,7 +251,7 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
         f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
         migrate,
     )
-    pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would
+    pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would paste it
     assert pasted == {migrate}
     environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", *pasted], env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -301,7 +299,7 @@ def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_pat
 
 
 def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
-    """The disk is as it is; what moves is the threshold."""
+    """The test moves the threshold and leaves the disk as it is."""
     report = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
     report.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
     room = os.statvfs(tmp_path)
@@ -348,7 +346,7 @@ def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
-    """No machine has a hundredth one; which of the reasons is told depends on the machine."""
+    """No machine has a hundredth GPU. The reason that is named depends on the machine."""
     report = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
     report.named("gpu", "", "SIE_DEVICE")
 

@@ -1,4 +1,4 @@
-"""Commands of `sie doctor`, run as printed in front of their fault; the finding is gone afterwards.
+"""The commands of `sie doctor` are run as printed, with their fault present; the finding is gone afterwards.
 
 Commands of Kubernetes, of package managers and of the clock are an operator's; they are not run here.
 """
@@ -99,7 +99,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @contextlib.contextmanager
 def ended(*parts: Part) -> Iterator[None]:
-    """These processes are gone, and run again in the end, whatever happens."""
+    """Stop these processes, and start them again in the end, whatever happens."""
     for part in parts:
         part.stop()
     try:
@@ -113,14 +113,14 @@ def ended(*parts: Part) -> Iterator[None]:
 
 
 def start(part: Part, command: str) -> None:
-    """Start the process by the command that was told, with the options and settings of its own."""
+    """Start the process by the command that doctor printed, with the options and settings of the process."""
     interpreter, sie, _, *options = part.argv
     part.argv = [interpreter, sie, *shlex.split(command)[1:], *options]
     part.start()
 
 
 def until_gone(report_of: Any, check: str) -> None:
-    """Doctor has nothing to say of it any more."""
+    """Wait until doctor has no finding of this check."""
     until(lambda: report_of().findings[check] == [], BOUND_S, f"no finding of {check}")
 
 
@@ -151,14 +151,14 @@ def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path)
 
 
 async def lacking(stack: Stack, token: str) -> str | None:
-    """Why `sie serve` would wait before it says that this gateway and one worker are ready."""
+    """Return why `sie serve` would not yet say that this gateway and one worker are ready."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await readiness.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
 
 
 @pytest.mark.long
 def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
-    """The gateway never had a worker: it goes on to list its earlier ones."""
+    """The gateway is restarted too, because a gateway goes on to list its earlier workers."""
     assert asyncio.run(lacking(stack, ADMIN)) is None
     (worker,), (gateway,) = stack.workers, stack.gateways
     with ended(worker.sidecar, worker.adapter):
@@ -175,7 +175,7 @@ def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path)
 
 @pytest.mark.long
 def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_path: Path) -> None:
-    """The command of the remedy leads to the socket; what is said of that starts the adapter, or makes the socket
+    """The command of the remedy names the socket. The remedies of the socket start the adapter, or make the socket
     private again.
     """
     (worker,) = stack.workers
@@ -224,7 +224,7 @@ def test_settings_that_are_wrong_are_mended_as_told(tmp_path: Path) -> None:
 
 
 class Program(http.server.BaseHTTPRequestHandler):
-    """Somebody else's."""
+    """A program that is no part of SIE."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -265,7 +265,7 @@ def killed(cluster: Cluster) -> None:
 
 
 async def _alter(url: str) -> None:
-    """The stream of work as another version would have it."""
+    """Change the work stream to what another version would have."""
     broker = NatsBroker("test")
     await broker.open(url, 5.0)
     try:
@@ -280,8 +280,8 @@ async def _alter(url: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
-    """No process runs. A stream is altered, the queue may grow above the disk. The serve was killed, and another
-    program took a port.
+    """The faults in turn: no process runs; a stream is altered; the queue may grow above the disk; the serve was
+    killed, and another program took a port.
     """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
     report = Examined(tmp_path, {"SIE_NATS_URL": nowhere})

@@ -1,4 +1,4 @@
-"""Pages over HTTP: what is written is the library's, and an input that cannot be read fails alone."""
+"""Images of pages over HTTP: the output is as long as the library's, and an input that cannot be read fails alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.toys import image, png
 
 MODEL = "test/donut"
 OF_THE_PAGE = "naver-clova-ix/donut-base-finetuned-cord-v2"
-LIMIT = 100  # by which its entry is told from that of the package
+LIMIT = 100  # by which this entry differs from the packaged one
 PAGE = image(90, 170, 1)
 pytestmark = shared.OPEN
 
@@ -66,7 +66,7 @@ def given(file: bytes) -> dict[str, Any]:
 
 
 def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: LocalModels) -> None:
-    """One request: a page, a text, a file that is no image, two images."""
+    """One request has a page, a text, a file that is no image, and two images."""
     page = given(png(PAGE))
     items = [page, {"text": "x"}, given(b"no image"), {"images": page["images"] * 2}]
     written, text_result, broken, two = asked(client, items, max_new_tokens=20)

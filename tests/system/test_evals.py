@@ -26,7 +26,9 @@ pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
 
 
 def sie(*arguments: str, status: int = 0) -> Result:
-    """A command in this process, which has imported the libraries already: that takes 10 s of a process of its own."""
+    """Run a command in this process, which has imported the libraries already: a process of its own would take 10 s for
+    that.
+    """
     ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code == status, ran.output + repr(ran.exception)
     return ran
@@ -44,7 +46,7 @@ def figures(*arguments: str, status: int = 0) -> dict[str, Any]:
 
 
 def scores(report: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By source."""
+    """Return the scores of each source."""
     return {row["source"]: row["scores"] for row in report["rows"]}
 
 
@@ -106,7 +108,7 @@ def test_a_model_that_is_worse_misses_the_targets_that_were_saved(
     assert f"has no targets of {MODEL} for small" in evaluated(MODEL, *arguments, status=1).stderr
     evaluated(MODEL, "--url", open_cluster.url, "-t", str(small), "--save-targets", str(file))
     evaluated(MODEL, *arguments)
-    file.write_text(file.read_text().replace(MODEL, "test/dense"))  # whose weights are random
+    file.write_text(file.read_text().replace(MODEL, "test/dense"))  # the weights of test/dense are random
     assert "target missed: sie, ndcg@10: " in evaluated("test/dense", *arguments, status=1).stdout
 
 
@@ -135,7 +137,7 @@ def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
 
 
 def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> None:
-    """The model has random weights: its figures are those of the library."""
+    """The model has random weights: one of 8 images is among the first 10 in any order."""
     folder = tmp_path / "pictures"
     (folder / "qrels").mkdir(parents=True)
     for number in range(8):
@@ -237,7 +239,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
 
 
 class ForkedServe(Forked):
-    """The `sie serve` that an evaluation starts, without its imports."""
+    """The `sie serve` that an evaluation starts, forked from a process that has its imports."""
 
     def __init__(self, argv: list[str], stdout: IO[str], stderr: IO[str]) -> None:
         assert argv[1:4] == ["-m", "sie_cli", "serve"]
@@ -252,7 +254,7 @@ def test_without_a_cluster_one_is_started_and_ended(small: Path, monkeypatch: py
     forking = SimpleNamespace(Popen=ForkedServe, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("sie_cli.evals.opened.subprocess", forking)
     with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)  # where the cluster has its folder
+        monkeypatch.setattr(tempfile, "tempdir", folder)  # the cluster makes its folder there
         ran = evaluated(MODEL, "-t", str(small))
         assert "no cluster is named and none runs: starting one" in ran.stderr
         assert "ndcg@10" in ran.stdout

@@ -1,4 +1,6 @@
-"""`sie eval -t mteb/NAME`: the library mteb for real, with datasets of a hub on loopback, and what is used without."""
+"""`sie eval -t mteb/NAME`: the library mteb for real, with datasets of a hub on loopback, and a folder that is used
+without a hub.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ RERANKING = ("datasets/mteb/AskUbuntuDupQuestions", "c5691e3c48741d5f83b5cc8e630
 pytestmark = [
     shared.OPEN,
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore:The task 'STSBenchmark' is superseded:UserWarning"),  # of the library
+    pytest.mark.filterwarnings("ignore:The task 'STSBenchmark' is superseded:UserWarning"),  # mteb warns
 ]
 
 
@@ -44,7 +46,7 @@ def parquet(**columns: Sequence[Any]) -> bytes:
 
 
 def retrieval(**more: bytes) -> dict[str, bytes]:
-    """A dataset in the format of mteb, from the shipped pairs."""
+    """Return a dataset in the format of mteb, made of the shipped pairs."""
     pairs = tasks.stsb()
     numbers = range(ROWS)
     files = {
@@ -73,7 +75,7 @@ def hub() -> Iterator[HubStub]:
 def evaluated(
     folder: Path, endpoint: str, *arguments: str, status: int = 0, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A process of its own, which reads the environment as it imports the libraries."""
+    """Run `sie eval` in a process of its own, which reads the environment as it imports the libraries."""
     argv = [sys.executable, "-m", "sie_cli", "eval", *arguments, "--results", str(folder / "results")]
     environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     environ.pop("HF_HUB_OFFLINE", None)
@@ -84,7 +86,7 @@ def evaluated(
 
 @pytest.fixture
 def at_hub(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubStub:
-    """The hub of this process, whose libraries have read their environment: importing them again takes 8 s."""
+    """Point the libraries of this process to the hub: to import them again, with its address, takes 8 s."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -135,7 +137,7 @@ def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, a
     scores = figures("test/cross", "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
     main = next(iter(vectors))
     assert next(iter(scores)) == main
-    assert vectors[main] > scores[main] > 0  # whose weights are random
+    assert vectors[main] > scores[main] > 0  # the weights of test/cross are random
 
 
 def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_the_documents_run(
@@ -164,7 +166,7 @@ def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_
     monkeypatch.chdir(tmp_path)
     at_hub.repositories.clear()
     results = ("--results", str(tmp_path / "results"))
-    # whether this machine is as fast again is no matter here
+    # the speed of this machine does not matter here
     second = CliRunner().invoke(main, ["eval", *arguments, "-s", "sie,targets", *where, *results])
     assert second.exit_code in (0, 1), second.output
     assert second.exit_code == ("target missed" in second.stdout)

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("evals-speed")]
 MODEL = "toy/one"
 BATCH_MS = 40.0
 STALL_S = 2.0
-WITHIN = 35  # requests after which the warm-up is over, of either load
+WITHIN = 35  # requests after which the warm-up of either load is over
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A batch is one request and takes BATCH_MS."""
+    """A stack whose batches hold one request and take BATCH_MS."""
     environ = {"SIE_BATCHER_MAX_BATCH_REQUESTS": "1"}
     plan = Plan((MODEL,), workers=(Device(batch_ms=BATCH_MS),), environ=environ)
     with Stack(tmp_path_factory.mktemp("speed"), plan) as running:
@@ -51,7 +51,7 @@ def measured(argv: list[str], status: int = 0) -> dict[str, Any]:
 
 
 def answered(stack: Stack) -> float:
-    """Requests that the gateway has answered."""
+    """Return how many requests the gateway has answered."""
     return scraped(f"{stack.metrics_urls[0]}/metrics", "sie_gateway_requests_total")
 
 
@@ -60,8 +60,8 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
     (row,) = result["rows"]
     assert row["errors"] == {}
     assert 0.3 <= row["scores"]["items_per_s"] * BATCH_MS / 1000 <= 1.03
-    # four clients whose requests are always under way: throughput and latency agree, on a busy machine too,
-    # but for two seconds of the five in which it stands still
+    # four clients always have a request under way: throughput and latency agree on a busy machine too;
+    # the bounds allow that it stands still for two of the five seconds
     assert 0.4 <= row["scores"]["items_per_s"] * row["scores"]["p50_ms"] / 4000 <= 1.3
     assert row["scores"]["p50_ms"] >= BATCH_MS
     assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
@@ -71,10 +71,10 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
 def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
     stack: Stack, texts: str, tmp_path: Path
 ) -> None:
-    """One client asks nothing while it waits: one request of 100 is slow. At a rate, 20 of 80 are due meanwhile."""
+    """A client that waits sends nothing: one request of 100 is slow. At a fixed rate, 20 of 80 are due meanwhile."""
 
     def stalled(*load: str) -> float:
-        """The p90 with a sidecar that stands still for STALL_S within the window, ms."""
+        """Return the p90 in ms, with a sidecar that stands still for STALL_S within the window."""
         process = subprocess.Popen(
             argv(stack, tmp_path, texts, "--seconds", "8", "--warm-up", "1", *load),
             stdout=subprocess.PIPE,
@@ -102,7 +102,9 @@ def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
 def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """By Ctrl-C, and by a gateway that was killed. Each part of 1,024 documents takes the device more than a second."""
+    """Ctrl-C interrupts it, then the death of a gateway. Each part of 1,024 documents takes the device more than a
+    second.
+    """
     folder = tmp_path / "documents"
     (folder / "qrels").mkdir(parents=True)
     lines = [json.dumps({"_id": str(number), "text": f"document {number}"}) for number in range(4000)]
@@ -116,7 +118,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(folder), *where]
 
         def begun(parts: int) -> subprocess.Popen[str]:
-            # a shell starts what runs in its background with SIGINT ignored, and so all that it starts
+            # a shell starts background jobs with SIGINT ignored, and their children inherit that
             argv = ["env", "--default-signal=INT", *command]
             process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             until(lambda: len(list(unfinished.glob("*.msgpack"))) >= parts, 60, "parts to be kept", slow.log)
