@@ -56,7 +56,7 @@ def field(shared: Field) -> Field:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    """The same with the real adapter and a real model."""
+    """A cluster with the real adapter and a real model."""
     with Field.running(tmp_path_factory.mktemp("engine"), device=None) as field:
         yield field
 
@@ -78,7 +78,7 @@ def one_request(field: Field, name: str, place: Place) -> None:
 
 
 def big_result(field: Field, name: str, place: Place) -> None:
-    """A result that one message does not hold. Parts that came twice, or whose last one was not confirmed, change
+    """Check a result that one message cannot hold. Parts that come twice, or whose last one is not confirmed, change
     nothing.
     """
     part = field.arm(name, place.action, place.role)
@@ -94,9 +94,9 @@ def given_up(field: Field, name: str, place: Place) -> None:
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
-    first = field.ask(name, budget_s=1.4)  # it is in the queue before that
+    first = field.ask(name, budget_s=1.4)  # the work is in the queue before that
     field.reached(name, place.action, part)
-    assert first.result().status in (0, 503, 504)  # the answer may be on its way before
+    assert first.result().status in (0, 503, 504)  # the answer may be on its way before the death
     field.right(name)
     field.settled()
 
@@ -114,7 +114,7 @@ def client_leaves(field: Field, name: str, place: Place) -> None:
 
 
 def cold_model(field: Field, name: str, place: Place) -> None:
-    """Work of a model that no worker has loaded, and whose place nobody has written down."""
+    """Send work of a model that no worker has loaded, and that no placement names."""
     model = COLD[[key for key, candidate in PLACES.items() if candidate.scenario == place.scenario].index(name)]
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
@@ -126,7 +126,7 @@ def cold_model(field: Field, name: str, place: Place) -> None:
 
 
 def leader(field: Field, name: str, place: Place) -> None:
-    """The leader of the gateways dies before it sweeps; nobody depends on when that is done."""
+    """The leader of the gateways dies before it sweeps; no request depends on when that is done."""
 
     async def lapse(broker: Broker) -> None:
         bucket = await broker.key_value(topology.LEASES_BUCKET)
@@ -146,9 +146,7 @@ def chore(*arguments: str) -> int:
 
 
 def consumer_at_rest(field: Field, name: str, place: Place) -> None:
-    """A consumer is deleted and its deleter dies before it looks who needed it: whoever publishes next
-    makes it again.
-    """
+    """A process deletes a consumer and dies before it checks who needs it: the next publisher makes it again."""
     models = [WARM, COLD[0]]
     for model in models:
         field.right(name, model=model)
@@ -160,7 +158,7 @@ def consumer_at_rest(field: Field, name: str, place: Place) -> None:
 
 
 def large_input(field: Field, name: str, place: Place) -> None:
-    """An input that goes through the payload store."""
+    """Send an input that goes through the payload store."""
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     text = f"{name} " * (2 * INLINE_BYTES // len(name))
@@ -172,7 +170,7 @@ def large_input(field: Field, name: str, place: Place) -> None:
 
 
 def old_payload(field: Field, name: str, place: Place) -> None:
-    """Remove old payloads, by the next round if this one dies; young ones stay."""
+    """Old payloads are removed, by the next round if a round dies; young ones stay."""
     before = set(field.payloads.iterdir())
     text = f"{name} {uuid.uuid4()} " * (2 * INLINE_BYTES // len(name))  # equal inputs are one file
     field.right(f"young {text}")
@@ -181,7 +179,7 @@ def old_payload(field: Field, name: str, place: Place) -> None:
     old = set(field.payloads.iterdir()) - young
     assert old
     assert young
-    for file in old:  # at last: from now on the gateway may remove them too, in one of its rounds
+    for file in old:  # the last step: from now on a round of the gateway may remove them too
         os.utime(file, (time.time() - 7200,) * 2)
     assert chore("payloads", str(field.payloads), "--failpoints", f"{name}={place.action}") == CRASHED
     assert set(field.payloads.iterdir()) == old | young
@@ -213,7 +211,7 @@ def admission(field: Field, name: str, place: Place) -> None:
 
 
 def reserve(field: Field, method: str, path: str = "") -> int:
-    """The status of a call of `/v1/pools`; 0 where its gateway died."""
+    """Call `/v1/pools` and return the status, or 0 if the gateway died."""
     body = {"name": "team", "gpus": {"cpu": 1}} if not path else None
     try:
         return httpx.request(
@@ -235,8 +233,8 @@ def reservation(field: Field, name: str, place: Place) -> None:
 
 
 def reservation_ends(field: Field, name: str, place: Place) -> None:
-    """A gateway dies after it ended a reservation and before its stream is gone: it is gone for everybody, and then the
-    stream too.
+    """A gateway dies after it ended a reservation and before the stream is removed: no gateway has the reservation any
+    more, and later the stream is gone too.
     """
     assert reserve(field, "POST") == 201
     part = field.arm(name, place.action, place.role)
@@ -255,8 +253,8 @@ def no_reservation_is_left(field: Field, name: str) -> None:
 
 
 def cancelled(field: Field, name: str, place: Place) -> None:
-    """Two batches fill the device, the rest waits; all budgets end, and the worker dies while it lets go of what did
-    not run.
+    """Two batches fill the device, and the rest waits. All budgets end, and the worker dies while it gives up the work
+    that did not run.
     """
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
@@ -297,11 +295,11 @@ def poison(field: Field, name: str, place: Place) -> None:
     def deaths() -> int:
         return sum("status 86" in line for line in adapter.log)
 
-    # a death that nobody could write down is not counted
+    # a death before its mark is written does not count for the verdict
     expected = deaths() + (3 if name == "poison.before_mark" else 2)
     first = field.ask(f"{name}: {DEADLY}", budget_s=30.0)
     neighbours = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
-    # the verdict may come before the process that it is about is gone
+    # the verdict may come before the adapter's process has ended
     field.supervise(
         lambda: first.done() and all(neighbour.done() for neighbour in neighbours) and deaths() >= expected,
         40.0,
@@ -316,9 +314,7 @@ def poison(field: Field, name: str, place: Place) -> None:
 
 
 def drain_in_vain(field: Field, name: str, place: Place) -> None:
-    """The device stands still while the worker is to end; it dies before it has handed back what it
-    could not finish.
-    """
+    """The device stands still while the worker drains. The worker dies before it has handed back its work."""
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
@@ -331,7 +327,7 @@ def drain_in_vain(field: Field, name: str, place: Place) -> None:
 
 
 def new_model(field: Field, name: str, place: Place) -> None:
-    """A new model is written or not, and told or not: at the next change everybody knows it."""
+    """The config service dies while it adds a model: after the next change all processes know the model."""
     models = [f"toy/{name}-{number}" for number in range(2)]
     folder = field.stack.folder / "models"
     (entry,) = [
@@ -350,7 +346,7 @@ def new_model(field: Field, name: str, place: Place) -> None:
 
 
 def real_adapter(field: Field, name: str, place: Place) -> None:
-    """The engine's own process: a load or a batch dies with it, and is done again by the next one."""
+    """The adapter dies or fails in a load or a batch, and the next process does it again."""
     text = f"the text of {name}"
     field.learn(MODEL, text)
     part = field.arm(name, place.action, place.role)

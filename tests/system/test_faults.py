@@ -1,7 +1,8 @@
-"""kill -9 of every part under load: answers stay right, clients of what survives see nothing, the worker is back at
-once.
+"""kill -9 of every part under load: answers stay right, clients of the surviving parts see no error, and the worker is
+back at once.
 
-What `sie serve` and the parent of the adapter start again is shown with them; the rest with a fixed-cost adapter.
+The processes that `sie serve` and the parent of the adapter start again are tested with these two, the others with a
+fixed-cost adapter.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from load import Load, answered
 from stack import Device, Plan, Stack
 
 CLIENTS = 20
-PAUSE_S, TOY_PAUSE_S = 0.2, 0.05  # of a client after an answer; at the slow device most of them wait
+PAUSE_S, TOY_PAUSE_S = 0.2, 0.05  # of a client after an answer; at the slow device most clients wait
 ACK_WAIT_S = 4.0
-WITHIN_S = 60.0  # what must happen on a busy machine
+WITHIN_S = 60.0  # bound of what must happen, on a busy machine
 TOY = "toy/one"
 
 
 @contextlib.asynccontextmanager
 async def under(load: Load) -> AsyncIterator[Load]:
-    """The clients ask from before the block, which begins when each has had an answer, to its end."""
+    """Run the clients until the end of the block, which begins after as many answers as there are clients."""
     tasks = load.start(CLIENTS)
     try:
         await load.successes_after(time.monotonic(), CLIENTS, WITHIN_S)
@@ -52,12 +53,12 @@ async def load(cluster: Cluster) -> AsyncIterator[Load]:
 
 
 def active_adapter(cluster: Cluster) -> int:
-    """The process that listens on the socket, as the adapter's own log tells."""
+    """Return the process that listens on the socket, from the adapter's log."""
     return int([line for line in cluster.lines if "adapter ready on" in line][-1].rpartition("pid ")[2])
 
 
 async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load) -> None:
-    """No client sees an error. Nothing is imported again: the parent that forked it forks the next one."""
+    """No client sees an error. Nothing is imported again: the parent forks the next adapter."""
     (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)
     killed_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -71,7 +72,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
 
 @pytest.mark.long
 async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(cluster: Cluster, load: Load) -> None:
-    """Slower, by the imports; no client sees an error."""
+    """The imports make this restart slower. No client sees an error."""
     (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)
     assert parent != victim
     killed_s = time.monotonic()
@@ -84,7 +85,7 @@ async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(
 
 
 def test_a_killed_serve_leaves_no_process(cluster: Cluster) -> None:
-    """kill -9 of the parent of all processes: the kernel ends them with it. The last test of this cluster."""
+    """The parent of all processes gets kill -9, and the kernel ends its children. The cluster's last test."""
     assert cluster.process is not None
     children = psutil.Process(cluster.process.pid).children(recursive=True)
     assert len(children) >= 6
@@ -103,12 +104,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.mark.timeout(180)
 async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None:
-    """Its work is delivered once more, by its ledger or when the leases lapse, deliveries are reported, every
-    request is answered rightly.
+    """The work is delivered again, by the sidecar's ledger or when the leases lapse. Replies report the deliveries, and
+    every answer is right.
     """
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         for worker in stack.workers:
-            worker.adapter.pause()  # so that what is in hand stays there
+            worker.adapter.pause()  # work in hand then stays there
         await load.busy(CLIENTS, WITHIN_S)
         await asyncio.to_thread(until, stack.held, WITHIN_S, "work in hand")
         killed_s = time.monotonic()
@@ -130,12 +131,12 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
 
 
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
-    """The worker's results for it are given up when their budget ends; the other gateway goes on."""
+    """The other gateway goes on."""
     gateway = stack.gateways[0]
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         killed_s = time.monotonic()
         gateway.kill()
-        # nobody starts it again: these are answers of the other gateway
+        # the killed gateway is not started yet: these are answers of the other one
         await load.successes_after(killed_s, 5 * CLIENTS, WITHIN_S)
     gateway.start()
     gateway.wait_ready()

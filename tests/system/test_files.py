@@ -37,7 +37,7 @@ HEAD = (
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="large"\r\n\r\n'
 )
 FORM = {"content-type": "multipart/form-data; boundary=x"}
-GROWTH_BYTES = 200 << 20  # that one upload may take, whatever its size; far below that of the file
+GROWTH_BYTES = 200 << 20  # what one upload may take, whatever its size; far below the size of the file
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_the_client_walks_through_all_pages_of_its_own_files(cluster: Cluster) -
 
 
 def test_a_file_expires(cluster: Cluster, client: openai.OpenAI) -> None:
-    """Not served from that second on, and soon removed."""
+    """The file is not served after its expiry, and its object is removed soon."""
     file = client.files.create(file=("a", b"a"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3})
     assert file.expires_at == pytest.approx(file.created_at + 3, abs=1)
     assert client.files.content(file.id).read() == b"a"
@@ -129,7 +129,7 @@ def test_a_file_expires(cluster: Cluster, client: openai.OpenAI) -> None:
 
 
 def peak_of(pid: int, done: threading.Event) -> int:
-    """The largest resident size of a process until `done`."""
+    """Return the largest resident size of a process until `done`."""
     process, peak = psutil.Process(pid), 0
     while not done.wait(0.05):
         peak = max(peak, process.memory_info().rss)
@@ -138,7 +138,7 @@ def peak_of(pid: int, done: threading.Event) -> int:
 
 @pytest.mark.timeout(300)
 def test_the_memory_of_a_gateway_does_not_grow_with_a_file(cluster: Cluster) -> None:
-    """512 MiB pass, in and out; of 600 MiB in chunks the rest is refused when so much has come."""
+    """An upload and a download of 512 MiB pass. A chunked upload of 600 MiB is refused at the limit."""
     pid = next(pid for pid in cluster.pids("gateway") if str(cluster.port) in psutil.Process(pid).cmdline())
     before, done, peaks = psutil.Process(pid).memory_info().rss, threading.Event(), list[int]()
     watching = threading.Thread(target=lambda: peaks.append(peak_of(pid, done)))
@@ -172,7 +172,7 @@ def test_the_memory_of_a_gateway_does_not_grow_with_a_file(cluster: Cluster) -> 
 def test_a_file_that_is_announced_as_too_large_is_refused_at_once(
     cluster: Cluster, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    """By the client of OpenAI too, which sends the length of a file on disk."""
+    """OpenAI's client sends the length of a file on disk."""
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 600 << 20)
     begun_s = time.monotonic()
@@ -212,7 +212,7 @@ def cleaned(cluster: Cluster, ahead_s: float) -> int:
 def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_after_the_clean_up(
     cluster: Cluster,
 ) -> None:
-    """Parts of the object are stored. The gateway is killed. No gateway serves the file. The clean-up of later removes
+    """Parts of the object are stored when the gateway is killed. No gateway serves the file. A later clean-up removes
     what is left.
     """
     pid = next(pid for pid in cluster.pids("gateway") if str(cluster.port) in psutil.Process(pid).cmdline())
@@ -257,7 +257,7 @@ def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_afte
 
 
 def batch_s(client: openai.OpenAI) -> float:
-    """How long a file and its batch take this client, seconds."""
+    """Return the seconds that a file and its batch take this client."""
     started_s = time.monotonic()
     body = {"model": "sentence-transformers/all-MiniLM-L6-v2", "input": "a"}
     lines = [
@@ -274,7 +274,7 @@ def batch_s(client: openai.OpenAI) -> float:
 
 
 def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(cluster: Cluster) -> None:
-    """32 uploads that send a byte and then nothing: those that have places go on, the rest may come again."""
+    """32 uploads send a byte and then nothing. Those with a place complete later; the rest may retry."""
     go, statuses = threading.Event(), list[int]()
 
     def form() -> Iterator[bytes]:
@@ -285,7 +285,7 @@ def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(clu
     def send() -> None:
         try:
             answer = httpx.post(f"{cluster.url}/v1/files", content=form(), headers={**FORM, **by(ONE)}, timeout=120)
-        except httpx.TransportError:  # refused, and closed since
+        except httpx.TransportError:  # refused, and the connection is closed
             return
         statuses.append(answer.status_code)
 
@@ -296,7 +296,7 @@ def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(clu
         return answer.status_code == 429 and "retry-after" in answer.headers
 
     with client_of(cluster, OTHER) as neighbour:
-        batch_s(neighbour)  # the model is loaded
+        batch_s(neighbour)  # this loads the model
         quiet_s = batch_s(neighbour)
         threads = [threading.Thread(target=send) for _ in range(32)]
         for thread in threads:
@@ -309,7 +309,7 @@ def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(clu
             for thread in threads:
                 thread.join(120)
     assert statuses.count(200) == UPLOADS_OF_A_KEY
-    assert attacked_s <= 2 * quiet_s + 10, (attacked_s, quiet_s)  # as long as the uploads, if it waited for them
+    assert attacked_s <= 2 * quiet_s + 10, (attacked_s, quiet_s)  # far below the 120 s of the uploads
 
 
 def test_without_a_broker_it_works_too_and_a_restart_leaves_no_object_of_before(tmp_path: Path) -> None:

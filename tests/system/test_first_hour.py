@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def pasted(code: Sequence[str], folder: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A shell that runs one block after another; what goes on in its background ends with this block."""
+    """Run a shell that executes one block after another. Its background processes end with the context."""
     environ = {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",

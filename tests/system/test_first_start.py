@@ -1,6 +1,4 @@
-"""The first start of `sie serve`: nothing that looks like trouble on a machine that is well, and one line for what a
-machine lacks.
-"""
+"""The first start of `sie serve`: no sign of trouble on a healthy machine, and one line for what a machine lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _TROUBLE = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\b[Ww]arning:|Traceback|\[(
 
 @contextlib.contextmanager
 def held(*ports: int) -> Iterator[None]:
-    """Somebody else listens on these ports; one that is taken already is taken."""
+    """Listen on these ports; skip a port that is already taken."""
     with contextlib.ExitStack() as stack:
         for port in ports:
             with contextlib.suppress(OSError):
@@ -49,8 +47,8 @@ def plain(data_dir: Path, *args: str) -> Cluster:
 def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that_others_use(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
-    """Several processes read the settings: the one that is unknown, and standalone the one that has no effect, are told
-    once. All else is as on a machine that is well.
+    """Several processes read the settings. One line warns of the unknown setting, and with --standalone one more of the
+    setting without effect. No other line is a sign of trouble.
     """
     cluster = plain(tmp_path / "data", *mode)
     cluster.environ |= {"SIE_POOOL": "x", "SIE_BATCHER_COALESCE_MS": "6"}
@@ -72,7 +70,7 @@ def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that
 
 
 def refused(data_dir: Path, *args: str, under: Sequence[str] = ()) -> list[str]:
-    """The lines that `sie serve` ends with, before it starts anything."""
+    """Return the lines with which `sie serve` ends before it starts a process."""
     argv = [*under, SIE, "serve", "--data-dir", str(data_dir), *args]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -150,7 +148,7 @@ def test_little_memory_to_map_is_told(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_start_ends_the_command_instead_of_being_started_for_ever(tmp_path: Path) -> None:
-    """A broker that ends at once, however often it is started: here its folder is a file."""
+    """The broker ends at once, however often it is started: its folder is a file."""
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o700)
     (data_dir / "nats").mkdir()

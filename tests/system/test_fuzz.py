@@ -1,6 +1,5 @@
-"""Bent bodies at every inference route, odd values in every place: each is answered, in time, with a success or an
-error that says what is wrong with it. The same for headers, parameters of addresses, and documents of the config
-service.
+"""Malformed bodies and odd values at every inference route: each request is answered in time, with a success or an
+error that names the fault. Headers, query parameters and documents of the config service are fuzzed too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sie_gateway.http.routes import DIALECTS, OLLAMA
 CLIENTS = 16
 ADMIN = shared.ADMIN
 ANSWERED_S = 30.0
-GROWTH_BYTES = 24 << 20  # of a process over all of it, caches and the heap's own ways included
+GROWTH_BYTES = 24 << 20  # of a process over all requests, with its caches and a fragmented heap
 
 
 pytestmark = shared.TOY
@@ -54,7 +53,7 @@ async def send_all(url: str, cases: Iterator[Case]) -> Counter[tuple[int, str]]:
 
 
 def judged(answer: httpx.Response) -> tuple[str, str]:
-    """The code of an error, and what is wrong with an answer, or nothing."""
+    """Return the code of an error, and what is wrong with an answer, or nothing."""
     if 200 <= answer.status_code < 300:
         return "", ""
     if not 400 <= answer.status_code < 500:
@@ -101,8 +100,8 @@ def test_every_route_of_another_server_has_bodies_to_bend() -> None:
 
 
 def in_part(every: int) -> pytest.MarkDecorator:
-    """`every`: one of so many cases of a list, and in a long run each. A prime, so that of the places and the values
-    that a list combines none is always left out.
+    """Run one of `every` cases of a list, and in a long run all. `every` is prime: no place and no value that the list
+    combines is always left out.
     """
     return pytest.mark.parametrize(
         "every", [every, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="all")]
@@ -111,7 +110,7 @@ def in_part(every: int) -> pytest.MarkDecorator:
 
 @in_part(151)
 async def test_odd_values_in_every_place(stack: Stack, every: int) -> None:
-    """Extension types of msgpack, bytes, arrays of any size, text that is none: as any value, in any parameter."""
+    """Extension types of msgpack, bytes, arrays of any size and invalid text are values of any parameter."""
     tally = await send_all(stack.urls[0], fuzz.part(fuzz.everywhere(), every))
     assert tally.total() > 20_000 / every
     assert sum(count for (status, _), count in tally.items() if status == 400) > 10_000 / every

@@ -64,7 +64,7 @@ def in_base64(data: bytes) -> str:
 
 
 def test_vectors_equal_the_library_in_json_and_in_msgpack(client: httpx.Client, expected: np.ndarray) -> None:
-    """Base64, a data URI and bytes, in one request with a text."""
+    """JSON holds base64 and a data URI, beside a text. msgpack holds bytes."""
     files = [png(picture) for picture in PICTURES]
     items = [
         {"images": [in_base64(files[0])]},

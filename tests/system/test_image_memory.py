@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def memory(cluster: Cluster) -> dict[str, int]:
-    """Bytes of the largest process of each kind."""
+    """Return the bytes of the largest process of each kind."""
     assert cluster.process is not None
     sizes: dict[str, int] = defaultdict(int)
     for process in psutil.Process(cluster.process.pid).children(recursive=True):
@@ -34,7 +34,7 @@ def memory(cluster: Cluster) -> dict[str, int]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_memory_is_flat_over_thousands_of_images(tmp_path: Path, every_family: LocalModels) -> None:
-    """Each image has other pixels than all before, so what is kept of outputs is replaced, too."""
+    """Each image has pixels that no image before had: cached outputs are replaced too."""
     arguments = ["--models-dir", str(every_family.folder), "--model-filter", CLIP, "--no-spare"]
     samples: list[dict[str, int]] = []
     with running(tmp_path, *arguments) as cluster, SIEClient(cluster.url, timeout_s=300) as client:

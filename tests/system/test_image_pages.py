@@ -27,7 +27,7 @@ PICTURES = {f"{number}.png": image(60 + 30 * number, 90 - 10 * number, number) f
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The images, and a file that is none."""
+    """The working directory, with the images."""
     for name, picture in PICTURES.items():
         (tmp_path / name).write_bytes(png(picture))
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,7 @@ def multimodal(open_cluster: Cluster, open_models: LocalModels) -> test_qwen3_vl
     folder = open_models.weights / "qwen3-vl"
     if not folder.exists():
         qwen_checkpoints.qwen3_vl(folder)
-    # by which they are told from those of the package
+    # these limits differ from those of the packaged entries
     limits = {"Qwen/Qwen3-VL-Embedding-2B": 300, "Qwen/Qwen3-VL-Reranker-2B": 301}
     for make, (name, limit) in zip((test_qwen3_vl.entry_of, test_qwen3_vl.reranker_of), limits.items(), strict=True):
         entry = msgspec.to_builtins(make(folder, name, max_tokens=limit))

@@ -81,7 +81,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     rng, until_s, right = np.random.default_rng(0), time.monotonic() + TRAINED_S, 0
     torch.manual_seed(0)
-    while right < 3:  # three looks in a row: it did not pass by it
+    while right < 3:  # three times in a row: it is no chance
         assert time.monotonic() < until_s, "the model does not learn to rank"
         for _ in range(10):
             batch = processor(images=[drawn(*kind, rng) for kind in KINDS], return_tensors="pt")
@@ -114,7 +114,7 @@ def cluster(search: Search, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_the_served_ranking_is_the_librarys(cluster: Cluster, search: Search) -> None:
-    """One request with all images, one with all captions; each caption finds its image."""
+    """One request has all images, another one all captions. Each caption finds its image."""
     assert SIZE < 120
     batches = (
         [{"images": [base64.b64encode(file).decode()]} for file in search.files],
