@@ -1,10 +1,10 @@
-"""The images and docker-compose.yml for real: built by buildah on a base that debootstrap makes, run by podman.
+"""The images and docker-compose.yml, built by buildah on a base that debootstrap makes, and run by podman.
 
-They need no registry of images: the base is a Debian with Python 3.11, and the image of the broker is made of the
+The tests need no registry of images: the base is a Debian with Python 3.11, and the image of the broker is made of the
 nats-server that is installed here. They need root, a mirror of Debian, and the packages debootstrap, buildah, podman,
 runc, busybox-static, and golang-github-containernetworking-plugin-dnsname. Layers are kept in build/images, or in the
-folder IMAGES_STORE. BUILD_ARGS: what a build needs on this machine, such as mounts of the configuration of pip.
-RUN_ARGS: of a container.
+folder IMAGES_STORE. BUILD_ARGS: arguments that a build needs on this machine, such as mounts of the configuration
+of pip. RUN_ARGS: the same for a container.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RUN ["/bin/busybox", "sh", "-c", "/bin/busybox mkdir -p /tmp /data && /bin/busyb
 ENV PATH=/bin
 ENTRYPOINT ["nats-server"]
 """
-# inside an image: what its environment holds
+# runs inside an image, and prints what its environment holds
 _HELD = """
 import importlib.metadata, json, pathlib, sys
 (site,) = (path for path in sys.path if path.startswith("/opt/sie/") and path.endswith("site-packages"))
@@ -130,14 +130,14 @@ def test_an_image_holds_what_it_says_and_no_more_than_its_budget(image: str) -> 
 
 @pytest.mark.usefixtures("built")
 def test_a_change_of_code_rebuilds_in_seconds(tmp_path: Path) -> None:
-    """The largest image: its dependencies stay as they are."""
+    """The largest image is built again. The layer of its dependencies is reused."""
     files = run("git", "ls-files", "-z").split("\0")
     for name in filter(None, files):
         if (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     changed = tmp_path / "cli" / "sie_cli" / "main.py"
-    changed.write_text(f"{changed.read_text()}\nCHANGED = '{secrets.token_hex()}'\n")  # in no layer of an earlier run
+    changed.write_text(f"{changed.read_text()}\nCHANGED = '{secrets.token_hex()}'\n")  # in no layer of earlier runs
     began_s = time.monotonic()
     output = make("image-adapter-cpu", "REGISTRY=localhost/changed", cwd=tmp_path)
     assert time.monotonic() - began_s < REBUILD_S
@@ -171,7 +171,7 @@ def up(built: None) -> Iterator[None]:
 
 
 def answers() -> bool:
-    """The quickstart's first request."""
+    """Return whether the quickstart's first request is answered."""
     try:
         got = httpx.post(f"{URL}/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]}, timeout=30)
     except httpx.TransportError:
@@ -181,9 +181,9 @@ def answers() -> bool:
 
 @pytest.mark.usefixtures("up")
 def test_compose_serves_survives_a_death_and_leaves_nothing() -> None:
-    """Up; the quickstart's request is answered. All health checks pass, and 100 requests are answered. The sidecar is
-    killed; it is started again, and requests are answered. SIGTERM: each process ends with 0. Down: no container,
-    volume or network is left.
+    """After `up` the quickstart's request is answered, all health checks pass, and 100 requests are answered. The
+    killed sidecar is started again, and requests are answered. After `stop` each process has ended with 0. After `down`
+    no container, volume or network is left.
     """
     until(answers, 300, "the first answer")
     for service in SERVICES:

@@ -1,4 +1,4 @@
-"""The JDK's client of default settings: its first request offers HTTP/2 in clear text, with the body behind it."""
+"""The JDK's client with default settings: its first request offers HTTP/2 in clear text, and carries the body."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TEXTS = [
     "the end",
 ]
 POISON = " ".join(["river"] * (local_models.FAR + 50))
-TOLERANCE = 2e-6  # between batches of other sizes, in float32
+TOLERANCE = 2e-6  # float32 results of batches of other sizes differ by less
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def csv_file(rows: Rows) -> bytes:
 
 
 def written(folder: Path, files: dict[str, bytes]) -> str:
-    """Files in a folder that jobs may read. Returns its URL."""
+    """Write files into a folder that jobs may read, and return its URL."""
     folder.mkdir(parents=True)
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def check_close(rows: Rows, expected: Sequence[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("output", ["parquet", "jsonl", "npy"])
 def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobClient, folder: Path, output: str) -> None:
-    """Files by their names, and rows as they stand in them; ids and columns that are kept come with their vectors."""
+    """Files are in the order of their names, rows in that of their file. Ids and kept columns come with the vectors."""
     rows = numbered()
     files = {
         "a/1.parquet": parquet_file(rows[:20], group=7),
@@ -239,7 +239,9 @@ def test_the_images_of_a_folder_are_answered_by_their_names(jobs: JobClient, fol
 
 @pytest.mark.parametrize("output", ["parquet", "jsonl", "npy"])
 def test_rows_that_cannot_be_answered_say_why_and_the_others_are(jobs: JobClient, output: str) -> None:
-    """No JSON, no object, a column that is missing or null, a vector that is no number. An empty text is a text."""
+    """The faults: no JSON, no object, a column that is missing or null, a vector that is not finite. An empty text is
+    valid.
+    """
     texts = ["river", "", POISON, "mountain"]
     lines = [json.dumps({"text": text}) for text in texts]
     lines += ["{no json", "[1, 2]", json.dumps({"other": 1}), json.dumps({"text": None}), json.dumps({"text": "last"})]
@@ -341,7 +343,7 @@ def test_a_symbolic_link_does_not_lead_out_of_the_folder(jobs: JobClient, folder
 
 
 def test_one_broken_file_of_a_hundred_is_named_and_the_others_are_answered(jobs: JobClient, folder: Path) -> None:
-    """One without its end, one with a page that is damaged, one that is something else."""
+    """One file lacks its end, one has a damaged page, and one is no Parquet."""
     generator = random.Random(1)
     texts = [f"{TEXTS[number % 57]} {number}" for number in range(100)]
     files = {f"{number:03}.parquet": parquet_file([{"text": text}]) for number, text in enumerate(texts)}
@@ -365,7 +367,7 @@ def test_one_broken_file_of_a_hundred_is_named_and_the_others_are_answered(jobs:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_hundred_thousand_texts_have_the_vectors_of_direct_calls(jobs: JobClient, folder: Path) -> None:
-    """All of them, ragged, each compared with what a request of 32 texts is answered."""
+    """Each text is compared with the answer to a request of 32 texts of many lengths."""
     count = 100_000
     texts = [f"{text} {number}" for number, text in enumerate(oracle.ragged_texts(count, seed=11, longest=24))]
     url = written(folder / "many", {"rows.parquet": parquet_file([{"text": text} for text in texts])})

@@ -1,5 +1,5 @@
-"""Jobs that are sent to harm: records as large and as many as may be, rows that are small in a file and large in
-memory, a job that its gateways die of; and a data directory that was copied while a job ran.
+"""Hostile jobs: as many and as large records as are allowed, rows that are small in a file and large in memory, and a
+job that ends its gateways. One test more copies a data directory while a job runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METADATA = {f"{number:02}{WIDE * 62}": WIDE * 512 for number in range(16)}
 
 
 def largest(file: str) -> dict[str, Any]:
-    """A job whose record is nearly as large as one may be."""
+    """Return a job whose record has nearly the largest size that is allowed."""
     return {"model": MODEL, "input": {"file": file, "text": "{text}" + "x" * 2000}, "metadata": METADATA}
 
 
@@ -33,8 +33,8 @@ def largest(file: str) -> dict[str, Any]:
 )
 @pytest.mark.timeout(600)
 def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, keys: int, jobs: int) -> None:
-    """Keys send jobs with the largest records, more than each may have: the rest is refused with 429 and the number.
-    All gateways are killed at once, and are ready in 10 s of a processor. All jobs are there.
+    """Keys send jobs with the largest records, until they get 429. All gateways are killed at once, and each is ready
+    after less than 10 s of processor time. The jobs are still there.
     """
     tokens = [f"token-{number}-of-a-test" for number in range(keys)]
     environ = {
@@ -77,14 +77,14 @@ def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, k
 
 @contextmanager
 def peak_below(part: Part, most: int) -> Iterator[None]:
-    """The part takes at most so many bytes more in the block than before."""
+    """Check that the part takes less than `most` bytes more in the block than before."""
 
     def peak() -> int:
         lines = Path(f"/proc/{part.pid}/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) << 10
 
     pid, before = part.pid, part.rss_bytes()
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from now on
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # this resets the peak
     yield
     assert part.pid == pid
     print(f"{part.name}: {before / MIB:.0f} MiB before, {peak() / MIB:.0f} MiB at the peak")
@@ -96,8 +96,8 @@ def peak_below(part: Part, most: int) -> Iterator[None]:
 )
 @pytest.mark.timeout(600)
 def test_rows_of_many_values_fail_alone_and_take_little_memory(tmp_path: Path, rows: int, row_mib: int) -> None:
-    """Rows of maps, `[{},{},…]`, in a column that is kept: each map takes 64 bytes where it is decoded, and two in the
-    file. One job at a time with them, one with columns that no row has.
+    """Rows of maps, `[{},{},…]`: each map takes 64 bytes where it is decoded, and three in the file. Jobs run one at a
+    time: with the column of maps, without it, and with columns that no row has.
     """
     bomb = b"[" + b",".join([b"{}"] * (row_mib * MIB // 3)) + b"]"
     environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
@@ -125,8 +125,8 @@ def test_rows_of_many_values_fail_alone_and_take_little_memory(tmp_path: Path, r
 
 @pytest.mark.long
 def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
-    """A gateway is killed whenever it has led a job for a moment, before a part of that is answered. After three times
-    the job is failed and says why, and the fourth gateway stays. A job beside it completes.
+    """A gateway is killed three times, each time when it leads the job and before a part is done. Then the job fails
+    and says why, and the next gateway stays. A later job completes.
     """
     environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
     with (

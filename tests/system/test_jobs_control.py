@@ -50,7 +50,7 @@ def test_a_job_is_paused_resumed_cancelled_and_deleted(jobs: JobClient, job_fold
     paused = jobs.reaches(job["id"], "paused")
     assert paused["error"] is None
     parts = sorted((job_folder / "out").iterdir())
-    time.sleep(1.5)  # five shards would be written
+    time.sleep(1.5)  # enough time for five shards
     assert jobs.show(job["id"])["counts"] == paused["counts"]
     assert sorted((job_folder / "out").iterdir()) == parts
     jobs.steer(job["id"], "resume")
@@ -91,7 +91,7 @@ def test_outside_its_windows_a_job_waits_and_says_when(job_cluster: Stack, jobs:
 
 
 def test_a_throughput_is_kept_and_a_deadline_that_expires_ends_the_job(job_cluster: Stack, jobs: JobClient) -> None:
-    """1,000 tokens a second; rows after the deadline do not run, and those before it are in the output."""
+    """The job runs at 1,000 tokens a second. Rows before the deadline are in the output, and later rows do not run."""
     file = jobs.upload("rows.jsonl", jsonl(rows_of(3000)))
     deadline_s = time.time() + 4
     job = jobs.submit(MODEL, {"file": file, **TEXT}, **SLOW, deadline=deadline_s, expires=True)
@@ -129,8 +129,8 @@ def test_a_job_says_when_it_will_be_done(jobs: JobClient) -> None:
 def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
     job_cluster: Stack, jobs: JobClient, job_folder: Path
 ) -> None:
-    """A run over 5,000 rows, of which a fifth are equal to others. 1 % of the rows are others: only these are computed.
-    Another fingerprint finds nothing. What is kept is bounded.
+    """The first run has 5,000 rows, of which a fifth equal others. In the second run 1 % of the rows are new, and only
+    these are computed. A model with another fingerprint takes nothing from the cache. The size of the cache is bounded.
     """
     texts = [f"document {number % 4000:05}" for number in range(5000)]
     (job_folder / "rows.parquet").write_bytes(parquet_file([{"text": text} for text in texts]))

@@ -45,9 +45,9 @@ def texts_of(count: int, first: int = 0) -> Rows:
 
 @dataclass
 class Killer:
-    """Kills a random part every `every_s`, later where no row was done since the last kill, and starts again whatever
-    has ended; the whole cluster once, when half of the rows are done. A job ends as LEADERS_LOST where three leaders
-    died in turn without progress: on a slow machine a clock alone would do that.
+    """Kills a random part every `every_s`, and starts again what has ended. Once, when half of the rows are done, it
+    stops the whole cluster. A kill waits until a row was done since the last kill: a job fails with LEADERS_LOST if
+    three leaders die in turn without progress, and on a slow machine a clock alone would cause that.
     """
 
     stack: Stack
@@ -86,7 +86,7 @@ class Killer:
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Stop killing processes."""
+        """Start what has ended, and wait until all parts are ready."""
         self._again()
         for part in self.stack.parts:
             part.wait_ready()
@@ -97,7 +97,7 @@ class Killer:
                 part.start()
 
     def _look(self, job: str) -> Job | None:
-        """The job as any gateway that is there knows it."""
+        """Return the job from the first gateway that answers."""
         for url in self.stack.urls:
             with contextlib.suppress(httpx.TransportError):
                 answer = httpx.get(f"{url}/v1/jobs/{job}", trust_env=False, timeout=5)
@@ -108,8 +108,8 @@ class Killer:
 
 
 def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int = 0) -> None:
-    """Each id once and in order, every digest right, and the vectors those of their texts. `failed` inputs were taken
-    for what had ended the adapter.
+    """Check that each id is there once and in order, that every digest is right, and that the vectors are those of
+    their texts. `failed` inputs were refused as the cause of a crash.
     """
     assert (manifest["rows"], manifest["failed"], manifest["broken"]) == (count, failed, [])
     tables = []
@@ -151,7 +151,7 @@ def test_while_all_is_killed_each_row_is_answered_once(
 ) -> None:
     """A job over Parquet in an object store. Every few seconds a broker, a gateway, the config service, a sidecar or an
     adapter is killed; once the whole cluster ends. The output is whole. An input that was run by two adapters that were
-    killed, by the second one alone, is refused as what ended them: nothing tells it from one that did.
+    killed, by the second one alone, is refused as the cause: it looks like an input that crashes adapters.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)
@@ -200,7 +200,7 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Da
 
 
 def leading(stack: Stack, job: str, at_least: int) -> None:
-    """Wait until so many rows of the job are done."""
+    """Wait until `at_least` rows of the job are done."""
     end_s = time.monotonic() + 60
     while True:
         for url in stack.urls:
@@ -275,7 +275,7 @@ class Memory:
 
 
 def entries(stack: Stack, bucket: str, prefix: str) -> int:
-    """Entries of a bucket under a prefix."""
+    """Return the number of entries of a bucket under a prefix."""
 
     async def counted() -> int:
         broker = await connect(stack.broker_urls, name="test")
@@ -291,7 +291,7 @@ def entries(stack: Stack, bucket: str, prefix: str) -> int:
 
 
 def write_texts(path: Path, count: int) -> None:
-    """A file of Parquet, written a part at a time."""
+    """Write a Parquet file, a part at a time."""
     parts = (pa.Table.from_pylist(texts_of(100_000, first)) for first in range(0, count, 100_000))
     first = next(parts)
     with parquet.ParquetWriter(path, first.schema) as writer:
@@ -305,7 +305,7 @@ def write_texts(path: Path, count: int) -> None:
 def test_memory_does_not_grow_with_a_job_and_its_records_are_those_of_its_shards(
     tmp_path: Path, count: int, shard_rows: int
 ) -> None:
-    """Tiny rows: once a tenth is done, no process grows."""
+    """The rows are tiny. Once a tenth of them is done, no process grows."""
     data = tmp_path / "data"
     data.mkdir()
     write_texts(data / "rows.parquet", count)

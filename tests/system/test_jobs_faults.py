@@ -1,5 +1,5 @@
-"""Faults while a job runs: no row is lost, every fault is named, and every row that can be answered is. The device is a
-clock (fixed_cost_adapter), the rest is real.
+"""Faults while a job runs: no row is lost, every fault is named, and every row that can be answered is. The adapter is
+the one with fixed costs, the rest is real.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = shared.JOBS
 
 @contextmanager
 def mounted(place: Path, options: str) -> Iterator[None]:
-    """A file system in memory."""
+    """Mount a file system in memory."""
     place.mkdir()
     if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
         pytest.skip("this user may not mount a file system")
@@ -57,7 +57,7 @@ def small(job_folder: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> Path:
-    """A file that takes all that is left, but for the page that says whose folder it is."""
+    """Write a file that takes all room except for one page, which the mark of the folder's job needs."""
     filler = place / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -72,8 +72,8 @@ def fill(place: Path) -> Path:
 def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
     job_cluster: Stack, jobs: JobClient, small: Path
 ) -> None:
-    """No part fits. The job says so, and computes nothing twice. There is room: it completes. One whose disk stays full
-    can be paused, resumed and cancelled.
+    """While no part fits, the job says so. When there is room, the job completes, and nothing is computed twice. A job
+    whose disk stays full can be paused, resumed and cancelled.
     """
     filler = fill(small)
     file = jobs.upload("rows.jsonl", jsonl(rows_of(300)))
@@ -110,8 +110,8 @@ def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
 def test_a_manifest_that_finds_no_room_is_told_and_is_written_when_there_is_room(
     job_cluster: Stack, jobs: JobClient, job_folder: Path
 ) -> None:
-    """A disk of 21 pages. A job has written 20 parts of one page and waits, since its manifest has more. A job that is
-    cancelled meanwhile: test_jobs_run.py, where its last tries take no minute.
+    """A disk has 21 pages. A job has written 20 parts of one page and waits, because its manifest needs more.
+    test_jobs_run.py cancels such a job: there the last attempts take less than a minute.
     """
     file = jobs.upload("rows.jsonl", jsonl(rows_of(20)))
     disk = job_folder / "disk"
@@ -128,7 +128,7 @@ def test_a_manifest_that_finds_no_room_is_told_and_is_written_when_there_is_room
 
 
 def key(job_cluster: Stack, name: str, *options: str) -> str:
-    """The token of a new key that the gateway knows."""
+    """Create a key, and return its token when the gateway knows it."""
     token = sie(job_cluster, "create", name, *options).strip()
     with JobClient(job_cluster.urls[0], token) as jobs:
         until(lambda: jobs.http.get("/v1/jobs").status_code == 200, 60, "the key is known")
@@ -238,7 +238,7 @@ def test_a_job_pauses_when_its_model_is_removed_and_goes_on_when_it_is_back(
 
 
 def test_a_retry_asks_exactly_the_rows_that_failed(job_cluster: Stack, jobs: JobClient) -> None:
-    """They are too long for the model, whose entry then allows them."""
+    """The rows are too long for the model, whose entry then allows them."""
     with serving(job_cluster, jobs, "toy/short", max_tokens=30):
         texts = [
             f"row {number}" + (" that is longer than thirty tokens" if number % 10 == 3 else "") for number in range(50)

@@ -1,4 +1,4 @@
-"""`sie keys` and two gateways at a real broker: what an operator does is what every gateway does a moment later."""
+"""`sie keys` and two gateways at a real broker: every gateway soon follows what an operator changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stack import Plan, Stack
 from sie_cli.main import main
 
 ADMIN = secrets.token_urlsafe(16)
-REVOKED_WITHIN_S = 3 * 1.0  # the promise, and the margin for a machine that does other things as well
+REVOKED_WITHIN_S = 3 * 1.0  # the promised second, and a margin for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def sie(stack: Stack, *args: str, typed: str = "") -> Result:
 
 
 def made(stack: Stack, name: str, *args: str) -> tuple[str, str]:
-    """Id and token of a new key that both gateways know."""
+    """Create a key, and return its id and token when both gateways know it."""
     result = sie(stack, "create", name, "--json", *args)
     assert result.exit_code == 0, result.output
     key = json.loads(result.stdout)
@@ -116,7 +116,7 @@ def test_limits_hold(stack: Stack) -> None:
 
 
 def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
-    """Neither in `list`, nor in the broker's files, nor in a line of any process."""
+    """No part of a token is in `list`, in the broker's files or in a line of any process."""
     tokens = [made(stack, f"stored {number}", "--expires", "4w")[1] for number in range(3)]
     for token in tokens:
         encoded(stack, token, "a")
@@ -164,7 +164,7 @@ def test_a_name_in_use_is_not_given_twice(stack: Stack) -> None:
 
 
 def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: Stack) -> None:
-    """A key is known; the broker is killed; it passes, others do not; the broker is back, a revocation gets through."""
+    """While the broker is down, a known key passes and others do not. When it is back, a revocation gets through."""
     identifier, token = made(stack, "outlives the broker")
     (broker,) = stack.brokers
     broker.kill()
