@@ -1,7 +1,7 @@
 """An adapter at the memory limit of its control group, which the kernel enforces: it kills the process, and nothing can
 be caught.
 
-loaded ──► the limit leaves less than a large batch takes ──► killed ──► the next process knows in what ──► it answers
+loaded ──► the limit leaves less than a large batch takes ──► killed ──► the next process knows the batch ──► it answers
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a control group needs root"),
 ]
 ROOM_BYTES = 120 << 20
-LARGE = [[101, *[2003] * 254, 102]] * 32  # takes more than that in one pass, and each of its texts much less
+LARGE = [[101, *[2003] * 254, 102]] * 32  # takes more than ROOM_BYTES in one pass, and each of its texts much less
 MAX_KILLS = 3
-SETTLED = 4  # batches
+SETTLED = 4  # batches until the allocator has settled
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def group() -> Iterator[MemoryGroup]:
 
 
 def answered(adapter: Adapter, group: MemoryGroup) -> ipc.BatchDone:
-    """The answer of a worker that asks again when the process died."""
+    """Return the answer of a worker. Send the batch again when the process died."""
     first = group.kills()
     for survived in range(first, MAX_KILLS + 1):
         with contextlib.suppress(EOFError, ConnectionError), adapter.connect() as client:
@@ -49,7 +49,7 @@ def answered(adapter: Adapter, group: MemoryGroup) -> ipc.BatchDone:
 def test_a_batch_that_the_kernel_killed_the_adapter_for_is_answered_by_the_next_one(
     tmp_path: Path, group: MemoryGroup
 ) -> None:
-    """Also a start of everything anew, as after a container, keeps the limit."""
+    """The learnt limit outlives a start of all processes too, as after a restart of the container."""
     with running(tmp_path / "a.sock", spare=True, group=group) as adapter:
         with adapter.connect() as client:
             client.load()

@@ -1,5 +1,5 @@
-"""The end of a gateway or config service behind a balancer of connections, as a Kubernetes Service is: clients keep
-theirs.
+"""A gateway or a config service ends behind a balancer of connections, such as a Kubernetes Service: no client sees an
+error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 LAME_DUCK_S = 8.0
-LEARNS_S = 1.0  # until the balancer knows
+LEARNS_S = 1.0  # until the balancer knows of the end
 WITHIN_S = 60.0
 PATH = "/v1/encode/toy/one"
 ENTRY = "/v1/configs/models/toy/one"
 ADMIN = {"Authorization": "Bearer admin"}
 TEXTS = {"items": ["hello"]}
 WIDTH = 4096
-MANY = {"items": ["hello"] * 300}  # its answer is larger than sockets hold
+MANY = {"items": ["hello"] * 300}  # its answer is larger than the buffers of sockets
 
 
 class Client:
-    """Asks again and again over a connection that it keeps. `errors` is all that was not answered with 200."""
+    """Sends requests over a connection that it keeps. `errors` has every failure and every status other than 200."""
 
     def __init__(self, url: str, pause_s: float) -> None:
         self.errors: list[str] = []
@@ -56,7 +56,7 @@ class Client:
 
 
 async def slowly(url: str, begun: asyncio.Event, seconds: float) -> int:
-    """Read a large answer for at least so long, then use its connection again. Bytes of the large one."""
+    """Read a large answer for at least `seconds`, then use its connection again. Return the bytes of the answer."""
     async with httpx.AsyncClient(
         base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_connections=1)
     ) as http:
@@ -76,7 +76,7 @@ async def slowly(url: str, begun: asyncio.Event, seconds: float) -> int:
 
 
 async def frames_until_closed(socket: ClientConnection) -> tuple[int, int]:
-    """How many frames came, and the code of the close that ended them."""
+    """Return how many frames came, and the code of the close that ended them."""
     count = 0
     try:
         while True:
@@ -87,9 +87,9 @@ async def frames_until_closed(socket: ClientConnection) -> tuple[int, int]:
 
 
 async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> None:
-    """Clients keep connections to both gateways, busy and slow ones, and read long answers; one gateway gets SIGTERM,
-    and the balancer learns of it a second later; it serves on, unready, the next answer on each connection says that it
-    is the last, then it ends with 0: every request of every client was answered.
+    """Clients keep connections to both gateways, busy and slow ones, and read long answers. One gateway gets SIGTERM,
+    and the balancer learns of it a second later. The gateway is unready and serves on, and its next answer on each
+    connection says that it is the last. Then the gateway ends with 0. Every request of every client was answered.
     """
     with Stack(tmp_path, Plan(gateways=2, workers=(Device(width=WIDTH),))) as stack:
         ending = stack.gateways[0]
@@ -142,8 +142,9 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
 
 
 async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_it_has(tmp_path: Path) -> None:
-    """SIGTERM: unready, and it answers, each connection once more; half of a write has arrived, and the next SIGTERM
-    cuts its time short: it accepts nothing more; the other half arrives: it is written, and the process ends with 0.
+    """After SIGTERM the service is unready, and each connection gets one more answer. Half of a write has arrived when
+    a second SIGTERM cuts the time short: nothing more is accepted. The other half arrives: the write is stored, and the
+    process ends with 0.
     """
     with Stack(tmp_path, Plan(workers=(), gateways=0, environ={"SIE_ADMIN_TOKEN": "admin"})) as stack:
         config, port = stack.config, int(stack.config_url.rpartition(":")[2])

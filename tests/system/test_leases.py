@@ -35,8 +35,8 @@ def check(answers: list[httpx.Response], texts: list[str]) -> None:
 
 @pytest.mark.long
 async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
-    """Work is held behind a slow device; kill -9; restarted, the sidecar has all of it again long before the ack
-    wait.
+    """A slow device holds the work, and the sidecar gets kill -9. The next process of the sidecar has all of the work
+    again long before the ack wait.
     """
     texts = [f"text {number}" for number in range(8)]
     plan = Plan(workers=(Device(batch_ms=1000.0),), environ={"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))})
@@ -56,8 +56,8 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
 
 @pytest.mark.long
 async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Path) -> None:
-    """A model takes longer to load than a drain may; SIGTERM: it ends in time, with status 0 and an empty ledger; the
-    next sidecar answers.
+    """A model takes longer to load than a drain may last. After SIGTERM the sidecar ends in time, with status 0 and an
+    empty ledger. The next sidecar answers.
     """
     environ = {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S)), "SIE_LOAD_HOLD_S": "29"}
     plan = Plan(workers=(Device(load_s=DRAIN_S + 4),), preload=False, environ=environ)
@@ -76,9 +76,7 @@ async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Pat
 
 
 async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
-    """SIGTERM in the middle of a batch: it is answered once, by this worker, and the next one finds nothing to do over
-    again.
-    """
+    """SIGTERM comes in the middle of a batch. The worker answers the batch, and leaves no lease behind."""
     texts = [f"text {number}" for number in range(4)]
     with Stack(tmp_path / "stack", Plan(workers=(Device(batch_ms=1500.0),))) as stack:
         (worker,) = stack.workers
@@ -102,8 +100,8 @@ HEARTBEATS_S = 2.0
     ],
 )
 async def test_work_of_the_only_worker_is_refused_when_its_heartbeats_are_missed(tmp_path: Path, holds: bool) -> None:
-    """kill -9 of sidecar and adapter while the device has the work, and no worker comes: the request does not wait for
-    its deadline.
+    """Sidecar and adapter get kill -9 while the device has the work, and no other worker comes. The request does not
+    wait for its deadline.
     """
     beats = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500", "SIE_HEARTBEAT_TIMEOUT_MS": str(int(1000 * HEARTBEATS_S))}
     hold_s = 3.0 if holds else 0.0
@@ -123,7 +121,7 @@ async def test_work_of_the_only_worker_is_refused_when_its_heartbeats_are_missed
 
 
 async def test_work_of_a_killed_worker_goes_to_the_other_one_within_its_lease(tmp_path: Path) -> None:
-    """kill -9 of sidecar and adapter of one of two workers, for good."""
+    """Sidecar and adapter of one of two workers get kill -9, and are not started again."""
     lease_s = 3.0
     environ = {"SIE_ACK_WAIT_S": str(int(lease_s)), "SIE_HEARTBEAT_TIMEOUT_MS": "6000"}
     plan = Plan(workers=(Device(batch_ms=500.0), Device(batch_ms=500.0)), environ=environ)

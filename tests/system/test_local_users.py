@@ -30,12 +30,12 @@ ATTACKER = Path(local_user.__file__)
 MARK = f"canary{secrets.token_hex(8)}"
 SECRETS = ("_PASSWORD", "_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
 OPEN = {"/healthz", "/livez", "/readyz"}
-SCALING = "/v1/scaling/_default.cpu.default"  # what KEDA asks a gateway's port of probes
+SCALING = "/v1/scaling/_default.cpu.default"  # the route that KEDA asks at a gateway's port of probes
 
 
 @pytest.fixture(scope="module")
 def cluster(guarded_cluster: Cluster) -> Cluster:
-    """With a data directory that everybody may enter, and its text in the payload store and the queue."""
+    """A cluster with a data directory that everybody may enter, and a canary in the payload store and the queue."""
     answer = guarded_cluster.encode([MARK, f"{MARK} " * 400], authorization=f"Bearer {shared.USER}")
     assert answer.status_code == 200, answer.text
     return guarded_cluster
@@ -48,7 +48,7 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
 
 
 def known_secrets(cluster: Cluster) -> set[str]:
-    """Every password and token of this start."""
+    """Return every password and token of this start."""
     all_secrets = {shared.USER, *shared.CANARIES.values()}
     for process in processes(cluster):
         environ = environ_of(process.pid)
@@ -86,8 +86,8 @@ def attack(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_every_password_has_its_process(cluster: Cluster) -> None:
-    """Otherwise the tests below would search for nothing: 5 users of the broker, the administrator, the reader, the
-    monitor's path.
+    """Without these secrets the tests below would search for nothing: 5 users of the broker, the administrator, the
+    reader, the monitor's path.
     """
     all_secrets = known_secrets(cluster)
     assert len(all_secrets) >= 11, sorted(len(secret) for secret in all_secrets)
@@ -101,7 +101,7 @@ def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: di
 
 
 def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
-    """But the ports of probes and metrics, which are never behind a token, and the page of the console."""
+    """The exceptions are probes and metrics, which never need a token, and the page of the console."""
     config = cluster.access().config_url.rpartition(":")[2]
     probes = {*OPEN, "/metrics"}
     allowed_at = {str(cluster.port): {*OPEN, "/"}, config: probes, str(cluster.worker_port): probes}
@@ -130,7 +130,7 @@ def test_no_process_opens(attack: dict[str, Any]) -> None:
 
 
 def test_what_it_got_holds_no_secret_and_no_input(cluster: Cluster, attack: dict[str, Any]) -> None:
-    """In answers, command lines and files alike; nor does the log, or what is printed."""
+    """Answers, command lines, files and the log hold none."""
     loot, log = attack["loot"], "\n".join(cluster.lines)
     assert "sie_gateway" in loot, "it got the metrics at least"
     for secret in known_secrets(cluster) | {MARK, base64.b64encode(MARK.encode()).decode()}:

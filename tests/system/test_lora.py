@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 
 TUNED = "test/tuned"
 TEXTS = [*oracle.ragged_texts(6, seed=9), "", "Zürich, 東京 and 😀"]
-# PEFT asks transformers for it
+# PEFT reads this attribute of transformers
 pytestmark = [
     shared.OPEN,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -102,11 +102,11 @@ def expected(lora: Path) -> np.ndarray:
 
 
 def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -> None:
-    """Its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
+    """The vectors are PEFT's, the LoRA has a fingerprint of its own, and the vectors of the base do not change."""
     before = encode(client)
     by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
     expected_vectors = expected(lora)
-    by_name = encode(client, lora="loras/random")  # of the folder in SIE_MODELS_DIR
+    by_name = encode(client, lora="loras/random")  # relative to SIE_MODELS_DIR
     for answer in (by_request, by_profile, encode(client, lora=str(lora)), by_name, encode(client, profile="tuned")):
         assert np.abs(vectors(answer) - expected_vectors).max() <= 1e-5
     base = vectors(before)
@@ -136,7 +136,7 @@ def test_a_reply_names_the_engine_that_computed_it(client: httpx.Client, lora: P
     ],
 )
 def test_a_lora_that_cannot_be_loaded(name: str, text: str, status: int, client: httpx.Client, lora: Path) -> None:
-    """A fault of who named it is 4xx, at once and without Retry-After."""
+    """A fault of the client is 4xx, without Retry-After."""
     answer = encode(client, lora_id=name.format(models=lora.parent.parent))
     assert (answer.status_code, answer.json()["code"]) == (status, "LORA_LOAD_FAILED")
     assert "retry-after" not in answer.headers

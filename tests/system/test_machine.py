@@ -43,7 +43,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
-    """Neither through the folder nor, were that open, at the socket itself."""
+    """The folder keeps the other user out; the mode of the socket would do so too."""
     code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
     with running(tmp_path / "data", "--standalone", "--no-spare") as cluster:
         path = cluster.data_dir / "run" / "worker-0.sock"
@@ -67,8 +67,8 @@ def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path) -> None:
-    """The stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is
-    well.
+    """When the stream's bytes are used up, the newest requests get QUEUE_FULL. All that were accepted are answered, and
+    so is a later request.
     """
     text = " ".join(TEXTS) * 30
     with running(tmp_path, "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
@@ -99,8 +99,8 @@ async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path)
 
 @pytest.mark.timeout(180)
 def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
-    """Another program fills the disk, and the broker cannot write: each request ends inside its deadline with a
-    retryable 503, the log says what to do, and doctor whose files they are.
+    """Another program fills the disk, and the broker cannot write. Each request ends inside its deadline with a
+    retryable 503, the log says what to do, and doctor names the disk and the data directory.
     """
     with running(small_disk / "data", "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
         assert cluster.encode(["warm"]).status_code == 200
@@ -161,7 +161,7 @@ async def test_a_disk_full_of_files_or_of_payloads_stops_neither_inference_nor_t
             assert len(files) > 10
             await small_ones_are_answered()
             (sidecar,) = cluster.pids("sidecar")
-            cluster.signal(sidecar, signal.SIGSTOP)  # so that nothing removes a payload
+            cluster.signal(sidecar, signal.SIGSTOP)  # then nothing removes a payload
             try:
                 sent = [asyncio.create_task(large(number)) for number in range(4)]
                 done, waiting = await asyncio.wait(sent, timeout=45, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +182,7 @@ async def test_a_disk_full_of_files_or_of_payloads_stops_neither_inference_nor_t
 
 
 def test_a_disk_that_the_queue_does_not_fit_on_is_refused_with_a_queue_that_does(small_disk: Path) -> None:
-    """Refused before anything is started; what the line suggests then serves."""
+    """The start is refused before a process runs. The size that the line suggests then serves."""
     argv = [SIE, "serve", "--data-dir", str(small_disk / "data"), "--port", str(free_ports(1)[0])]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -204,9 +204,7 @@ def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: P
 
 
 def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:
-    """In a network namespace without any route, from start to first vector; nothing is looked up or
-    downloaded.
-    """
+    """`sie serve` starts and answers in a network namespace without any route."""
     port, worker_port = free_ports(2)
     serve = [
         SIE,
@@ -243,7 +241,7 @@ sys.exit(serve.wait(20))
 
 
 def test_wrk_sees_no_error(tmp_path: Path) -> None:
-    """A load generator that nobody here wrote: keep-alive, 32 connections, each reply a 200."""
+    """A foreign load generator keeps 32 connections alive, and each reply is a 200."""
     script = tmp_path / "post.lua"
     script.write_text('wrk.method = "POST"\nwrk.body = \'{"items": [{"text": "What is deep learning?"}]}\'\n')
     with running(tmp_path / "data", "--preload", MODEL, "--no-spare") as cluster:

@@ -1,5 +1,5 @@
 """`sie mcp` as the process that an agent starts, by the client of the package `mcp`: real models over stdio and HTTP,
-collections in PostgreSQL and in Qdrant's engine, and what a caller over stdio is refused.
+collections in PostgreSQL and in Qdrant's engine, and refusals over stdio.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def over_stdio(*arguments: str, mode: str = "auto", **environ: str) -> Asy
 
 @pytest.fixture(scope="module")
 def address(open_cluster: Cluster, stores: str, settings: Path) -> Iterator[str]:
-    """A `sie mcp --http` before the open cluster."""
+    """The address of a `sie mcp --http` in front of the open cluster."""
     (port,) = free_ports(1)
     argv = [SIE, "mcp", "--http", "--port", str(port), "--url", open_cluster.url, "--config", str(settings)]
     process = subprocess.Popen(
@@ -140,7 +140,7 @@ def address(open_cluster: Cluster, stores: str, settings: Path) -> Iterator[str]
 async def connected(
     transport: str, address: str, cluster: Cluster, stores: str, settings: Path
 ) -> AsyncIterator[Client]:
-    """A client over stdio, or over HTTP in one of the two kinds of revisions."""
+    """Connect a client over stdio, or over HTTP in one of the two kinds of revisions of the protocol."""
     if transport == "stdio":
         options = ("--url", cluster.url, "--config", str(settings), "--timeout-s", "5")
         async with over_stdio(*options, SIE_JOBS_SINKS=stores) as client:

@@ -108,7 +108,7 @@ def alias(cluster: Cluster, name: str, model: str) -> None:
 
 
 class Client(threading.Thread):
-    """Asks for an alias again and again until it is told to end. Keeps status, model and fingerprint of each answer."""
+    """Asks for an alias again and again until `end`. Keeps status, model and fingerprint of each answer."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(daemon=True)
@@ -132,7 +132,7 @@ class Client(threading.Thread):
 
 
 def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
-    """The toy model has random weights: it finds other neighbours."""
+    """The new model has random weights: it finds other neighbours."""
     alias(cluster, "strict", OLD)
     result = sie(cluster, *migration("strict", OTHER, corpus), status=1)
     assert "the widths differ" in result.stdout
@@ -153,7 +153,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
 
 
 def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    """Each query is its document, but for a word. --step check changes nothing."""
+    """Each query is its document without the first word. `--step check` changes nothing."""
     alias(cluster, "judged", OLD)
     (tmp_path / "qrels").mkdir()
     documents = sentences(60)
@@ -178,9 +178,9 @@ def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: 
 def test_an_index_never_gets_vectors_of_two_models(
     cluster: Cluster, corpus: Path, qdrant: QdrantServer, tmp_path: Path
 ) -> None:
-    """A job of the old model fills a collection. Result: a migration into it is refused before anything runs. A
-    collection of another width that no job made. Result: the database refuses, the job is paused, the command says how
-    to go on, and the alias is as it was. A new collection. Result: it has each row once, and the alias is flipped.
+    """A job of the old model fills a collection: a migration into it is refused before a job runs. No job made a
+    collection of another width: the database refuses, the job is paused, the command says how to go on, and the alias
+    stays. A third collection is new: it has each row once, and the alias is flipped.
     """
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(corpus.read_text().splitlines()[:30]))
@@ -212,11 +212,11 @@ def test_an_index_never_gets_vectors_of_two_models(
 def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
-    """A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the command
-    waits for the next gateway, the job completes, the alias is as it was. A client asks for the alias all the time;
-    the same command is stopped by Ctrl-C in the step shadow, and then goes on. Result: the same job, one shadow, the
-    flip; each answer is of one of the two models. Back. Result: the revision before the shadow; the client saw no
-    error.
+    """A migration is to stop after the step embed; its gateway is killed in the middle of the job. The command waits
+    for the next gateway, the job completes, and the alias stays. From then on a client asks for the alias all the time.
+    The same command is stopped by Ctrl-C in the step shadow, and run again: it takes the same job and the same shadow,
+    and flips the alias. Each answer is of one of the two models. The step back restores the revision before the shadow.
+    The client saw no error.
     """
     alias(cluster, "search", OLD)
     output = tmp_path / "vectors"
