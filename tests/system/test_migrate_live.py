@@ -1,5 +1,5 @@
 """`sie migrate` of an index in use, in PostgreSQL, Qdrant's engine and LanceDB: an application writes all the time, the
-command is killed again and again, and each row ends with the vector of the new model of its latest text.
+command is killed again and again, and each row ends with the new model's vector of its latest text.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _encoded: dict[tuple[str, str], list[float]] = {}  # by model and text: encoding
 
 
 def vectors(cluster: Cluster, model: str, texts: Sequence[str]) -> list[list[float]]:
-    """The vectors that a model makes of texts, each computed once."""
+    """Return the vectors that a model makes of texts, each computed once."""
     missing = [text for text in dict.fromkeys(texts) if (model, text) not in _encoded]
     for text, vector in zip(missing, encode(cluster, model, missing), strict=True):
         _encoded[model, text] = vector
@@ -163,7 +163,7 @@ def environ(application: Application) -> dict[str, str]:
 def sie(
     cluster: Cluster, alias: str, application: Application, *more: object, status: int = 0, url: str | None = None
 ) -> str:
-    """Return the output of the command, run in this process: imports take most of a process of its own. `url`: of
+    """Return the output of the command, run in this process: imports take most of a process of its own. `url` names
     another database.
     """
     sinks = {"SIE_JOBS_SINKS": f"main={url or application.url}"}
@@ -177,7 +177,7 @@ def sie(
 
 
 def filled(cluster: Cluster, alias: str, application: Application, rows: int) -> None:
-    """An index of the old model, and its alias."""
+    """Create an index of the old model, and its alias."""
     result = CliRunner().invoke(main, ["models", "alias", alias, OLD, "--data-dir", str(cluster.data_dir)])
     assert result.exit_code == 0, result.output
 
@@ -200,7 +200,7 @@ def filled(cluster: Cluster, alias: str, application: Application, rows: int) ->
 
 
 def kill_after(cluster: Cluster, alias: str, application: Application, share: float, rows: int) -> None:
-    """Start the command, and kill it when so many rows have a new vector."""
+    """Start the command, and kill it when `share` of the rows have a new vector."""
     process = subprocess.Popen(
         arguments(cluster, alias, application, "--step", "embed", "--min-agreement", 0),
         env=environ(application),
@@ -226,7 +226,7 @@ def kill_after(cluster: Cluster, alias: str, application: Application, share: fl
 def migrates(
     cluster: Cluster, alias: str, application: Application, rows: int, kills: int, client_s: float
 ) -> tuple[object, Writer]:
-    """Forward under writes and kills, and the way back. Returns the index from before, and the application."""
+    """Migrate under writes and kills, and go back. Return the rows from before, and the writer."""
     filled(cluster, alias, application, rows)
     original = asyncio.run(application.stored_rows())
     writer = Writer(cluster, alias, application, rows, client_s)
@@ -253,7 +253,7 @@ def migrates(
     assert 0.01 <= facts["quality"]["recall"] <= 1
     print(f"{rows} rows, {kills} kills, {writer.writes} writes: {facts}")
 
-    sie(cluster, alias, application)  # what the application has written since is embedded by the command alike
+    sie(cluster, alias, application)  # a further run embeds what the application has written since
     complete(cluster, application, NEW, original, writer)
     output = sie(cluster, alias, application, "--step", "back")
     assert f"names {OLD} again" in output
@@ -265,7 +265,7 @@ def migrates(
 
 
 def goes_on_and_ends(cluster: Cluster, alias: str, application: Application, original: object, writer: Writer) -> None:
-    """Forward again, after the way back, and the end of the migration."""
+    """Migrate again after the way back, and clean up."""
     sie(cluster, alias, application, "--min-agreement", 0)
     complete(cluster, application, NEW, original, writer)
     output = sie(cluster, alias, application, "--step", "clean-up")
@@ -277,7 +277,7 @@ def goes_on_and_ends(cluster: Cluster, alias: str, application: Application, ori
 
 
 def complete(cluster: Cluster, application: Application, model: str, original: object, writer: Writer) -> None:
-    """No row is lost, and each has the vector that a model makes of its text."""
+    """Check that no row is lost, and that each has the vector that a model makes of its text."""
     stored_rows = asyncio.run(application.stored_rows())
     assert isinstance(original, dict)
     assert original.keys() - writer.gone <= stored_rows.keys()
@@ -337,8 +337,8 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, applica
 def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     cluster: Cluster, application: Application, tmp_path: Path
 ) -> None:
-    """A text that no row has; rows without a text; models that agree too little; a database that is not there; an index
-    of another width. Each refusal names the remedy, and the index is as it was.
+    """The cases: rows without a text, models that agree too little, a column that no row has, a collection and a
+    database that are not there. Each refusal names the remedy, and the index is as it was.
     """
     alias = f"refused-{type(application).__name__.lower()}"
     filled(cluster, alias, application, 200)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.debian, pytest.mark.timeout(1200)]
 
 
 def test_a_fresh_clone_leads_to_a_vector(tmp_path: Path) -> None:
-    """Without a hub, and without CUDA: README.md says how much disk it takes."""
+    """The environment needs no hub and no CUDA. README.md says how much disk it takes."""
     measurement = newcomer.measure(tmp_path)
     assert measurement.dims == 384
     assert measurement.installed_s < measurement.ready_s < measurement.answered_s

@@ -26,7 +26,7 @@ from sie_client import SIEClient, draw
 
 MODEL = "test/grounding-dino"
 OF_THE_PAGE = "IDEA-Research/grounding-dino-tiny"
-LIMIT = 255  # by which its entry is told from that of the package
+LIMIT = 255  # by which this entry differs from the packaged one
 SHOWN = image(190, 90, 1)
 pytestmark = shared.OPEN
 
@@ -75,7 +75,7 @@ def given(file: bytes) -> dict[str, Any]:
 def test_objects_are_the_librarys_also_in_an_image_that_is_turned(
     client: httpx.Client, open_models: LocalModels
 ) -> None:
-    """One request: an image, the same as a camera stores it that was held upright, a text, a file that is no image, two
+    """One request has an image, the same image turned with an EXIF tag, a text, a file that is no image, and two
     images.
     """
     written, exif = io.BytesIO(), Image.Exif()
@@ -120,7 +120,7 @@ def test_labels_are_required(client: httpx.Client) -> None:
 
 
 def test_the_client_draws_what_was_found(client: httpx.Client, open_cluster: Cluster) -> None:
-    """An image of PIL, as it was sent."""
+    """The client sends and draws on an image of PIL."""
     with SIEClient(open_cluster.url) as own:
         result = own.extract(MODEL, {"images": [SHOWN]}, labels=list(LABELS), threshold=0.0)
     best = result["objects"][0]

@@ -14,7 +14,7 @@ from cluster import MODEL, Cluster
 ROOT = Path(__file__).parents[2]
 OURS, SDK, LANGCHAIN = "ours", "sie-sdk", "sie-langchain"
 PINS = {name: f"{name}==0.10.1" for name in (SDK, LANGCHAIN)}
-# installed one after another; with a minus it is removed
+# a step installs a package, or removes it if it has a minus
 ORDERS = (
     (OURS, SDK, LANGCHAIN),
     (OURS, LANGCHAIN, SDK),
@@ -35,7 +35,7 @@ with SIEClient(sys.argv[1]) as client:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Our client and commands, with the distribution of the client's second name."""
+    """Build the wheels of our client with its commands, and of the distribution with the client's second name."""
     out = tmp_path_factory.mktemp("wheels")
     for folder in (ROOT, ROOT / "sdk/alias"):
         argv = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(folder)]

@@ -1,5 +1,5 @@
-"""The OpenAPI document: whole, valid, and true of a running gateway, which schemathesis asks whatever the document
-allows, and what not.
+"""The OpenAPI document is complete and valid, and a running gateway conforms to it: schemathesis sends what the
+document allows, and what it does not allow.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
 
 
 def schema_of(document: Document, schema: Any) -> jsonschema_rs.Validator:
-    """`schema`, which may refer to the components of the document."""
+    """Return a validator of `schema`, which may refer to the components of the document."""
     return jsonschema_rs.validator_for({"components": document["components"], "allOf": [schema]})
 
 
@@ -89,7 +89,6 @@ def test_the_document_is_valid_and_has_a_summary_of_each_operation(document: Doc
 
 
 def test_all_that_is_served_is_documented_and_nothing_else(document: Document) -> None:
-    """The table of scopes is what a gateway lets through."""
     served = {(row.method.lower(), row.path.replace(":path", "")) for row in ROUTES if row.served}
     documented = {(method, path) for method, path, _ in operations(document)}
     assert documented == served
@@ -119,13 +118,13 @@ def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(doc
 
 
 def reason_of(body: dict[str, Any]) -> str:
-    """The reason of an error: at TEI's routes `error` is a text."""
+    """Return the reason of an error. At TEI's routes `error` is a text."""
     error = body["error"] if isinstance(body["error"], dict) else body["detail"]
     return str(error["reason"])
 
 
 def test_the_examples_of_requests_work(document: Document, client: httpx.Client) -> None:
-    """The examples run unchanged, but for the model: a success, or the refusal of a model of another kind."""
+    """An example runs unchanged except for the model. It succeeds, or is refused for a model of another kind."""
     for method, path, operation in operations(document):
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
         if (
@@ -146,7 +145,7 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
 
 
 def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
-    """No part of it comes from another server."""
+    """No part of the page comes from another server."""
     page = client.get("/docs")
     assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
     needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)
@@ -170,8 +169,8 @@ def as_msgpack(context: Any, value: Any) -> bytes:
 
 
 def aimed(document: Document) -> Document:
-    """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON
-    is, and no reservation that would take the only worker.
+    """Return the document with changes that make a success likely: a model that exists, enough time, msgpack that is
+    made as JSON is, and no reservation that would take the only worker.
     """
     aimed_document: Document = msgspec.json.decode(
         msgspec.json.encode({**document, "paths": api_page.inlined(document)})
@@ -205,8 +204,8 @@ def _aim(schema: Document) -> None:
 
 
 def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
-    """Ask `count` times what each operation allows, and as often what it does not. Raises AssertionError for what must
-    not be answered.
+    """Send `count` requests that each operation allows, and as many that it does not allow. Raise AssertionError for a
+    reply that the document does not allow.
     """
     schema = schemathesis.openapi.from_dict(aimed(document))
     tally: Counter[tuple[str, int]] = Counter()
@@ -216,7 +215,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
         operation = result.ok()
         if operation.path.startswith("/ws/"):  # a handshake, which tests/unit/test_status.py makes
             continue
-        # a path alone is hardly ever wrong
+        # requests with a path alone are hardly ever wrong
         for mode in GenerationMode if operation.body or operation.query else (GenerationMode.POSITIVE,):
 
             @settings(
@@ -230,7 +229,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
             def ask(case: Case) -> None:
                 budget_ms = str((case.headers or {}).get("X-SIE-Timeout-Ms", ""))
                 if budget_ms.isascii() and budget_ms.isdigit() and 1 <= int(budget_ms[:7]) <= 600_000:
-                    case.headers["X-SIE-Timeout-Ms"] = "30000"  # of a shorter one 504 is the right answer
+                    case.headers["X-SIE-Timeout-Ms"] = "30000"  # at a shorter budget 504 is the right answer
                 answer = case.call_and_validate(
                     base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S
                 )
@@ -238,7 +237,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
 
             try:
                 ask()
-            except FailureGroup as error:  # all operations are asked before anything is told
+            except FailureGroup as error:  # the failures of all operations are reported together
                 failures.append(f"{operation.label} ({mode.value}): {error}"[:3000])
     assert not failures, "\n\n".join(failures) + stack.log(100)
     return tally
@@ -258,13 +257,15 @@ def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Doc
     print("\n", summed(tally))
     succeeded = {label for label, status in tally if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
-    assert sum(label.startswith("POST") for label in succeeded) >= 5  # so that what is generated does reach the models
+    assert sum(label.startswith("POST") for label in succeeded) >= 5  # generated requests do reach the models
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
-    """20 of each kind: to make one takes schemathesis far longer than a gateway to answer it."""
+    """Each operation gets 20 requests of each kind: schemathesis takes far longer to make one than a gateway to answer
+    it.
+    """
     tally = asked(stack, document, 20)
     print("\n", summed(tally))
     assert sum(tally.values()) > 1000

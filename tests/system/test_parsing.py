@@ -1,5 +1,5 @@
-"""Documents in an environment of their own: what the product answers, from a file at its HTTP edge on, is what docling
-itself makes of the same files.
+"""Documents in an environment of their own: the product's answers over HTTP are what docling itself makes of the same
+files.
 
 The environment is made with pip, as docs/parsing.md says; DOCUMENTS_PYTHON names a Python that has all of it already.
 """
@@ -113,11 +113,11 @@ def cluster(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def parsing(cluster: Cluster) -> list[psutil.Process]:
-    """The processes that parse documents."""
+    """Return the processes that parse documents."""
     assert cluster.process is not None
     lines = []
     for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # or dead, and not yet waited for
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if "sie_adapter.documents.parser_worker" in child.cmdline():
                 lines.append(child)
     return lines
@@ -145,7 +145,7 @@ def test_a_file_becomes_markdown_over_http(cluster: Cluster, by_docling: dict[st
 async def test_an_agent_parses_documents_and_is_refused_in_sentences(
     cluster: Cluster, by_docling: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By the client of the package `mcp`, over stdio."""
+    """The agent is the client of the package `mcp`, over stdio."""
     (tmp_path / "a.docx").write_bytes(word_file("Invoice 17 for Zürich"))
     (tmp_path / "a.pdf").write_bytes(documents_oracle.pdf(documents_oracle.PAGES))
     with (tmp_path / "large.pdf").open("wb") as large:
@@ -181,7 +181,7 @@ async def test_an_agent_parses_documents_and_is_refused_in_sentences(
 
 
 def word_file(text: str) -> bytes:
-    """A DOCX of one paragraph, for which this environment has no library."""
+    """Return a DOCX of one paragraph: this environment has no library for that."""
     package, office = "http://schemas.openxmlformats.org/package/2006", "application/vnd.openxmlformats-"
     word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
     kind = f"{office}officedocument.wordprocessingml.document.main+xml"
@@ -203,7 +203,7 @@ def word_file(text: str) -> bytes:
 
 
 def in_flight(cluster: Cluster) -> int:
-    """Requests of the gateway that are not answered."""
+    """Return how many requests the gateway has not answered yet."""
     metrics = httpx.get(f"{cluster.url}/metrics", trust_env=False, timeout=10).text
     [value] = re.findall(r"^sie_gateway_requests_in_progress (\S+)$", metrics, re.MULTILINE)
     return int(float(value))

@@ -44,15 +44,15 @@ from sie_runtime.process import Stop
 LANE = Lane("_default", "cpu", "default")
 SLOTS = 8
 BUDGET_S = 60
-IMPORTS_S = 90.0  # of torch, by two adapters at once on a busy machine
-MEMORY_PERCENT = 85  # of its memory that an adapter fills, SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT
+IMPORTS_S = 90.0  # imports of torch by two adapters at once on a busy machine
+MEMORY_PERCENT = 85  # share of its memory that an adapter fills, SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT
 CONFIRMED = messages.encode(Confirmation("taken"))
 
 
 @dataclass(frozen=True)
 class Setup:
     """Models of each worker, and the traffic: `rate` requests a second, measured for `measured_s` after `warm_s`.
-    `data_bytes`: bytes that each adapter may hold of those that RLIMIT_DATA limits, 0: any.
+    `data_bytes`: the RLIMIT_DATA of each adapter; 0 sets none.
     """
 
     models: Sequence[str]
@@ -120,7 +120,7 @@ class Publisher:
 
 @asynccontextmanager
 async def workers(folder: Path, setup: Setup) -> AsyncIterator[tuple[Stack, Broker]]:
-    """The workers and a broker with the topology that a gateway makes, and no gateway."""
+    """Start a broker with the topology that a gateway makes, and no gateway. The workers are started later."""
     stack = Stack(folder, setup.plan)
     broker: Broker | None = None
     try:
@@ -153,8 +153,8 @@ def start(workers: Sequence[Worker], data_bytes: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """`late`: what was not answered within its budget, which counts in the times. `most_loaded`: the most models that
-    one worker was seen to have. `slots`: for how many each says that it has room, as heard by who writes the table.
+    """`late`: requests that were not answered within their budget; their times count too. `most_loaded`: the most
+    models that one worker was seen to have. `slots`: for how many models each worker reports that it has room.
     """
 
     loads_per_min: float
@@ -166,7 +166,7 @@ class Figures:
 
 
 async def metric(stack: Stack, name: str) -> list[float]:
-    """The sum of a sidecar's metric over all models, of each worker."""
+    """Return the sum of a sidecar's metric over all models, for each worker."""
     totals = []
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for worker in stack.workers:
@@ -176,7 +176,7 @@ async def metric(stack: Stack, name: str) -> list[float]:
 
 
 async def loads(stack: Stack) -> float:
-    """All loads so far, by the sidecars' own metric."""
+    """Return the number of all loads so far, by the sidecars' own metric."""
     return sum(await metric(stack, "sie_model_loads_total"))
 
 
@@ -196,14 +196,14 @@ async def answered(broker: Broker, publisher: Publisher) -> None:
 async def each_once(
     broker: Broker, publisher: Publisher, placer: Placer | None, models: Sequence[str], first: int = 0
 ) -> None:
-    """One request for each model, numbered from `first`, until all are answered."""
+    """Send one request for each model, numbered from `first`, and wait until all are answered."""
     for number, model in enumerate(models, first):
         await send(publisher, placer, number, model)
     await answered(broker, publisher)
 
 
 async def drive(stack: Stack, broker: Broker, publisher: Publisher, placer: Placer | None, setup: Setup) -> Figures:
-    """Each model once, and when all are answered Zipf traffic, until all of that is answered as well."""
+    """Send one request for each model, then Zipf traffic. Return the figures when all is answered."""
     chance, models = random.Random(7), setup.models
     weights = [(rank + 1) ** -1.1 for rank in range(len(models))]
     await each_once(broker, publisher, placer, models)
@@ -215,7 +215,7 @@ async def drive(stack: Stack, broker: Broker, publisher: Publisher, placer: Plac
             most_loaded = max(most_loaded, *await metric(stack, "sie_model_loaded"))
         await send(publisher, placer, number, chance.choices(models, weights)[0])
         number += 1
-        # the pace of an open client
+        # the pace of an open loop
         await asyncio.sleep(max(0.0, (number - first) / setup.rate - (time.perf_counter() - begin_s)))
     after = await loads(stack)
     await answered(broker, publisher)
@@ -240,7 +240,7 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
         broker, 2.0, fleet, Ages(Backlog(broker, [LANE.pool]), clock.now_s).waiting_of, clock.now_s, storage="memory"
     )
     bucket = await broker.key_value(topology.PLACEMENT_BUCKET, storage="memory")
-    # of a lane that had workers before: without any table all would pull all
+    # the table of a lane that had workers before: without any table all workers would pull all models
     empty = messages.encode(Placement(clock.now_s()))
     await bucket.write([Write(topology.lane_key(LANE), empty, 0)])
     await placer.start()
@@ -253,7 +253,7 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
 
 
 async def heard(broker: Broker, placer: Placer, fleet: Fleet, count: int) -> None:
-    """Until so many workers are there and a table is: the first one needs a worker."""
+    """Wait until `count` workers and a table are there: the first table needs a worker."""
     async with asyncio.timeout(60):
         while len(fleet.healthy()) < count or placer.table(LANE) is None:
             await broker.flush(30.0)
@@ -274,7 +274,7 @@ async def with_the_table(folder: Path, setup: Setup) -> Figures:
 
 
 async def any_takes_any(folder: Path, setup: Setup) -> Figures:
-    """Without a table: each worker takes work of any model, and what ran longest ago goes."""
+    """Measure without a table: each worker takes work of any model, and evicts the model that ran longest ago."""
     async with workers(folder, setup) as (stack, broker):
         await asyncio.to_thread(start, stack.workers, setup.data_bytes)
         return await drive(stack, broker, await ready(stack, broker), None, setup)
@@ -287,14 +287,14 @@ async def revisions(stack: Stack) -> dict[str, str]:
 
 
 async def compare(folder: Path, setup: Setup) -> None:
-    """With the table, and with workers that take any model. Checked here: with the table each worker has room for what
-    it hosts and nothing comes or goes any more, without it each is full and evicts.
+    """Compare workers with the table to workers that take any model. With the table each worker has room for what it
+    hosts, and models hardly come or go. Without it each worker is full and evicts.
     """
     ours, theirs = await with_the_table(folder / "table", setup), await any_takes_any(folder / "any", setup)
     print(f"\ntable: {ours}\nany worker: {theirs}")
     assert ours.late == 0
     assert len(ours.slots) == 2
-    assert all(abs(slots - SLOTS) <= 1 for slots in ours.slots)  # a guess of a mean
+    assert all(abs(slots - SLOTS) <= 1 for slots in ours.slots)  # an estimate from a mean
     assert max(ours.most_loaded, theirs.most_loaded) <= SLOTS
     assert theirs.loads_per_min > 20
     assert ours.loads_per_min < theirs.loads_per_min / 10
@@ -334,9 +334,9 @@ async def test_a_second_worker_takes_what_does_not_fit_on_the_first(tmp_path: Pa
 # ---- real adapters
 
 WIDTH, LAYERS = 384, 6
-# most of a model's bytes, and none of its work: what else a process holds varies by tens of megabytes
+# makes most of a model's bytes, and none of its work: other memory of a process varies by tens of megabytes
 VOCABULARY = 40_000
-AMPLE_BYTES = 3 << 30  # for an adapter with all models
+AMPLE_BYTES = 3 << 30  # enough for an adapter with all models
 
 
 def checkpoints(root: Path) -> tuple[list[str], Plan]:
@@ -368,14 +368,14 @@ def checkpoints(root: Path) -> tuple[list[str], Plan]:
 
 
 async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int:
-    """The limit on an adapter's data under which SLOTS models fit and one more does not, as an adapter counts that had
-    to give back what is no model's.
+    """Return the limit on an adapter's data under which SLOTS models fit and one more does not. It is measured when the
+    adapter had to give back the memory that is no model's.
     """
     setup = Setup(models, dataclasses.replace(plan, workers=(None,)), 0.0, 0.0, 0.0)
     async with workers(folder, setup) as (stack, broker), placing(broker) as (placer, fleet):
 
         async def told(least: int, most: int) -> tuple[int, Heartbeat]:
-            """How many models the worker has, once that is within these bounds, and the heartbeat that says so."""
+            """Return how many models the worker has, once that is within these bounds, and its heartbeat of that."""
             count = -1
             async with asyncio.timeout(60):
                 while not least <= count <= most:
@@ -395,7 +395,7 @@ async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int
     return int((beat.memory_used_bytes + (SLOTS - left + 0.5) * model_bytes) / (MEMORY_PERCENT / 100))
 
 
-@pytest.mark.serial  # beside others its models load more slowly than they are asked for
+@pytest.mark.serial  # beside other tests models load more slowly than requests for them come
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_real_models_stay_where_they_are_too(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ CLIENTS = 32
 # the promise, from each death to the next answer: 0.33 s and 0.25 s on 2 cores under a load of 10; 3x is the test's
 # margin
 BACK_S = 1.0
-LESS = 0.05  # the promise, of what a worker does in a second of processor time outside the restarts; 3x as well
+LESS = 0.05  # the promised bound of work lost per second of processor time, restarts excluded; the margin is 3x too
 SAMPLE_S = 0.25
 WARM = 64  # requests before those that are measured
 _logger = logging.getLogger("tests.poison")
@@ -93,7 +93,7 @@ class Answer:
 
 
 async def send_all(url: str, texts: list[str]) -> list[Answer]:
-    """Each text as a request of its own, by CLIENTS clients that take the next one when they are answered."""
+    """Send each text as a request of its own, by CLIENTS clients that take the next text when they are answered."""
     numbers = iter(range(len(texts)))
     answers: list[Answer] = []
 
@@ -130,7 +130,7 @@ def sample(cluster: Cluster) -> Sample:
 
 @contextlib.asynccontextmanager
 async def sampled(cluster: Cluster) -> AsyncIterator[list[Sample]]:
-    """Samples every SAMPLE_S until the end of the block."""
+    """Take a sample every SAMPLE_S until the end of the block."""
     samples = [await asyncio.to_thread(sample, cluster)]
 
     async def run() -> None:
@@ -147,8 +147,8 @@ async def sampled(cluster: Cluster) -> AsyncIterator[list[Sample]]:
 
 
 def share_of_gateway(samples: list[Sample]) -> float:
-    """Processor seconds of the worker for each of the gateway's, from the first sample to the last, between which no
-    process came or went.
+    """Return the worker's processor seconds for each of the gateway's, from the first sample to the last. No process
+    came or went between these.
 
     A busy machine makes a second of wall time bring less, and a second of processor time as well (shared cores and
     caches). It does so to both: the gateway does the same for each request whatever happens to adapters. At a load of 6
@@ -187,7 +187,7 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     assert cluster.metric("sie_poisoned_inputs_total") == 1
     ended = sorted(answer.ended_s for answer in answers)
     gaps = sorted((after - before for before, after in pairwise(ended)), reverse=True)[:2]
-    # by the processes that there were: on a busy machine the longest silences need not be those of the deaths
+    # not by the longest silences: on a busy machine these need not be those of the deaths
     before = share_of_gateway([entry for entry in samples if entry.worker.keys() == samples[0].worker.keys()])
     after = share_of_gateway([entry for entry in samples if entry.worker.keys() == samples[-1].worker.keys()])
     measured = gaps, before, after
@@ -206,7 +206,7 @@ def report(gaps: list[float], before: float, after: float) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_one_input_of_600(cluster: Cluster) -> None:
-    """A few seconds on each side are too short for more than a look at what requests cost."""
+    """A few seconds before and after the deaths allow only a rough comparison of what requests cost."""
     gaps, before, after = await run_with_one_poison(cluster, 600)
     _logger.info("%s", report(gaps, before, after))
     assert after < 2 * before, report(gaps, before, after)
@@ -215,7 +215,7 @@ async def test_one_input_of_600(cluster: Cluster) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_one_input_of_10000(cluster: Cluster) -> None:
-    """At its full size: long enough for what requests cost on both sides to be compared."""
+    """The run is long enough to compare what requests cost before and after the deaths."""
     gaps, before, after = await run_with_one_poison(cluster, 10_000)
     _logger.info("%s", report(gaps, before, after))
     assert (1 - 3 * LESS) * after < before, report(gaps, before, after)

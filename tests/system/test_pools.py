@@ -1,5 +1,5 @@
-"""Reservations before a real broker and real processes: two gateways, two workers, fixed costs. One cluster for the
-whole file.
+"""Reservations at a real broker and with real processes: two gateways, two workers, fixed costs. All tests share one
+cluster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
 SPEC = {"name": "team", "gpus": {"cpu": 1}}
-ADMIN = {"authorization": "Bearer admin"}  # whose reservations may take the last worker
+ADMIN = {"authorization": "Bearer admin"}  # reservations with it may take the last worker
 FAST = {
     "SIE_ADMIN_TOKEN": "admin",
     "SIE_HEALTH_PUBLISH_INTERVAL_MS": "250",
@@ -68,8 +68,8 @@ def free(stack: Stack) -> bool:
 
 
 def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(stack: Stack) -> None:
-    """Reserved over one gateway, served over both. The lease ends: requests are told so, the worker is back, the stream
-    gone.
+    """A worker is reserved over one gateway, and serves over both. After the lease requests get POOL_NOT_FOUND, the
+    worker is back in the default pool, and the stream is removed.
     """
     until(lambda: free(stack), 60, "both workers serve the default pool")
     assert call(stack, "POST", "/v1/pools", json={**SPEC, "ttl_seconds": 7}).status_code == 201
@@ -91,7 +91,7 @@ def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(sta
 
 @pytest.mark.long
 def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> None:
-    """Both gateways are killed and start again: the same lease, the same worker, which never stopped serving it."""
+    """Both gateways are killed and started again. The reservation has the same lease and the same worker."""
     assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
     until(lambda: workers_of(stack, "team"), 60, "active")
     before = call(stack, "GET", "/v1/pools/team").json()
@@ -117,8 +117,8 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
 
 @pytest.mark.long
 def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(stack: Stack) -> None:
-    """Both workers are reserved, one each. One dies: pending; requests wait, then are told that a worker has to start.
-    The other reservation ends, and its worker takes the place.
+    """Two reservations have one worker each. One worker dies: its reservation is pending, and requests wait, then get
+    PROVISIONING. The other reservation ends, and its worker takes the place.
     """
     for name in ("team", "spare"):
         assert call(stack, "POST", "/v1/pools", json={**SPEC, "name": name}).status_code == 201

@@ -38,9 +38,9 @@ class Load:
             "X-SIE-Priority": ("interactive", "bulk")[number % 2],
             "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
         }
-        if number == 0:  # some that are late
+        if number == 0:  # requests that are late
             headers["X-SIE-Timeout-Ms"] = "20"
-        if number == 1:  # and some that no worker is there for
+        if number == 1:  # requests for which there is no worker
             headers |= {"X-SIE-MACHINE-PROFILE": "l4", "X-SIE-Timeout-Ms": "2000"}
         with httpx.Client(base_url=self._url, trust_env=False, timeout=60, headers=headers) as client:
             while not self._over.is_set():
@@ -88,7 +88,7 @@ def test_every_panel_shows_something(scraping: Prometheus) -> None:
 
 
 def test_every_line_of_a_panel_can_be_told_from_the_others(scraping: Prometheus) -> None:
-    """By its legend."""
+    """Each line has a legend of its own."""
     answered = 'rate(sie_gateway_request_latency_seconds_count{endpoint="encode"}[30s]) > 0'
     until(lambda: scraping.query(answered), WAIT_S, "the route is a label of its own")
     for board in boards().values():
