@@ -85,7 +85,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def libraries(open_cluster: Cluster, open_models: LocalModels) -> dict[str, SentenceTransformer]:
-    """The models in the library. The cluster serves them too, by what inspection says of their folders."""
+    """Return the models in the library. The cluster serves them too, by what inspection says of their folders."""
     encoders = {}
     for name, default in DEFAULTS.items():
         folder = open_models.weights / name

@@ -36,7 +36,7 @@ QUICK = ("langchain", "haystack", "qdrant")
 
 
 def passed(name: str, python: str | Path, cluster: Cluster, folder: Path, environ: Mapping[str, str]) -> int:
-    """How many cases of an integration were right. It says nothing on stderr."""
+    """Return how many cases of an integration were right. Check that the process writes nothing to stderr."""
     picture = folder / "picture.png"
     picture.write_bytes(png(image(8, 8)))
     argv = [str(python), str(ROOT / "tests/clients/integrations.py"), name, cluster.url, str(picture)]

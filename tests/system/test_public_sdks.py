@@ -43,7 +43,7 @@ def test_every_public_method_is_answered(open_cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("version", long_but(VERSIONS, ["0.6.4", "0.10.1"]))
 async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, version: str) -> None:
-    """Its version of the contract is spoken, so it warns of nothing."""
+    """The gateway speaks the contract of each version, so that the SDK gives no warning."""
     path = os.pathsep.join(map(str, (FOLDER / version, FOLDER / "needs")))
     environ = {**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"}
     async with InProcess(tmp_path) as cluster:

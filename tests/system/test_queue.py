@@ -1,4 +1,4 @@
-"""The queue is real: work waits in the broker, and survives it."""
+"""The queue at a real broker: work waits there, and survives the broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sidecar(stack: Stack) -> Iterator[Part]:
 
 
 def waiting(stack: Stack) -> int:
-    """Work items of all consumers that no worker has acknowledged."""
+    """Return how many work items of all consumers no worker has acknowledged."""
     return sum(consumer["num_pending"] + consumer["num_ack_pending"] for consumer in stack.consumers())
 
 
@@ -44,8 +44,8 @@ def load(stack: Stack) -> Load:
 async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stopped(
     stack: Stack, sidecar: Part
 ) -> None:
-    """The sidecar is stopped; a request is sent; the broker's monitor shows it at its consumer; resumed, it is
-    answered.
+    """While the sidecar is stopped, the broker's monitor shows the request at its consumer. Once the sidecar is
+    resumed, the request is answered.
     """
     sidecar.pause()
     async with httpx.AsyncClient(timeout=60) as client:
@@ -59,8 +59,8 @@ async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stop
 
 
 async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack: Stack, sidecar: Part) -> None:
-    """The stream is deleted behind the gateway's back: what was in it ends with a retryable error, what comes next is
-    served.
+    """The stream is deleted behind the gateway's back. The requests in it end with a retryable error, and the next
+    request is served.
     """
     sidecar.pause()
     client = await nats.connect(stack.broker_urls)
@@ -70,7 +70,7 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack:
         await asyncio.to_thread(until, lambda: waiting(stack) >= 1, 60, "the request at its consumer")
         await client.jetstream().delete_stream("WORK__default")
         await client.close()
-        second = asyncio.create_task(held.one(http, stack.urls[0], 1))  # finds out
+        second = asyncio.create_task(held.one(http, stack.urls[0], 1))  # the gateway notices the loss at this request
         await asyncio.gather(first, second)
         assert {(entry.code, entry.retryable) for entry in held.outcomes} == {("QUEUE_UNAVAILABLE", True)}
         sidecar.resume()
@@ -80,9 +80,10 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack:
 
 @pytest.mark.timeout(180)
 async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Part) -> None:
-    """The sidecar is stopped and 100 requests are accepted by the broker; 100 more are under way when the broker is
-    killed with -9; it is restarted, the sidecar resumed; every accepted one is answered rightly, the others rightly or
-    with a typed retryable error, none past its deadline; every one sent 5 s after the restart is answered rightly.
+    """The sidecar is stopped, and the broker accepts 100 requests. 100 more are under way when the broker is killed
+    with -9. The broker is restarted and the sidecar resumed. Every accepted request is answered rightly, every other
+    one rightly or with a typed retryable error, and none long after its deadline. Every request that is sent 5 s after
+    the restart is answered rightly.
     """
     (broker,) = stack.brokers
     sidecar.pause()
@@ -92,7 +93,7 @@ async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Par
         first = [asyncio.create_task(accepted.one(client, stack.urls[0], number)) for number in range(100)]
         await asyncio.to_thread(until, lambda: waiting(stack) == 100, 60, "100 accepted requests")
         second = [asyncio.create_task(late.one(client, stack.urls[0], number)) for number in range(100)]
-        await asyncio.sleep(0)  # they are being sent
+        await asyncio.sleep(0)  # lets the tasks begin to send
         broker.kill()
         broker.start()
         await asyncio.to_thread(broker.wait_ready)

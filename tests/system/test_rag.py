@@ -24,7 +24,7 @@ HEAVY = Path(__file__).parents[2] / ".venv-clients/bin/python"  # see `make test
 
 
 def program(word: str) -> str:
-    """The program that imports this."""
+    """Return the program that imports `word`."""
     (code,) = [
         block.code for block in blocks(DOCS / "rag.md", "python") if re.search(rf"\b(from|import) {word}", block.code)
     ]
@@ -32,7 +32,7 @@ def program(word: str) -> str:
 
 
 def prompt(code: str, cluster: Cluster, folder: Path, python: Path = Path(sys.executable)) -> list[str]:
-    """The lines that a program prints."""
+    """Return the lines that a program prints."""
     (folder / "rag.py").write_text(code.replace(ADDRESS, cluster.url))
     environ = {**os.environ, "SIE_BASE_URL": cluster.url, "NO_PROXY": "*", "LANGSMITH_TRACING": "false"}
     done = subprocess.run(
@@ -43,7 +43,7 @@ def prompt(code: str, cluster: Cluster, folder: Path, python: Path = Path(sys.ex
 
 
 def check(lines: list[str], code: str) -> None:
-    """Two of the three nearest texts between the two lines that are the same for all."""
+    """Check that two of the three nearest texts stand between the first and the last line, which all programs print."""
     first, *best, last = lines
     assert (first, last) == ("Answer from these texts alone:", "Question: Who wrote the first program?")
     texts = re.findall(r'^    "(.+\.)",$', code, re.MULTILINE)

@@ -19,18 +19,18 @@ from local_models import LocalModels
 from pages import DOCS, ELSEWHERE, README, blocks, differences, run
 
 pytestmark = shared.OPEN
-RESERVES = "client.reserve("  # an example with it wants a second worker
+RESERVES = "client.reserve("  # an example with it needs a second worker
 
 
 @pytest.fixture(scope="module")
 def cluster(open_cluster: Cluster) -> Cluster:
-    """The models that would be downloaded are small ones of their kinds there, under the same names."""
+    """The open cluster: small models of the same kinds stand in, under the same names, for models to download."""
     return open_cluster
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory, open_models: LocalModels) -> Iterator[Cluster]:
-    """One of two workers may be reserved."""
+    """A cluster with two workers, one of which may be reserved."""
     arguments = ["--no-spare", "--models-dir", str(open_models.folder)]
     with running(tmp_path_factory.mktemp("readme"), *arguments, workers=2) as cluster:
         yield cluster
@@ -91,7 +91,7 @@ def check_the_client_s_page(printed: list[str], workers: int) -> None:
 
 
 def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
-    """All of them as one program, but for the one that wants a second worker."""
+    """All examples run as one program, except for the one that needs a second worker."""
     check_the_client_s_page(
         run("\n".join(code for code in examples_of_the_client_s_page() if RESERVES not in code), cluster), workers=1
     )

@@ -74,7 +74,7 @@ def test_nothing_is_released_over_what_is_there(dist: Path) -> None:
 
 
 def test_images_are_told_with_their_ids_or_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `make` that stands in for the real one, which takes minutes and a builder."""
+    """A script stands in for `make`, which takes minutes and a builder."""
     make = tmp_path / "bin" / "make"
     make.parent.mkdir()
     make.write_text('#!/bin/sh\necho "sha256:$1" > "${2#ARGS=--iidfile }"\n')
@@ -136,7 +136,7 @@ def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> Non
 
 @pytest.mark.long
 def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
-    """Oracle: the schemas of CycloneDX 1.6, as its own Python library carries them."""
+    """The oracle is the schema of CycloneDX 1.6 in its own Python library."""
     bill: dict[str, Any] = json.loads((dist / BILL).read_text())
     folder = importlib.resources.files("cyclonedx") / "schema" / "_res"
     schemas = {
@@ -168,7 +168,9 @@ def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("extra", extras.FOR)
 def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tmp_path: Path) -> None:
-    """From the wheel: nothing is missing or at odds, and all modules that it is for are imported."""
+    """The extra is installed from the wheel. No requirement is missing or in conflict, and all modules of the extra are
+    imported.
+    """
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = str(venv / "bin" / "python")

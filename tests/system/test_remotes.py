@@ -1,4 +1,4 @@
-"""A remote server of real processes: it is killed with SIGKILL, started again, and the cluster here has no worker."""
+"""A remote server of real processes is killed with SIGKILL and started again, while the local cluster has no worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stack import Plan, Stack
 
 
 class Clusters:
-    """`here` names the gateway of `there` as a remote server."""
+    """Two clusters: `here` has the gateway of `there` as a remote server."""
 
     def __init__(self, here: Stack, there: Stack) -> None:
         self.here = here

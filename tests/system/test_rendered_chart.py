@@ -1,12 +1,11 @@
-"""The rendered chart without Kubernetes: what its containers are told to run, run here to the letter, as each other's
-neighbours.
+"""The rendered chart without Kubernetes: the commands of its containers run here to the letter, beside each other.
 
-What a kubelet, a container engine and a cluster's network do is done as they do it: a container has processes of its
-own, the rendered user without capabilities, a read-only root with nothing writable but its volumes, and the files that
-an image would have; secrets and names of pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of
-their Dockerfile, probes say who is ready. A pod is an address of loopback in a network of the test's own, so every port
-is the rendered one, and the name of a service stands for the pods that its selector finds. It needs no image, so CI
-runs it; `test_containers.py` shows the same and more with the images.
+The tests do what a kubelet, a container engine and a cluster's network do. A container has processes of its own, the
+rendered user without capabilities, a read-only root with nothing writable but its volumes, and the files that an image
+would have. Secrets and names of pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of their
+Dockerfile, probes say which containers are ready. A pod is an address of loopback in a network of the test's own, so
+every port is the rendered one, and the name of a service stands for the pods that its selector finds. It needs no
+image, so CI runs it; `test_containers.py` shows the same and more with the images.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ROLES: dict[str, Role] = {
     "worker-sidecar": "sidecar",
     "adapter": "adapter",
 }
-# What the images set, HOME being that of their user, and one thread, as a share of a processor would make it.
+# what the images set, with the HOME of their user; and one thread, as a share of a processor would give
 IMAGE = {
     "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
     "HOME": "/home/sie",
@@ -72,13 +71,13 @@ class Pod:
 
 @dataclass
 class Node:
-    """One that has all pods: a folder for each volume, an address for each pod. `replicas` says how many there are of a
-    workload, one else; `disk` is what every container sees as /srv.
+    """A node with all pods: a folder for each volume, an address for each pod. `replicas` has the number of pods of a
+    workload, 1 by default. Every container sees `disk` as /srv.
     """
 
     folder: Path
     found: list[Object]
-    # of ConfigMaps that are not the chart's, by name
+    # files of ConfigMaps that are not the chart's, by name
     own_files: dict[str, dict[str, str]] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     disk: Path | None = None
@@ -127,7 +126,7 @@ class Node:
         return f"http://{where.address}:{port}"
 
     def volume(self, where: Pod, name: str) -> Path:
-        """Its folder: of this group, as fsGroup makes it, or with the files of its ConfigMap."""
+        """Return the folder of a volume: with the group of fsGroup, or with the files of its ConfigMap."""
         path = self.folder / where.name / name
         if path.exists():
             return path
@@ -158,7 +157,7 @@ class Node:
                 settings[name] = where.name
             else:
                 settings[name] = TOKENS[value["secretKeyRef"]["key"]]
-        # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the
+        # on a loopback address, such as a pod's here, only loopback names pass; on 0.0.0.0 any name does, unless the
         # setting lists some
         return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **settings}
 
@@ -171,7 +170,9 @@ class Node:
         return ["unshare", "--mount", "sh", "-ec", self.enter(where, container), "sh", *words]
 
     def enter(self, where: Pod, container: Object) -> str:
-        """A script that makes the container's root, in a mount namespace of its own, and runs its arguments there."""
+        """Return a script that makes the container's root, in a mount namespace of its own, and runs its arguments
+        there.
+        """
         root = self.folder / f"{where.name}.{container['name']}"
         root.mkdir(exist_ok=True)
         steps = [
@@ -215,7 +216,7 @@ class Node:
 
 
 def confined(where: Pod, container: Object) -> str:
-    """The command before a command that makes it one of the rendered user, without capabilities or ways to them."""
+    """Return the prefix that runs a command as the rendered user, without capabilities or ways to gain them."""
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -225,7 +226,7 @@ def confined(where: Pod, container: Object) -> str:
 
 
 class Container(Part):
-    """One that a kubelet keeps: the first process of its own, with the readiness of its probe."""
+    """A container that a kubelet keeps: the first process of its own, with the readiness of its probe."""
 
     def __init__(self, node: Node, where: Pod, told: Object) -> None:
         self.where = where
@@ -258,7 +259,7 @@ class Container(Part):
         return subprocess.run([*inside, *action["exec"]["command"]], env=IMAGE, timeout=30, check=False).returncode == 0
 
     def probe(self, kind: str) -> bool:
-        """Whether it passes now."""
+        """Return whether a probe passes now."""
         probe = self.told[kind]
         if "exec" in probe:
             return self.execute(probe)
@@ -269,7 +270,7 @@ class Container(Part):
         return False
 
     def sockets(self) -> list[Any]:
-        """TCP ones of all its processes."""
+        """Return the TCP sockets of all processes of the container."""
         first = psutil.Process(self.pid)
         return [
             connection
@@ -292,7 +293,9 @@ class Running:
         )
 
     def connections(self) -> set[tuple[str, str, int]]:
-        """Workload that connected, workload that took it, port, of all that are open now."""
+        """Return all connections that are open now: the workload that connected, the workload that accepted, and the
+        port.
+        """
         owner = {member.address: member.workload for member in self.node.pods}
         ends = (
             (container.where.workload, connection.laddr, connection.raddr)
@@ -310,8 +313,8 @@ class Running:
         )
 
     def check_connections(self) -> None:
-        """Processes listen on the ports that their containers declare, and connect to all that the policies let them,
-        to nothing else.
+        """Check that processes listen on the ports that their containers declare, and that they connect to all that the
+        policies allow and to nothing else.
         """
         declared = {
             (member.where.workload, port["containerPort"])
@@ -338,7 +341,7 @@ class Running:
 
 @contextlib.contextmanager
 def started(node: Node) -> Iterator[Running]:
-    """All containers of all pods at once, as a cluster starts them; the end of the block checks that each ends with 0
+    """Start all containers of all pods at once, as a cluster does. The end of the block checks that each ends with 0
     when told to.
     """
     running = Running(node)
@@ -368,7 +371,7 @@ def started(node: Node) -> Iterator[Running]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder below which a socket's path is short enough; within, a network of this test alone with nothing but
+    """A folder short enough for the path of a socket in it. The test has a network of its own, with nothing but
     loopback.
     """
     with tempfile.TemporaryDirectory(prefix="sie-") as folder, namespace(CLONE_NEWNET, "net"):
@@ -377,11 +380,11 @@ def short() -> Iterator[Path]:
 
 
 def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -> None:
-    """All containers start from their rendered commands, variables, files and users, and write nowhere but to their
-    volumes, of which less than the limit is used. Models of the packaged catalogue and of the operator's ConfigMap
-    answer over the gateway's service. Nobody gets in without a token, and what changes the catalogue wants the
-    administrator's. The broker refused nothing, and refuses what is not a component's own. Processes listen where the
-    chart says, and connect where its policies let them.
+    """All containers start from their rendered commands, variables, files and users. They write only to their volumes,
+    within the limits. Models of the packaged catalogue and of the operator's ConfigMap answer over the gateway's
+    service. No request passes without a token, and changes of the catalogue need the administrator's. The broker
+    refuses nothing that components do, and refuses what is not a component's own. Processes listen where the chart
+    says, and connect where their policies allow it.
     """
     models = local_models.under(tmp_path)
     for name in ("cross", "gliner"):
@@ -440,7 +443,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
 
         violations = [line for line in running.log("nats") if "Violation" in line]
         if any("the config service, does not answer" in line for line in running.log("gateway")):
-            # before the config service is there, a gateway tries to create its streams itself, and is refused
+            # a gateway that starts before the config service tries to create its streams itself, and is refused
             violations = [line for line in violations if "$JS.API.STREAM.CREATE.KV_" not in line]
         assert not violations
         for user, subject in (("gateway", "sie.health.w"), ("config", "sie.work.x"), ("worker", "sie.config.models.x")):
@@ -459,7 +462,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
 
 @pytest.mark.long
 def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
-    """And one that is told to end sends its clients to the others."""
+    """A broker that is told to end sends its clients to the others."""
     manifests = [
         manifest
         for manifest in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
@@ -488,7 +491,7 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
         assert {stream["config"]["storage"] for stream in streams()} == {"file"}
         (first,) = (broker for broker in brokers if broker.where.name == "sie-nats-0")
         assert first.execute(first.told["lifecycle"]["preStop"])
-        os.kill(first.pid, signal.SIGTERM)  # as a kubelet does at once
+        os.kill(first.pid, signal.SIGTERM)  # a kubelet sends it right after preStop
         until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
         assert any("Closing existing clients" in line for line in first.log)
         until(

@@ -1,5 +1,5 @@
-"""Models that an operator has loaded before the first request, and unloaded: a real `sie serve`, with a broker and
-without one, asked over HTTP and by `sie models load` and `unload`.
+"""Models that an operator loads before the first request, and unloads: a real `sie serve`, with a broker and without
+one, over HTTP and by `sie models load` and `unload`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_an_unload_leaves_a_request_that_runs_alone(cluster: Cluster) -> None:
     assert info(cluster, MODEL)["state"] == "available"
     with ThreadPoolExecutor(1) as threads:
         request = threads.submit(httpx.post, f"{cluster.url}/v1/encode/{MODEL}", json={"items": LONG}, timeout=120)
-        until(  # for this request, whose work follows at once
+        until(  # the load is for this request, and its work follows at once
             lambda: request.done() or info(cluster, MODEL)["loaded"], 60, "the load", lambda: cluster.log()
         )
         assert not request.done(), request.result().text
