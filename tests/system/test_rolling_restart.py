@@ -4,10 +4,10 @@ lost.
     clients ──► balancers ──► 2 gateways ──► broker with the chart's users ──► 2 workers, each a sidecar and an adapter
     writer  ──► balancers ──► 2 config services
 
-Balancers of both kinds: of requests, as an ingress is one, and of connections, as a Kubernetes Service is one, whose
-clients go on using what they have. A gateway or config service is replaced as the chart does: another one starts beside
-it, it gets SIGTERM while requests still come, and both kinds of balancers learn of it later. A worker ends first, as
-where there is no second GPU, its sidecar before its adapter.
+There are balancers of both kinds: of requests, such as an ingress, and of connections, such as a Kubernetes Service,
+whose clients keep their connections. A gateway or config service is replaced as the chart does: another one starts
+beside it, it gets SIGTERM while requests still come, and both kinds of balancers learn of it later. A worker ends
+before another one starts, as where there is no second GPU; its sidecar ends before its adapter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ORDERS: list[tuple[Component, ...]] = [("config", "gateway", "worker"), ("worker
 ROOT = Path(__file__).parents[2]
 USERS = "charts/sie-cluster/files/nats-users.conf"
 USER_NAMES = ("GATEWAY", "CONFIG", "WORKER", "STREAMS", "OPERATOR")
-START_S = 240.0  # of an adapter that imports beside others on a busy machine
+START_S = 240.0  # start of an adapter that imports beside others on a busy machine
 WITHIN_S = 120.0
 PLAIN_CLIENTS = 2
 VALUES = "charts/sie-cluster/values.yaml"
@@ -64,7 +64,7 @@ ADMIN = "admin-token-of-a-test"
 MODELS = "/v1/configs/models"
 WRITTEN = "local/written"
 QUERY = "planet history of the harbour"
-INLINE_BYTES = 1 << 18  # of a message; what is larger goes through the payload store
+INLINE_BYTES = 1 << 18  # of a message; a larger input goes through the payload store
 LARGE = " ".join(["harbour", "kernel", "winter"] * (INLINE_BYTES // 16))
 
 
@@ -88,7 +88,7 @@ class End:
 
 
 def with_passwords(users: str) -> str:
-    """The users of a chart, and the variables in them: the server takes no others."""
+    """Return the users of the chart, after values for the variables in them: the server accepts no other variables."""
     variables = (f"{user}_PASSWORD" for user in USER_NAMES)
     return "".join(f'{name}: "{PASSWORD}"\n' for name in variables if f"${name}" in users) + users
 
@@ -141,7 +141,7 @@ class Site:
         return self.front if component == "gateway" else self.configs
 
     def _next(self, component: Component) -> int:
-        """The port that the next connection goes to."""
+        """Return the port that the next connection goes to."""
         urls = list(self.balancer(component).backends.values())
         return int(urls[next(self._turns) % len(urls)].rpartition(":")[2])
 
@@ -252,8 +252,9 @@ def log_of(units: list[Unit]) -> str:
 
 
 class Traffic:
-    """Clients that ask again and again, and one that writes the catalogue. What is not as it must be is in `failures`;
-    `kept` has, with its time, what clients met that keep their connections to a gateway or config service.
+    """Clients that send requests again and again, and one that writes the catalogue. `failures` has every failed
+    request and every wrong answer. `kept` has, with their times, the errors of the clients that keep their connections
+    to a gateway or config service.
     """
 
     def __init__(self, site: Site) -> None:
@@ -361,7 +362,7 @@ class Traffic:
             await asyncio.sleep(0.2)
 
     async def _keep(self, component: Component, pause_s: float) -> None:
-        """Ask over one connection for as long as that is kept."""
+        """Send requests over one connection for as long as it is kept."""
         url = f"http://127.0.0.1:{self._site.connections[component].port}"
         async with httpx.AsyncClient(
             base_url=url, timeout=90.0, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}
@@ -382,7 +383,7 @@ class Traffic:
                 await asyncio.sleep(pause_s)
 
     async def _watch(self) -> None:
-        """A stream that has no end: each is followed until its gateway says that it goes away."""
+        """Follow a websocket that has no end until its gateway says that it goes away, then open the next one."""
         url = f"ws://127.0.0.1:{self._site.connections['gateway'].port}/ws/cluster-status"
         while not self._stopping:
             try:
@@ -399,7 +400,9 @@ class Traffic:
                 await asyncio.sleep(0.1)
 
     async def settled(self) -> None:
-        """After a replacement everything was answered again, by every gateway, and each of them has the last write."""
+        """Wait until, after a replacement, each kind of request was answered again, every gateway has answered, and
+        every gateway has the last write and the workers.
+        """
         now_s, revision, before = time.monotonic(), self.revision + 1, Counter(self.counts)
         front = self._site.front
         await self.plain.successes_after(now_s, 40, WITHIN_S)
@@ -427,13 +430,13 @@ async def eventually(condition: Callable[[], object], description: str) -> None:
 
 
 def is_at(gateway: str, revision: int) -> bool:
-    """Whether a gateway has this revision of what is written, or a later one."""
+    """Return whether a gateway has this revision of the written model, or a later one."""
     answer = httpx.get(f"{gateway}{MODELS}/{WRITTEN}/status", timeout=10)
     return answer.status_code == 200 and answer.json()["revision"] >= revision
 
 
 def has(gateway: str, workers: set[str]) -> bool:
-    """Whether a gateway counts these workers as healthy."""
+    """Return whether a gateway counts these workers as healthy."""
     return {worker["name"] for worker in httpx.get(f"{gateway}/health", timeout=10).json()["workers"]} >= workers
 
 
@@ -446,7 +449,7 @@ def revisions_at(config: str) -> list[int]:
 
 
 def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
-    """Messages of the streams of work and of dead letters that hold any."""
+    """Return the number of messages of each stream of work or of dead letters that holds any."""
     report = httpx.get(f"{broker.monitor_url}/jsz?streams=true&accounts=true", timeout=10).json()
     streams = [stream for account in report["account_details"] for stream in account["stream_detail"]]
     assert any(stream["name"].startswith("WORK_") for stream in streams), "no stream of work"

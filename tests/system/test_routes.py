@@ -1,6 +1,4 @@
-"""One text, one vector, whatever route it takes and whatever its reply is written in; and large requests beside small
-ones.
-"""
+"""A text has the same vector by every route and in every format of a reply. Large requests run beside small ones."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from sie_contracts import arrays
 
 Array = NDArray[np.float32]
 TEXT = "Who wrote the first program, and for which machine?"
-UNDER_LOAD = 1e-5  # of a value: what batch mates may change in float32
+UNDER_LOAD = 1e-5  # the most that batch mates may change a value in float32
 AT_ONCE = 2048
 
 
@@ -172,8 +170,9 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
 async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
     cluster: Cluster, client: httpx.Client
 ) -> None:
-    """2,048 texts through the OpenAI route as bulk: all, in order, with their usage. Meanwhile single texts: none waits
-    for the bulk request's end, only for batches that are at the adapter. One more text is refused at once.
+    """The OpenAI route takes 2,048 texts as bulk, and returns all of them in order, with their usage. Meanwhile single
+    texts do not wait for the bulk request's end, only for batches that are at the adapter. One more text is refused at
+    once.
     """
     texts = [f"number {number}" for number in range(AT_ONCE)]
     single: list[float] = []

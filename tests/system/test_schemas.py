@@ -26,7 +26,7 @@ from sie_client import InvalidInputError, SIEClient
 
 SPANS, CLASSES, NLI = "test/spans", "test/gliclass", "test/zero-shot"
 OF_THE_PAGE = "fastino/gliner2-base-v1"
-LIMIT = 250  # by which its entry is told from that of the package
+LIMIT = 250  # by which this entry differs from the packaged one
 TEXT = "search engine queue worker stream index vector river mountain at 12 o'clock."
 MOOD = {"enum": ["calm", "very angry"]}
 pytestmark = shared.OPEN

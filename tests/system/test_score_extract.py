@@ -81,8 +81,9 @@ def refusal(client: httpx.Client, verb: str, model: str, body: object) -> tuple[
 
 
 def in_both_formats(client: httpx.Client, verb: str, model: str, body: Json) -> tuple[Json, Json]:
-    """The reply in JSON and in msgpack, arrays of the latter decoded. Fails unless they hold the same values, timing
-    apart. Numbers are equal within a step of float16: these are two requests, and another batch rounds otherwise.
+    """Return the reply in JSON and in msgpack, arrays of the latter decoded. Fail unless they hold the same values,
+    except for the timing. Numbers are equal within a step of float16: these are two requests, and another batch rounds
+    otherwise.
     """
     as_json = ask(client, verb, model, body, accept="application/json")
     answer = client.post(f"/v1/{verb}/test/{model}", json=body, headers={"accept": "application/msgpack"})
@@ -109,7 +110,7 @@ def _approximate(value: Any) -> Any:
 
 
 def vectors(client: httpx.Client, model: str, texts: list[str], **params: Any) -> list[Json]:
-    """The slots of msgpack."""
+    """Return the slots of a reply in msgpack."""
     body = msgspec.msgpack.encode({"items": texts, "params": params})
     answer = client.post(f"/v1/encode/test/{model}", content=body, headers={"content-type": "application/msgpack"})
     assert answer.status_code == 200, answer.text
@@ -117,7 +118,7 @@ def vectors(client: httpx.Client, model: str, texts: list[str], **params: Any) -
 
 
 def converted(rows: Array, dtype: str) -> tuple[Array, Array | None, Array | None]:
-    """float32 rows [n, width] in a dtype, with scales and offsets [n]."""
+    """Convert float32 rows [n, width] to a dtype. Return them with scales and offsets [n]."""
     if dtype in ("float32", "float16"):
         return rows.astype(dtype), None, None
     if dtype == "int8":
@@ -161,8 +162,8 @@ def test_sparse_vectors_equal_the_library_s(client: httpx.Client, every_family: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_in_every_dtype(client: httpx.Client, dtype: str) -> None:
-    """Dense vectors and each row of a multivector are converted as their formula says; of sparse ones only float16
-    changes values.
+    """Dense vectors and each row of a multivector are converted as their formula says. Values of sparse vectors change
+    in float16 only.
     """
     for text in TEXTS:
         (exact,) = vectors(client, "m3", [text], output_types=M3_OUTPUTS)
@@ -275,7 +276,7 @@ MIXED: list[Json] = [
 
 
 async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Cluster, client: httpx.Client) -> None:
-    """Output options are epilogues: they never split a batch, so each two of them are met in one."""
+    """Output options are epilogues that never split a batch: any two of them must meet in one."""
     pairs = {frozenset(pair) for pair in itertools.combinations(range(len(MIXED)), 2)}
     alone = [ask(client, "encode", "m3", {"items": [PAIRED], "params": params})["items"] for params in MIXED]
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as many:
@@ -301,8 +302,8 @@ async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Clust
 
 
 def check_close(value: Any, expected: Any) -> None:
-    """Equal but for the last bits of floats and the rounding of codes: a batch is computed in another order than a text
-    alone.
+    """Check that values are equal except for the last bits of floats and the rounding of codes: a batch is computed in
+    another order than a text alone.
     """
     if isinstance(expected, dict):
         assert set(value) == set(expected)
@@ -354,7 +355,7 @@ def test_a_cross_encoder_scores_like_the_library_in_order_of_score(
 
 
 def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client) -> None:
-    """The table of docs/coming-from.md, line by line."""
+    """The cases are the table of docs/coming-from.md, line by line."""
     packed = msgspec.msgpack.encode({"items": ["a"]})
     for content, accept, expected in (
         (None, "*/*", "json"),
@@ -487,7 +488,7 @@ def test_a_late_interaction_model_scores_by_maxsim(client: httpx.Client) -> None
 
 
 def m3_scores(client: httpx.Client, texts: list[str]) -> dict[str, list[float]]:
-    """Each mode by its formula, from the vectors."""
+    """Return the scores of each mode by its formula, from the vectors."""
     query, *slots = vectors(client, "m3", [PAIRED, *texts], output_types=M3_OUTPUTS)
     weights = dict(zip(query["sparse"]["indices"].tolist(), query["sparse"]["values"].tolist(), strict=True))
     scores: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
