@@ -25,7 +25,7 @@ from sie_client import SIEAsyncClient, SIEClient
 
 MODEL = "toy/one"
 BATCH_MS = 20.0
-# of texts by their number: prints how many, writes the vectors
+# encodes numbered texts, prints their count and writes their vectors
 CLIENT = """
 import sys
 import numpy as np
@@ -43,14 +43,14 @@ print(len(results), results.usage["total_tokens"])
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("sdk") / "stack", Plan(workers=(Device(batch_ms=BATCH_MS),))) as running:
         yield running
-        running.workers[
-            0
-        ].sidecar.kill()  # it would offer results to the gateway that was killed for as long as it may drain
+        running.workers[0].sidecar.kill()  # its drain would offer results to the killed gateway for as long as it may
 
 
 @pytest.fixture(params=["sync", "async"])
 def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
-    """`using(function, **options)`: what `function(client)` gives, awaited where it is to be."""
+    """Return `using(function, **options)`, which returns the result of `function(client)`; an asynchronous one is
+    awaited.
+    """
 
     def sync(function: Callable[[Any], Any], **options: Any) -> Any:
         with SIEClient(stack.urls[0], **options) as client:
@@ -67,13 +67,15 @@ def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
 
 
 def expected(count: int) -> NDArray[np.float32]:
-    """The vectors of CLIENT's texts, in order."""
+    """Return the vectors of CLIENT's texts, in order."""
     encoded = Tokenizer.from_buffer(TOKENIZER).encode_batch_fast([f"text {number}" for number in range(count)])
     return np.stack([vector_of(encoding.ids) for encoding in encoded])
 
 
 class Run:
-    """CLIENT in a process of its own, its standard error a terminal or a pipe. `shown` is what came there so far."""
+    """CLIENT in a process of its own, with a terminal or a pipe as its standard error. `shown` has the output there so
+    far.
+    """
 
     def __init__(
         self, url: str, count: int, path: Path, *, terminal: bool, part_tokens: int = 16_384, concurrency: int = 8
@@ -95,7 +97,7 @@ class Run:
             while True:
                 try:
                     data = stream.read(4096)
-                except OSError:  # how a terminal says that nobody writes any more
+                except OSError:  # a terminal reports so that its last writer has closed it
                     data = b""
                 with self._told:
                     self.shown += data.decode()
@@ -104,7 +106,7 @@ class Run:
                     return
 
     def done(self) -> int:
-        """The last count that the bar showed."""
+        """Return the last count that the bar showed."""
         counts = re.findall(r"([\d,]+)/" + f"{self.count:,}", self.shown)
         return int(counts[-1].replace(",", "")) if counts else 0
 
@@ -124,7 +126,7 @@ class Run:
 
 
 def check(run: Run) -> None:
-    """Complete, in order, each text with its own vector and counted once."""
+    """Check that the results are complete and in order, and that each text has its own vector and is counted once."""
     texts = [f"text {number}" for number in range(run.count)]
     assert run.result() == f"{run.count} {sum(map(len, texts)) + 2 * run.count}"
     vectors = np.load(run.path)
@@ -135,13 +137,13 @@ def check(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("count", "part_tokens", "concurrency"),
-    [(4_000, 64, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts, which last as long
+    [(4_000, 64, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts last as long
 )
 def test_a_long_list_survives_a_gateway_that_is_killed(
     stack: Stack, tmp_path: Path, count: int, part_tokens: int, concurrency: int
 ) -> None:
-    """A fifth is answered. kill -9 of the only gateway. Started again. All results, in order, once each; the bar went
-    on.
+    """When a fifth is answered, the only gateway is killed with -9 and started again. All results come in order, once
+    each, and the bar goes on.
     """
     path = tmp_path / "vectors.npy"
     run = Run(stack.urls[0], count, path, terminal=True, part_tokens=part_tokens, concurrency=concurrency)
@@ -160,7 +162,7 @@ def test_a_long_list_survives_a_gateway_that_is_killed(
 def test_a_long_call_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe(
     stack: Stack, tmp_path: Path, terminal: bool
 ) -> None:
-    """70 parts, one after the other, each a batch of 20 ms: longer than the second after which a bar appears."""
+    """70 parts run one after the other, each a batch of 20 ms: longer than the second after which a bar appears."""
     run = Run(stack.urls[0], 700, tmp_path / "vectors.npy", terminal=terminal, part_tokens=40, concurrency=1)
     check(run)
     assert (run.done(), run.shown.count("\n")) == ((700, 1) if terminal else (0, 0))

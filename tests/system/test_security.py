@@ -1,5 +1,5 @@
-"""Tokens guard the API and are seen nowhere else, nor is what clients send. What is not HTTP, or means harm, gets a
-typed refusal and costs nothing.
+"""Tokens guard the API, and neither tokens nor inputs of clients appear in logs, metrics or errors. Malformed HTTP and
+hostile requests get a typed refusal and cost nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zygote import environ_of
 from sie_runtime.http.protocol import HEAD_S
 
 ADMIN, USER = shared.GUARDED_ADMIN, shared.USER
-MARK = f"canary{secrets.token_hex(6)}"  # in everything that is nobody's business
+MARK = f"canary{secrets.token_hex(6)}"  # in all that must appear nowhere else
 # in names of models, options and pools: errors may say them, logs and metrics may not
 NAMED = f"named{secrets.token_hex(6)}"
 IDLE, SLOW = 1000, 200
@@ -59,7 +59,9 @@ def client(cluster: Cluster) -> Iterator[httpx.Client]:
 
 @dataclass
 class Crowd:
-    """Connections that are there while all tests of this file run: `idle` have asked once, `slow` never finish to."""
+    """Connections that are open while all tests of this file run: `idle` have asked once, `slow` never finish their
+    head.
+    """
 
     idle: list[socket.socket]
     slow: list[socket.socket]
@@ -84,7 +86,7 @@ def crowd(cluster: Cluster) -> Iterator[Crowd]:
 
 
 def refused(answer: httpx.Response, *codes: str) -> Json:
-    """The error of a typed refusal: one envelope, its code in the header, nothing of what was sent."""
+    """Check a typed refusal, and return its body: one envelope, its code in the header, and nothing that was sent."""
     assert 400 <= answer.status_code < 500 or answer.status_code == 503, f"{answer.status_code} {answer.text[:300]}"
     assert answer.headers["content-type"].startswith("application/json"), answer.text[:300]
     body: Json = answer.json()
@@ -99,7 +101,7 @@ def refused(answer: httpx.Response, *codes: str) -> Json:
 
 
 def test_static_tokens_open_what_their_scopes_say(cluster: Cluster) -> None:
-    """Also beside keys, of which there are none."""
+    """Static tokens are valid beside keys too; here there are no keys."""
 
     def status(token: str | None) -> int:
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -129,7 +131,7 @@ def test_the_export_wants_the_read_or_the_admin_token(cluster: Cluster) -> None:
 
 
 def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster) -> None:
-    """Neither in an environment of a worker or the broker, nor in any command line."""
+    """No environment of a worker or the broker has a token, and no command line has one."""
     for role in ("sidecar", "adapter", "nats-server"):
         for pid in cluster.pids(role):
             values = environ_of(pid).values()
@@ -143,7 +145,7 @@ def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster)
 
 
 def test_static_without_a_token_does_not_start() -> None:
-    """Fail closed, before a broker is asked. `sie serve` ends with its gateway: see test_config.py."""
+    """The gateway ends before it asks a broker."""
     argv = [SIE, "gateway", "--auth-mode", "static", "--nats-url", "nats://127.0.0.1:9", "--port", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
@@ -158,7 +160,7 @@ def encode_of(item: Any, **fields: Any) -> Json:
 
 
 def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
-    """Name, path, body and headers of requests with the mark in one place each; right ones and wrong ones."""
+    """Yield name, path, body and headers of valid and invalid requests with the mark in one place each."""
     encode, unknown_path = f"/v1/encode/{MODEL}", f"/v1/encode/{NAMED}/{NAMED}"
     item = {"text": f"{MARK} text", "id": f"{MARK}-id", "metadata": {f"{MARK}-key": [f"{MARK}-value"]}}
     right: list[tuple[str, Any]] = [
@@ -248,11 +250,12 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
 
 
 def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client: httpx.Client) -> None:
-    """Every place of a request, in requests that are right and that are not; then every sink is
-    searched.
+    """Every place of a request has the mark, in valid and invalid requests; then every sink is searched.
 
-    1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it
-    into its log or shows it in its metrics, its command line, /health, or the frames of its websockets.
+    1. Requests with a mark in one place each are sent; no error says it.
+    2. Wrong tokens have the mark.
+    3. No process wrote it into its log or shows it in its metrics, its command line, /health, or the frames of its
+       websockets.
     """
     statuses = Counter[int]()
     for name, path, body, headers in messages():
@@ -308,11 +311,11 @@ def cluster_call(cluster: Cluster, path: str, token: str) -> httpx.Response:
     return httpx.get(cluster.url + path, headers={"authorization": token}, timeout=10)
 
 
-# what means harm
+# hostile requests
 
 
 def raw(cluster: Cluster, sent: bytes) -> bytes:
-    """All that comes back until the server closes, or is quiet for a second after it began to answer."""
+    """Return all that comes back until the server closes, or is quiet for a second after it began to answer."""
     with socket.create_connection(("127.0.0.1", cluster.port), timeout=30) as connection:
         connection.sendall(sent)
         arrived = connection.recv(65536)
@@ -393,7 +396,9 @@ def test_no_header_can_be_forged(cluster: Cluster, place: str, value: str) -> No
     ],
 )
 def test_names_are_names_and_nothing_else(cluster: Cluster, client: httpx.Client, name: str) -> None:
-    """In every path that has a name. Unknown, or refused; never another route, never a fault."""
+    """In every path that has a name, the name is unknown or refused. It never leads to another route or a
+    server error.
+    """
     for route in ("/v1/encode/{}", "/v1/score/{}", "/tei/{}/embed", "/tei/{}", "/v1/embeddings"):
         body = {"items": ["a"], "inputs": "a", "query": "a", "input": "a", "model": name}
         sent = head(
@@ -491,7 +496,7 @@ def test_bodies_have_a_largest_size_whether_they_say_it_or_not(cluster: Cluster,
 
 
 def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path) -> None:
-    """No code of it is ever run."""
+    """No pickled code is ever run."""
     ran = tmp_path / "ran"
     pickled = b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
     array = {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled}
@@ -519,12 +524,12 @@ def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path)
     assert not ran.exists()
 
 
-# what holds connections
+# connections that are held
 
 
 def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, crowd: Crowd) -> None:
-    """All of this file ran beside them. 1. requests are answered; 2. heads that never end are closed with an envelope
-    after HEAD_S, however much of them came; 3. connections that have asked and wait still answer.
+    """All tests of this file run beside these connections. Requests are answered. Heads that never end are closed with
+    a 400 after HEAD_S, however much of them came. Connections that have asked and wait still answer.
     """
     for _ in range(10):
         assert cluster.encode(["Hello"], authorization=USER).status_code == 200
@@ -542,8 +547,8 @@ def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, 
 
 
 async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
-    """Almost as many clients as there are places send half a megabyte of a body and stop; others are answered; they
-    leave, and nothing of them stays.
+    """Almost as many clients as there are places send half a megabyte of a body and stop. Others are answered. When the
+    clients leave, none of their requests stays.
     """
     (pid,) = cluster.pids("gateway")
     before = psutil.Process(pid).memory_info().rss
@@ -567,7 +572,7 @@ async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
 
 
 def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
-    """Two ways to frame a body: refused, and what stands behind it is not read as a request."""
+    """A body that is framed in two ways is refused, and what stands behind it is not read as a request."""
     inner = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for headers in (
         ("content-length: 4", "transfer-encoding: chunked"),
@@ -584,7 +589,7 @@ def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
 
 
 def test_frames_that_nobody_wants_close_a_websocket(cluster: Cluster) -> None:
-    """A peer sends far more than it has to say: it is cut off, others are not."""
+    """A peer that sends far more than it may is cut off; others are not."""
     url = cluster.url.replace("http", "ws") + "/ws/cluster-status"
     with connect(url, additional_headers={"authorization": f"Bearer {USER}"}, max_size=None) as sender:
         sender.recv(timeout=60)

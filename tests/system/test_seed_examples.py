@@ -1,5 +1,5 @@
-"""The two examples that end the documentation of the configuration, each as it stands there but for the device, the
-bucket and the collector of its machine: `sie serve` starts with it and answers, from what the example says it should.
+"""The two examples that end the documentation of the configuration, each unchanged except for device, bucket and
+collector: `sie serve` starts with it, and answers from what the example names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def bucket(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """One that speaks S3, where the variables of a client lead."""
+    """A bucket that speaks S3, to which the variables of a client lead."""
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         place = Place.at(server, monkeypatch)
         yield Place(f"s3://{BUCKET}/models", place.server)
@@ -48,7 +48,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def disk() -> Iterator[None]:
-    """The example's, which is no longer there afterwards if it was not before."""
+    """The disk of the example, which this test makes and removes."""
     if DISK.exists() or not os.access(DISK.parent, os.W_OK):
         pytest.skip(f"{DISK} is to be made by this test, and may not")
     yield
@@ -87,7 +87,7 @@ def test_the_production_example_serves(bucket: Place, collector: Collector, disk
 
 
 def test_the_development_example_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder `models` where the developer works: its model is served beside the packaged ones."""
+    """A model in the folder `models` of the working directory is served."""
     models = local_models.under(tmp_path)
     models.build("dense")
     monkeypatch.chdir(tmp_path)

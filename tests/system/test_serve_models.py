@@ -29,7 +29,7 @@ def hub() -> Iterator[HubStub]:
 
 
 def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_path: Path) -> None:
-    """`serve` adds and loads two before it is ready; `run` adds another one to the server that runs."""
+    """`serve` adds and loads two models before it is ready. `run` adds another one to the running server."""
     (tmp_path / "models").mkdir()
     environ = {
         "HF_ENDPOINT": hub.url,

@@ -24,7 +24,7 @@ from kubelet.network import CLONE_NEWPID, namespace
 from load import Load, answered
 from stack import Device, Plan, Stack
 
-GONE_S = 60.0  # on a busy machine; the kernel ends them at once
+GONE_S = 60.0  # bound on a busy machine; the kernel ends processes at once
 STOPPED_S = 15.0  # the promise
 PAUSE_S = 0.05  # of a client after an answer
 CLIENTS = 20
@@ -83,13 +83,13 @@ async def ended_under_load(process: subprocess.Popen[str], url: str, number: int
 
 
 async def test_sigterm_under_load_drains_and_exits_with_0(cluster: Cluster) -> None:
-    """The last test of this cluster."""
+    """This is the last test of this cluster."""
     assert cluster.process is not None
     await ended_under_load(cluster.process, cluster.url, signal.SIGTERM)
 
 
 def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) -> None:
-    """Its work that is in flight is handed back, and it goes on at the next start."""
+    """Every process drains, and none has to be killed."""
     rows = b"".join(b'{"t": "%d %s"}\n' % (number, b"some words " * 30) for number in range(1000))
     with running(tmp_path, "--no-spare", "--preload", MODEL) as cluster:
         with JobClient(cluster.url) as jobs:
@@ -106,7 +106,7 @@ def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) ->
 
 @pytest.fixture
 def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`sie serve --standalone 2>&1 | head`, whose reader is gone: the process and its URL."""
+    """`sie serve --standalone 2>&1 | head`, whose reader has ended: the process and its URL."""
     cluster = Cluster(tmp_path, "--standalone", "--no-spare", "--preload", MODEL)
     with subprocess.Popen(
         cluster.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -125,13 +125,13 @@ def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 async def test_ctrl_c_drains_a_standalone_serve_that_outlived_the_reader_of_its_output(
     unread: tuple[subprocess.Popen[str], str],
 ) -> None:
-    """The pipe breaks, children go on being relayed; SIGINT drains as SIGTERM does."""
+    """The pipe is broken. SIGINT drains as SIGTERM does."""
     await ended_under_load(*unread, signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(number: str) -> None:
-    """The process runs as under nohup."""
+    """nohup ignores SIGHUP for its command."""
     code = "import signal; from sie_runtime.process import end_signals; print(*(each.name for each in end_signals()))"
 
     def names(ignored: bool) -> list[str]:
@@ -251,8 +251,8 @@ async def _in_progress(metrics_url: str) -> int:
 async def test_a_gateway_drains_as_long_as_a_request_may_take(
     tmp_path: Path, once: tuple[str, ...], code: str | None
 ) -> None:
-    """A request whose batch takes 12 s; SIGTERM: it is answered, then the gateway ends with 0; a shorter drain is one
-    that its supervisor asked for, and refuses it with a code that says to ask elsewhere.
+    """SIGTERM comes during a request whose batch takes 12 s. The request is answered, and then the gateway ends with 0.
+    With a shorter drain the request is refused with SHUTTING_DOWN.
     """
     with Stack(tmp_path, Plan(workers=(Device(batch_ms=12_000),))) as stack:
         (gateway,), (url,) = stack.gateways, stack.urls
@@ -277,7 +277,7 @@ async def test_a_gateway_drains_as_long_as_a_request_may_take(
 @pytest.mark.debian
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_process_of_a_container_ends_by_a_signal_that_comes_during_its_imports(number: int) -> None:
-    """The kernel drops what process 1 has no handler for: a pod would take its whole grace period to end."""
+    """The kernel drops signals that process 1 has no handler for: a pod would take its whole grace period to end."""
     script = """
 import signal, sys, time, types
 from sie_cli.entry import main

@@ -28,8 +28,8 @@ LOAD_S = 60.0
 BATCH_MS = 20.0
 RATE = 40.0  # requests a second, of both models together: about two thirds of the device
 WARM_S = 5.0
-SPAN_S = 66.0  # of each measurement: the load, and after it the work that waited for it
-# of the clients of the slow model, the last of them within one hold of the load's end
+SPAN_S = 66.0  # length of a measurement: the load, and after it the work that waited for it
+# arrivals of the clients of the slow model; the last one comes within one hold of the load's end
 ARRIVALS = (
     0.0,
     0.0,
@@ -62,7 +62,7 @@ class Traffic:
 
 
 def check(answer: httpx.Response, text: str) -> int:
-    """It is right. Returns how often its message was delivered."""
+    """Check that an answer is right, and return how often its message was delivered."""
     assert answer.status_code == 200, answer.text
     body = answer.json()
     np.testing.assert_allclose(body["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
@@ -75,7 +75,7 @@ async def ask(client: httpx.AsyncClient, model: str, text: str) -> httpx.Respons
 
 
 async def steady(client: httpx.AsyncClient, span_s: float) -> Traffic:
-    """Random arrivals at RATE, the same ones each time, whatever the answers take."""
+    """Send requests at random times with RATE, the same times in each call, however long the answers take."""
     chance, traffic = random.Random(5), Traffic()
 
     async def one(model: str, text: str) -> None:
@@ -95,7 +95,7 @@ async def steady(client: httpx.AsyncClient, span_s: float) -> Traffic:
 
 @dataclass
 class Patience:
-    """A client of the slow model: how often it was sent away, and when it had its answer."""
+    """A client of the slow model: how often it was refused, and when it had its answer."""
 
     refused: int
     answered_s: float
@@ -128,10 +128,10 @@ async def watch(stack: Stack, samples: list[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tmp_path: Path) -> None:
-    """Two models alone; the same arrivals while a third one loads for 60 s, with requests that wait for it: their p99
-    is less than one batch longer; a request for the third is told to come again when it was held for long enough, and
-    in the end answered right; it is loaded once, and no message was delivered twice, though some were held for several
-    times the ack wait.
+    """Two models run alone, then with the same arrivals while a third one loads for 60 s and requests wait for it.
+    Their p99 is less than one batch longer. A request for the third model is told to come again when it was held for
+    long enough, and is answered right in the end. The model is loaded once, and no message is delivered twice, though
+    some are held for several times the ack wait.
     """
     device = Device(batch_ms=BATCH_MS, load_s_of={SLOW: LOAD_S})
     environ = {"SIE_PRELOAD_MODELS": ",".join(STEADY), "SIE_GATEWAY_REQUEST_TIMEOUT": "600"}

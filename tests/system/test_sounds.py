@@ -25,7 +25,7 @@ from sie_client import SIEClient
 
 CLAP, RATE = "test/clap", 16_000
 WHISPER = "openai/whisper-small"
-LIMIT = 40  # by which its entry is told from that of the package
+LIMIT = 40  # by which this entry differs from the packaged one
 FILES = {
     f"{number}.{kind.lower()}": encoded(tone(0.3 + 0.2 * number, rate=RATE, seed=number), kind, rate=RATE)
     for number, kind in enumerate(("WAV", "FLAC", "OGG", "MP3"))
@@ -114,7 +114,7 @@ def replace(cluster: Cluster, models: LocalModels, name: str, entry: dict[str, A
 
 @pytest.fixture(scope="module")
 def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
-    """The folder of a small model in the place of that of the page."""
+    """The folder of a small model that replaces the model of the page."""
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.whisper(open_models.weights / "whisper", alignment_heads=[[0, 1], [1, 0], [1, 3]])
@@ -132,8 +132,8 @@ def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
 def test_what_is_said_is_written_down_as_the_library_does_it(
     open_cluster: Cluster, whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks of the page, of a recording of several windows. One request: a text and a recording with parameters. A
-    language that the model does not have.
+    """The blocks of the page run with a recording of several windows. One request has a text and a recording, with
+    parameters. Another one has a language that the model does not have.
     """
     from parity.test_sound_reader import Oracle, asks
 
@@ -168,12 +168,12 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "language")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client of OpenAI
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # OpenAI's client raises it
 def test_parakeet_writes_words_with_their_times_as_the_library_does(
     open_cluster: Cluster, open_models: LocalModels
 ) -> None:
-    """A recording of one window, natively and at the route of OpenAI, which names no language. The client of OpenAI
-    gets the words of the native route.
+    """A recording of one window goes to the native route and to OpenAI's, whose reply names no language. OpenAI's
+    client gets the words of the native route.
     """
     import openai
     from parity import sound_checkpoints
@@ -216,11 +216,11 @@ def test_parakeet_writes_words_with_their_times_as_the_library_does(
     assert reply.segments is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # OpenAI's client raises it
 def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
     open_cluster: Cluster, whisper: Path
 ) -> None:
-    """An unmodified client. Segments are those of the library's model, and the text that of its pipeline."""
+    """The client is unmodified. Segments are those of the library's model, and the text is that of its pipeline."""
     import openai
     from parity.test_sound_reader import Oracle, asks
     from transformers import pipeline
@@ -272,7 +272,7 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_recording_of_more_than_one_part_is_read_to_its_end(tmp_path: Path) -> None:
-    """The longest budget: on two cores, the 320 windows of the small model take minutes."""
+    """The request has the longest budget: on two cores, the 320 windows of the small model take minutes."""
     import openai
     from parity import sound_checkpoints
 

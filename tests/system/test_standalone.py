@@ -1,5 +1,5 @@
-"""`sie serve --standalone`: without a broker each verb answers as with one. What differs is the transport only, so the
-files that ask a cluster everything else ask this one in a long run.
+"""`sie serve --standalone`: each verb answers without a broker as with one. Only the transport differs: in a long run
+the files that ask a cluster all else also ask a standalone server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory, every_family: LocalMode
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal but for the last bits of numbers: each process chooses its kernels."""
+    """Return whether values are equal except for the last bits of numbers: each process chooses its kernels."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left.keys() - OF_A_RUN)
     if isinstance(left, list):
@@ -60,7 +60,7 @@ def test_a_verb_answers_as_with_a_broker(standalone: Cluster, open_cluster: Clus
 
 @pytest.mark.long
 def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone: Cluster) -> None:
-    """In the default precision of the device."""
+    """The model computes in the default precision of the device."""
     texts = [*oracle.ragged_texts(100, seed=1), "", "First line.\nSecond line."]
     with SIEClient(standalone.url) as client:
         vectors = np.array([result["dense"] for result in client.encode(MODEL, texts)])
