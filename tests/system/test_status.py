@@ -1,5 +1,5 @@
-"""Status, websockets and metrics of a real `sie serve`: what the contract names is there, and what
-should move moves.
+"""Status, websockets and metrics of a real `sie serve`: every stable name is there, and requests move the metrics that
+they should.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ pytestmark = shared.FIRST_GUARDED
 
 TOKEN = shared.USER
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
-ENCODER, LATE, EXTRACTOR = "watched/mini", "watched/late", "watched/tags"  # which no other file asks
+ENCODER, LATE, EXTRACTOR = "watched/mini", "watched/late", "watched/tags"  # no other file sends them requests
 
-# Every stable name with its labels, and what requests of each verb must have done to it: "moves", or "is" there with
-# any value.
+# every stable name with its labels; after requests of each verb it "moves" above zero, or "is" there with any value
 GATEWAY = {
     "sie_gateway_requests_total": ({"endpoint", "status", "machine_profile"}, "moves"),
     "sie_gateway_request_latency_seconds_count": ({"endpoint", "machine_profile"}, "moves"),
@@ -82,7 +81,7 @@ WORKER = {
 
 @pytest.fixture(scope="module", params=["cluster", pytest.param("standalone", marks=pytest.mark.long)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With tokens, and the three models."""
+    """A cluster with tokens and the three models."""
     if request.param == "cluster":
         yield request.getfixturevalue("guarded_cluster")
         return
@@ -98,7 +97,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[httpx.Client]:
-    """After one request of each verb and one of the OpenAI route."""
+    """A client that has sent one request of each verb, and one to the OpenAI route."""
     with httpx.Client(base_url=cluster.url, timeout=60, headers=AUTHORIZATION) as client:
         for path, body in (
             (f"/v1/encode/{ENCODER}", {"items": ["one", "two"]}),
@@ -122,7 +121,7 @@ def frame(socket: ClientConnection) -> dict[str, Any]:
 
 
 def samples(url: str) -> dict[str, list[tuple[set[str], float]]]:
-    """Labels and values by name of a scrape. A metric without any series yet has its name all the same."""
+    """Return labels and values of a scrape, by name. A metric without any series yet has its name all the same."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     series: dict[str, list[tuple[set[str], float]]] = {}
     for family in text_string_to_metric_families(text):
@@ -211,7 +210,7 @@ def test_the_frames_of_the_cluster_come_at_once_and_tell_what_health_tells(
 
 
 def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluster, client: httpx.Client) -> None:
-    """`/ws/status` on the main port: the frames of the machine's worker, real in every field."""
+    """`/ws/status` on the main port sends the frames of the machine's worker, real in every field."""
     with looking(cluster, "/ws/status") as socket:
         first = frame(socket)
         later = [frame(socket) for _ in range(3)]
@@ -246,8 +245,8 @@ def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluste
 
 
 def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -> None:
-    """Plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for
-    each run.
+    """The refusal is a 401 before the handshake. The worker accepts the config read token alone, which `sie serve`
+    makes for each run.
     """
     for path in ("/ws/cluster-status", "/ws/status"):
         for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
@@ -269,8 +268,8 @@ def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [(), ("--standalone",)], ids=["cluster", "standalone"])
 def test_a_reader_that_stops_holds_up_neither_others_nor_the_end(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """1001 to those who read, inside the grace period, with status 0, by all processes as by one gateway in
-    tests/unit/test_status.py.
+    """Clients that read get 1001 inside the grace period, and the process ends with 0. tests/unit/test_status.py checks
+    the same of one gateway.
     """
     environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN}
     with running(tmp_path, "--no-spare", *arguments, environ=environ) as cluster:
@@ -302,7 +301,7 @@ def check_the_end(cluster: Cluster) -> None:
 
 
 def _loaded(status: dict[str, Any]) -> set[str]:
-    """The models of a frame that are loaded."""
+    """Return the models of a frame that are loaded."""
     return {model["name"] for model in status["models"] if model["state"] == "loaded"}
 
 

@@ -1,5 +1,5 @@
-"""Two models under a hard limit on the memory of every process: on a budget for one they take turns, on a budget for
-both neither goes.
+"""Two models under a hard limit on the memory of every process: with room for one they take turns, with room for both
+neither is evicted.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
 
 
 def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:
-    """A cluster whose processes may each hold so much data (RLIMIT_DATA). One arena: memory that is free in another one
-    counts as held.
+    """Return a cluster whose processes may each hold `limit_bytes` of data (RLIMIT_DATA). They have one arena: memory
+    that is free in another one counts as held.
     """
     environ = {
         "SIE_HF_FALLBACK": "false",
@@ -100,7 +100,7 @@ def ask(client: httpx.Client, model: str, start: int) -> np.ndarray:
 
 
 def alternate(cluster: Cluster, expected: dict[str, np.ndarray], seconds: float) -> Traffic:
-    """16 clients, each with one request after the other, on the one model and then on the other."""
+    """Run 16 clients, each with one request after the other, to the one model and then to the other."""
     traffic, lock, end_s = Traffic(), threading.Lock(), time.monotonic() + seconds
 
     def client(number: int) -> None:
@@ -136,7 +136,9 @@ def data_bytes(cluster: Cluster) -> int:
 
 
 def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, seconds: float) -> None:
-    """Room for both: each is loaded once. Room for one, by what the first run held: they take turns, nothing fails."""
+    """With room for both models, check that each is loaded once. With room for one, by what the first run held, check
+    that they take turns and nothing fails.
+    """
     cluster = served(models, folder / "both", _BOTH)
     try:
         cluster.start()
@@ -164,7 +166,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         assert traffic.errors == [], cluster.log(4000)
         assert traffic.wrong < 1e-4
         assert traffic.answers >= CLIENTS
-        assert loads >= 2  # and one of them is there: the other one went
+        assert loads >= 2  # only one of them is loaded in the end: the other one was evicted
         assert cluster.metric("sie_adapter_deaths_total") == 0
         until(lambda: cluster.metric("sie_queue_depth") == 0, 60, "nothing held")
         assert sum(1 for name in MODELS if cluster.metric("sie_model_loaded", model=name)) == 1

@@ -1,4 +1,4 @@
-"""`sie topology` against a real broker: what it shows, what it finds, and that its changes cost nothing."""
+"""`sie topology` against a real broker: what it shows, what it finds, and that its changes lose no message."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sie(server: NatsServer, *args: str) -> Result:
 
 
 def make(server: NatsServer, spec: StreamSpec, *consumers: ConsumerSpec, messages: int = 0) -> None:
-    """The stream as another version would have made it, with messages of one model."""
+    """Create the stream as another version would have made it, with messages of one model."""
 
     async def work(broker: NatsBroker) -> None:
         await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(spec), StreamInfo)
@@ -100,7 +100,9 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
 
 
 def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(server: NatsServer) -> None:
-    """Check says what differs, migrate shows the same and changes nothing, --yes does it, a gateway agrees."""
+    """`check` says what differs. `migrate` shows the same and changes nothing. `--yes` makes the changes, and a gateway
+    accepts them.
+    """
     older = dataclasses.replace(WANTED, max_per_subject=0, version=1)
     consumer = dataclasses.replace(topology.work_consumer(LANE, "interactive", "toy/a", 10.0), version=1)
     make(server, older, consumer, messages=500)
@@ -147,7 +149,7 @@ def test_a_changed_setting_is_applied_in_place(server: NatsServer) -> None:
 
 
 def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer) -> None:
-    """Another storage, a lower limit than what is there, a shorter age, a newer version."""
+    """The cases: another storage, a limit below what is stored, and a shorter age."""
     make(server, dataclasses.replace(WANTED, max_per_subject=0, version=1), messages=3000)
 
     def refusal(*args: str) -> str:
@@ -162,7 +164,7 @@ def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer)
 
 
 def test_a_lower_limit_than_the_stored_dead_letters_is_refused(server: NatsServer) -> None:
-    """The broker would drop the oldest letters; a work queue refuses new messages instead, so its limit is lowered."""
+    """The broker would drop the oldest letters. A work queue refuses new messages instead: its limit may be lowered."""
     letters = topology.dead_letter_stream(LANE.pool, storage="file", replicas=1, queue_bytes=4 << 20)
     at(server, lambda broker: broker.ensure_stream(letters, owner=True))
 

@@ -27,8 +27,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TRACED = [name.removesuffix("_time") for name in STAGES if name != "unattributed_time"]
 TOGETHER = 12  # requests at once, more than there are lanes
-ROUNDS = 30  # until several of them shared a batch
-ROUNDED_MS = 0.002  # times are told to microseconds
+ROUNDS = 30  # at most, until several requests shared a batch
+ROUNDED_MS = 0.002  # times are rounded to microseconds
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def cluster(
     args = [*models.arguments, "--batcher-coalesce-ms", "50"]
     with running(tmp_path_factory.mktemp("tracing"), *args, environ=environ) as cluster:
         with httpx.Client(base_url=cluster.url, timeout=120) as client:
-            for verb in BODIES:  # loaded, so that what follows waits for the device alone
+            for verb in BODIES:  # loads the model: later requests wait for the device alone
                 assert ask(client, verb, **{"x-sie-timeout-ms": "120000"}).status_code == 200
         yield cluster
 
@@ -69,7 +69,7 @@ def ask(client: httpx.Client, verb: str, **headers: str) -> httpx.Response:
 
 
 class Asked:
-    """A request that belongs to a trace of its client's."""
+    """A request that belongs to a trace of its client."""
 
     def __init__(self, client: httpx.Client, verb: str) -> None:
         self.trace, self.parent = secrets.token_hex(16), secrets.token_hex(8)
@@ -82,12 +82,12 @@ class Asked:
 
     @property
     def mates(self) -> int:
-        """Work items in the batch that it ran in."""
+        """Return the number of work items in the batch that ran the request."""
         return int(self.body["explain"][0]["batch"]["chunks"])
 
 
 def sharing(client: httpx.Client, verb: str) -> list[Asked]:
-    """Requests at once, of which at least two ran in one batch."""
+    """Send requests at once, until at least two ran in one batch. Return these requests."""
     with ThreadPoolExecutor(TOGETHER) as threads:
         for _ in range(ROUNDS):
             requests = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
@@ -97,7 +97,7 @@ def sharing(client: httpx.Client, verb: str) -> list[Asked]:
 
 
 def whole(collector: Collector, trace: str) -> list[Seen]:
-    """The spans of a request's trace, once all that are to come are there."""
+    """Return the spans of a request's trace, once all of them have come."""
     needed = {"work", "queue", "inference", "postprocess"}
 
     def complete(spans: list[Seen]) -> list[Seen]:
@@ -113,8 +113,8 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
 def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
     client: httpx.Client, collector: Collector, verb: str
 ) -> None:
-    """Connected from the client's span on, with the stages of its reply; the batch is linked to all
-    that ran in it.
+    """The trace is connected from the client's span on, and has the stages of the reply. The batch is linked to all
+    requests that ran in it.
     """
     requests = sharing(client, verb)
     works: dict[str, Asked] = {}

@@ -33,12 +33,12 @@ window.told = told;
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Nobody reads it."""
+        """Discard the line."""
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With its suite and its examples compiled."""
+    """The package, with its suite and its examples compiled."""
     folder = copied(tmp_path_factory)
     examples = re.findall(r"```ts\n(.*?)```", (CLIENT / "README.md").read_text("utf-8"), re.DOTALL)
     assert len(examples) == 4
@@ -50,7 +50,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(package: Path) -> Iterator[str]:
-    """The address of a server of the package's files, as a page of somebody else has it."""
+    """The address of a server of the package's files, whose origin is not the cluster's."""
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(package))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -86,7 +86,7 @@ def test_the_suite_passes_in_chromium(
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_examples_of_the_readme_run(package: Path, cluster: Cluster, number: int) -> None:
-    """With a model of this server in place of the one that they name."""
+    """A model of this server replaces the one that an example names."""
     code = (package / f"build/test/example-{number}.js").read_text("utf-8")
     code = code.replace("http://127.0.0.1:8080", cluster.url)
     code = code.replace(MODEL, "test/mini").replace("fastino/gliner2-base-v1", "test/spans")

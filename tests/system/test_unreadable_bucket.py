@@ -17,7 +17,7 @@ from sie_broker.nats import connect
 from sie_cli.serve.output import _matters
 from sie_contracts.wire.topology import JOBS_BUCKET, KEYS_BUCKET
 
-# below what one record needs, as 64 MiB is below a bucket that is read without a bound
+# less than one record needs, as 64 MiB are less than a bucket that is read without a bound
 LIMITS = "max_payload: 1048576\nmax_pending: 1048576"
 
 

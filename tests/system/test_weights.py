@@ -30,7 +30,7 @@ TEXT = " ".join(f"w{number}" for number in range(9))
 
 
 def serving_adapters(cluster: Cluster) -> list[int]:
-    """The adapters that serve: each has the one that forks it as its parent."""
+    """Return the adapters that serve: the parent of each is the adapter that forked it."""
     pids = cluster.pids("adapter")
     adapter_pids = []
     for pid in pids:
@@ -48,11 +48,11 @@ def vector(url: str, model: str) -> np.ndarray:
 
 @pytest.mark.long
 def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path) -> None:
-    """Acceptance: kill -9 of every adapter of the node during the download, twice.
+    """Every adapter of the node gets kill -9 during the download, twice.
 
-    1. Two workers are to load a model that only the hub has: one fetches, both tell how far it is.
+    1. Two workers are to load a model that only the hub has: one fetches, and both report how far it is.
     2. After a third and after two thirds of its bytes all adapters are killed.
-    3. What was on the disk is not asked for again; in the end both have loaded what the hub has.
+    3. Bytes on the disk are not asked for again. In the end both have loaded what the hub has.
     """
     models = local_models.under(tmp_path / "models")
     folder = toys.save(models.weights / "path", "bert", hidden_size=WIDTH, intermediate_size=4 * WIDTH)
@@ -90,7 +90,7 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
             starts = [0]
             for bound in bounds[:2]:
                 until(lambda bound=bound: on_disk() >= bound, WAIT_S, "so much is there")  # type: ignore[misc]
-                if len(starts) == 1:  # a heartbeat, which brings it, takes seconds to come
+                if len(starts) == 1:  # a heartbeat, which brings the progress, takes seconds to come
                     reports = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
                     assert isinstance(reports, list)
                     assert {report["total_bytes"] for report in reports} == {
