@@ -197,9 +197,7 @@ def test_the_models_api(client: httpx.Client) -> None:
     assert answer["data"] == answer["models"]
 
     def told_alike() -> Any:
-        """Return the entry of the list if the model's own route has the same: a heartbeat may come between the two
-        requests.
-        """
+        """Return the entry of the list if the model's own route has the same: a heartbeat may come in between."""
         listed = next(model for model in client.get("/v1/models").json()["data"] if model["id"] == MODEL)
         return client.get(f"/v1/models/{MODEL}").json() == listed and listed
 

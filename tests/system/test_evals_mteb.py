@@ -86,7 +86,7 @@ def evaluated(
 
 @pytest.fixture
 def at_hub(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubStub:
-    """Point the libraries of this process to the hub: to import them again, with its address, takes 8 s."""
+    """Point the libraries of this process to the hub: a new import of them, with its address, takes 8 s."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -131,7 +131,7 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
 
 
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
-    """The other gateway goes on."""
+    """The other gateway goes on to answer."""
     gateway = stack.gateways[0]
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         killed_s = time.monotonic()

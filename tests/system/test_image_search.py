@@ -81,7 +81,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     rng, until_s, right = np.random.default_rng(0), time.monotonic() + TRAINED_S, 0
     torch.manual_seed(0)
-    while right < 3:  # three times in a row: it is no chance
+    while right < 3:  # three times in a row: not by chance
         assert time.monotonic() < until_s, "the model does not learn to rank"
         for _ in range(10):
             batch = processor(images=[drawn(*kind, rng) for kind in KINDS], return_tensors="pt")

@@ -1,4 +1,4 @@
-"""The images and docker-compose.yml, built by buildah on a base that debootstrap makes, and run by podman.
+"""The images, built by buildah on a base that debootstrap makes, and docker-compose.yml, run by podman.
 
 The tests need no registry of images: the base is a Debian with Python 3.11, and the image of the broker is made of the
 nats-server that is installed here. They need root, a mirror of Debian, and the packages debootstrap, buildah, podman,

@@ -375,7 +375,7 @@ async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int
     async with workers(folder, setup) as (stack, broker), placing(broker) as (placer, fleet):
 
         async def told(least: int, most: int) -> tuple[int, Heartbeat]:
-            """Return how many models the worker has, once that is within these bounds, and its heartbeat of that."""
+            """Return the number of loaded models, once that is within these bounds, and the heartbeat that says so."""
             count = -1
             async with asyncio.timeout(60):
                 while not least <= count <= most:
