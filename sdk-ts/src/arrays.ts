@@ -1,17 +1,18 @@
-// Arrays on the wire: maps of `nd`, `type`, `kind`, `shape` and `data`, in little-endian order, which is that of every
-// machine that runs a browser or Node today, as typed arrays have it.
+// Arrays in MessagePack: maps of `nd`, `type`, `kind`, `shape` and `data`. Their bytes are in little-endian order, as in the
+// typed arrays of all machines that run browsers or Node.
 
-/** The numbers of a vector, in the type that `output_dtype` asked for. float16 is widened, which is exact. */
+/** Numbers of a vector, in the type for `output_dtype`. float16 becomes float32, without a loss. */
 export type Numbers = Float32Array | Float64Array | Int8Array | Uint8Array | Int16Array | Uint16Array | Int32Array | Uint32Array;
 
-/** An array of any number of axes, row after row in `data`. */
+/** Array with any number of axes. `data` has it row after row. */
 export interface Matrix<T extends Numbers = Numbers> {
   data: T;
   shape: number[];
 }
 
-type Kind = new (buffer: ArrayBuffer) => Numbers;
-const KINDS: Readonly<Record<string, readonly [Kind, number]>> = {
+type TypedArrayClass = new (buffer: ArrayBuffer) => Numbers;
+/** Class and bytes of a number by the type on the wire. */
+const TYPES: Readonly<Record<string, readonly [TypedArrayClass, number]>> = {
   "<f4": [Float32Array, 4],
   "<f8": [Float64Array, 8],
   "<i4": [Int32Array, 4],
@@ -22,21 +23,21 @@ const KINDS: Readonly<Record<string, readonly [Kind, number]>> = {
   "|u1": [Uint8Array, 1],
 };
 
-/** A value with arrays in place of their maps, at any depth; byte strings are copied out of the reply. */
-export function unpack(value: unknown): unknown {
-  if (Array.isArray(value)) return value.map(unpack);
+/** Replace the maps of arrays in `value` by arrays, at any depth. Copy byte strings, so that they do not hold the reply. */
+export function unpackArrays(value: unknown): unknown {
+  if (Array.isArray(value)) return value.map(unpackArrays);
   if (value instanceof Uint8Array) return value.slice();
   if (typeof value !== "object" || value === null) return value;
-  if (isArrayMap(value)) return matrix(value);
-  return Object.fromEntries(Object.entries(value).map(([name, member]) => [name, unpack(member)]));
+  if (isArrayMap(value)) return readArray(value);
+  return Object.fromEntries(Object.entries(value).map(([name, member]) => [name, unpackArrays(member)]));
 }
 
 function isArrayMap(value: object): boolean {
   return (value as { nd?: unknown }).nd === true && "data" in value && "shape" in value;
 }
 
-/** The array of its map. Throws TypeError for a map that is none. */
-export function matrix(value: unknown): Matrix {
+/** Read the map of an array. Throws TypeError for any other value. */
+export function readArray(value: unknown): Matrix {
   const packed = value as { type?: unknown; shape?: unknown; data?: unknown };
   if (typeof value !== "object" || value === null || !isArrayMap(value)) throw new TypeError("expected an array");
   const { type, shape, data } = packed;
@@ -45,25 +46,25 @@ export function matrix(value: unknown): Matrix {
   }
   const axes = shape.map(Number);
   const length = axes.reduce((product, axis) => product * axis, 1);
-  const [kind, width] = type === "<f2" ? [undefined, 2] : (KINDS[type] ?? [undefined, 0]);
-  if (!width) throw new TypeError(`array: the type ${type} is not known`);
-  if (data.length !== length * width) {
+  const [arrayClass, numberBytes] = type === "<f2" ? [undefined, 2] : (TYPES[type] ?? [undefined, 0]);
+  if (!numberBytes) throw new TypeError(`array: unknown type ${type}`);
+  if (data.length !== length * numberBytes) {
     throw new TypeError(`array: ${data.length} bytes do not make the shape ${axes.join(",")} of ${type}`);
   }
-  // the one copy, which puts it on an address of its own, where its type belongs
-  const own = new Uint8Array(data).buffer;
-  return { data: kind ? new kind(own) : widened(new Uint16Array(own)), shape: axes };
+  // copied, because a typed array needs an aligned address
+  const { buffer } = new Uint8Array(data);
+  return { data: arrayClass ? new arrayClass(buffer) : widenHalves(new Uint16Array(buffer)), shape: axes };
 }
 
-/** The vector of its map. */
-export function vector(value: unknown): Numbers {
-  const rows = matrix(value);
-  if (rows.shape.length !== 1) throw new TypeError(`array: expected one axis, got ${rows.shape.length}`);
-  return rows.data;
+/** Read the map of an array with one axis. Throws TypeError for any other value. */
+export function readVector(value: unknown): Numbers {
+  const { data, shape } = readArray(value);
+  if (shape.length !== 1) throw new TypeError(`array: expected one axis, got ${shape.length}`);
+  return data;
 }
 
-/** float16 as float32. */
-function widened(halves: Uint16Array): Float32Array {
+/** Convert float16 to float32. */
+function widenHalves(halves: Uint16Array): Float32Array {
   const floats = new Float32Array(halves.length);
   halves.forEach((half, index) => {
     const exponent = (half >> 10) & 0x1f;
@@ -77,9 +78,9 @@ function widened(halves: Uint16Array): Float32Array {
   return floats;
 }
 
-/** The map of a matrix of tokens, as a request has it. Throws TypeError for what is none. */
-export function packedMatrix(value: unknown): Record<string, unknown> {
-  const { data, shape } = Array.isArray(value) ? ofRows(value) : (value as Matrix);
+/** Convert the vectors of tokens to the map of an array. Throws TypeError for a value that is no matrix. */
+export function packMatrix(value: unknown): Record<string, unknown> {
+  const { data, shape } = Array.isArray(value) ? joinRows(value) : (value as Matrix);
   const isMatrix =
     Array.isArray(shape) && shape.length === 2 && ArrayBuffer.isView(data) && data.length === shape[0]! * shape[1]!;
   if (!isMatrix) throw new TypeError("expected rows of numbers, or data and a shape [tokens, width]");
@@ -88,13 +89,13 @@ export function packedMatrix(value: unknown): Record<string, unknown> {
   return { nd: true, type: "<f4", kind: "", shape, data: bytes };
 }
 
-function ofRows(rows: unknown[]): Matrix {
+function joinRows(rows: unknown[]): Matrix {
   const width = (rows[0] as ArrayLike<number> | undefined)?.length ?? 0;
   const data = new Float32Array(rows.length * width);
   rows.forEach((row, index) => {
     const numbers = row as ArrayLike<number> | null;
     if (typeof numbers !== "object" || numbers === null || numbers.length !== width) {
-      throw new TypeError(`expected rows of ${width} numbers, got another one at ${index}`);
+      throw new TypeError(`row ${index}: expected ${width} numbers`);
     }
     data.set(numbers, index * width);
   });

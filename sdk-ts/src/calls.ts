@@ -1,58 +1,65 @@
-// One request: sent until it succeeds, fails for good, or patience ends.
+// One request, which is sent until it succeeds, a retry is useless, or the waiting time is used up.
 
 import { type ErrorFacts, errorClass, invalid, NotFoundError, SIEAbortError, SIEConnectionError, SIEError, unreadable } from "./errors.js";
 import { isRoute, type Session } from "./options.js";
 
 const CONNECTION_BUDGET_MS = 120_000;
-const NOBODY_BUDGET_MS = 5_000; // for a server that was never there: one that is forgotten, not one that restarts
+// time for retries if this server has never answered: probably none runs there
+const NOBODY_BUDGET_MS = 5_000;
 const CAPACITY_BUDGET_MS = 900_000;
 const CONNECTION_PAUSE_MS = 1_000;
 const MAX_CONNECTION_PAUSE_MS = 5_000;
 const MAX_COSTLY_PAUSE_MS = 30_000;
-const USUAL_PAUSE_MS = 5_000;
-const LEAST_PAUSE_MS = 100;
-export const CONTROL_MS = 30_000; // for what is not inference
-const MAX_TIMER_MS = 2 ** 31 - 1; // a longer timer ends at once
+const DEFAULT_PAUSE_MS = 5_000;
+const MIN_PAUSE_MS = 100;
+export const CONTROL_MS = 30_000; // time for the answer to a request without inference
+const MAX_TIMER_MS = 2 ** 31 - 1; // a longer timer would end at once
 
+/** HTTP request. It fails if the answer is not complete after `withinMs`. */
 export interface Send {
   method: string;
   path: string;
   headers?: Record<string, string>;
   body?: Uint8Array<ArrayBuffer> | FormData;
   withinMs: number;
-  /** An attempt without an answer is repeated only if it had no connection: a second run is another object. */
+  /** After an attempt without an answer, send the request again only if no connection was made: it creates an object. */
   once?: true;
 }
 
+/** HTTP response with its whole body. */
 export interface Received {
   status: number;
   headers: Headers;
   body: Uint8Array;
 }
 
-/** Shared by the parts of a call: an answer to any of them renews what the others have left. */
+/** Number of answers to all parts of a call. After each answer, the waiting times of all parts start again at 0. */
 export class Patience {
   answers = 0;
 }
 
-/** An attempt that did not succeed, and how to go on. */
-interface Failed {
+/** Failure of an attempt, and limits for the next attempts. */
+interface FailedAttempt {
   error: SIEError;
   pauseMs: number;
   maxPauseMs: number;
-  /** Nobody was there, rather than nobody free. */
+  /** True without a connection to the server, false for an error of the server. */
   isAway: boolean;
   budgetMs: number;
 }
 
-export type Waiting = (cause: string, remainingMs: number) => void;
+/** Callback before a pause. `cause`: an error code, or `connection`. `remainingMs`: time left for waiting after it. */
+export type OnWait = (cause: string, remainingMs: number) => void;
 
-/** Throws SIEError: that of the last attempt, whose cause is the one before. */
+/**
+ * Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Throws the SIEError
+ * of the last attempt. Its `cause` is the error of `fetch`, or else the error of the attempt before.
+ */
 export async function call(
   request: Send,
   session: Session,
   patience = new Patience(),
-  waiting: Waiting = () => undefined,
+  onWait: OnWait = () => undefined,
 ): Promise<Received> {
   let answers = patience.answers;
   let waitedMs = { away: 0, busy: 0 };
@@ -60,7 +67,7 @@ export async function call(
   let previous: SIEError | undefined;
   for (;;) {
     const startedMs = performance.now();
-    const answer = await attempt(request, session);
+    const answer = await sendOnce(request, session);
     if (!("error" in answer)) {
       patience.answers += 1;
       return answer;
@@ -72,99 +79,100 @@ export async function call(
     }
     const kind = isAway ? "away" : "busy";
     waitedMs[kind] += performance.now() - startedMs;
-    const spread = 0.75 + Math.random() / 2; // so that clients do not come back together
-    const nextMs = Math.min(maxPauseMs, pauseMs * 2 ** Math.min(tries[kind], 10)) * spread;
+    const spread = 0.75 + Math.random() / 2; // clients that failed together do not retry together
+    const delayMs = Math.min(maxPauseMs, pauseMs * 2 ** Math.min(tries[kind], 10)) * spread;
     tries[kind] += 1;
     const remainingMs = budgetMs - waitedMs[kind];
     error.mayHaveRun = tries.away > 0;
-    if (!error.retryable || session.options.waitForCapacity === false || nextMs > remainingMs) {
-      throw previous === undefined ? error : chained(error, previous, tries.away + tries.busy);
+    if (!error.retryable || session.options.waitForCapacity === false || delayMs > remainingMs) {
+      throw previous === undefined ? error : addPrevious(error, previous, tries.away + tries.busy);
     }
-    waitedMs[kind] += nextMs;
+    waitedMs[kind] += delayMs;
     previous = error;
-    waiting(error.code || "connection", remainingMs - nextMs);
-    await sleep(nextMs, session.signal);
+    onWait(error.code || "connection", remainingMs - delayMs);
+    await sleep(delayMs, session.signal);
   }
 }
 
-function chained(error: SIEError, previous: SIEError, attempts: number): SIEError {
+function addPrevious(error: SIEError, previous: SIEError, attempts: number): SIEError {
   error.message += ` (attempt ${attempts})`;
   error.cause ??= previous;
   return error;
 }
 
-/** Throws SIEAbortError. */
+/** Wait until `ms` have passed. Throws SIEAbortError. */
 export function sleep(ms: number, signal: AbortSignal | undefined): Promise<void> {
   return new Promise((resolve, reject) => {
-    if (signal?.aborted) return reject(aborted(signal));
-    const done = () => {
-      signal?.removeEventListener("abort", end);
+    if (signal?.aborted) return reject(abortError(signal));
+    const finish = () => {
+      signal?.removeEventListener("abort", abort);
       resolve();
     };
-    const timer = setTimeout(done, Math.min(ms, MAX_TIMER_MS));
-    const end = () => {
+    const timer = setTimeout(finish, Math.min(ms, MAX_TIMER_MS));
+    const abort = () => {
       clearTimeout(timer);
-      reject(aborted(signal!));
+      reject(abortError(signal!));
     };
-    signal?.addEventListener("abort", end, { once: true });
+    signal?.addEventListener("abort", abort, { once: true });
   });
 }
 
-export function aborted(signal: AbortSignal): SIEAbortError {
-  const why = signal.reason instanceof Error ? `: ${signal.reason.message}` : "";
-  return new SIEAbortError(`the call was aborted${why}`, { cause: signal.reason });
+export function abortError(signal: AbortSignal): SIEAbortError {
+  const reason = signal.reason instanceof Error ? `: ${signal.reason.message}` : "";
+  return new SIEAbortError(`the call was aborted${reason}`, { cause: signal.reason });
 }
 
-/** Throws SIEAbortError, and InvalidInputError for a request that cannot be written. */
-async function attempt(request: Send, session: Session): Promise<Received | Failed> {
+/** Send a request once. Throws SIEAbortError. */
+async function sendOnce(request: Send, session: Session): Promise<Received | FailedAttempt> {
   const { signal } = session;
-  if (signal?.aborted) throw aborted(signal);
-  const ends = new AbortController();
-  const end = () => ends.abort();
-  signal?.addEventListener("abort", end, { once: true });
-  const timer = setTimeout(end, Math.min(request.withinMs, MAX_TIMER_MS));
+  if (signal?.aborted) throw abortError(signal);
+  const controller = new AbortController();
+  const abort = () => controller.abort();
+  signal?.addEventListener("abort", abort, { once: true });
+  const timer = setTimeout(abort, Math.min(request.withinMs, MAX_TIMER_MS));
   try {
     const headers = { ...session.headers(), ...request.headers };
-    const init: RequestInit = { method: request.method, headers, signal: ends.signal, redirect: "manual" };
+    const init: RequestInit = { method: request.method, headers, signal: controller.signal, redirect: "manual" };
     if (request.body) init.body = request.body;
     const response = await session.fetch(session.baseUrl + request.path, init);
     const body = new Uint8Array(await response.arrayBuffer());
     const answer = { status: response.status, headers: response.headers, body };
-    const failed = response.ok ? undefined : judged(answer, session);
-    if (!failed?.isAway) session.seen.answer = true;
-    return failed ?? answer;
+    const failure = response.ok ? undefined : readFailure(answer, session);
+    if (!failure?.isAway) session.server.hasAnswered = true;
+    return failure ?? answer;
   } catch (error) {
     if (error instanceof SIEError) throw error;
-    if (signal?.aborted) throw aborted(signal);
-    return unanswered(error, request, session, ends.signal.aborted);
+    if (signal?.aborted) throw abortError(signal);
+    return transportFailure(error, request, session, controller.signal.aborted);
   } finally {
     clearTimeout(timer);
-    signal?.removeEventListener("abort", end);
+    signal?.removeEventListener("abort", abort);
   }
 }
 
-// what no waiting mends: a name that nobody has, an address that cannot be asked
+// codes of errors that stay after a retry: an unknown host name, an invalid address or argument
 const PERMANENT = new Set(["ENOTFOUND", "ERR_INVALID_URL", "ERR_INVALID_ARG_TYPE", "UND_ERR_INVALID_ARG"]);
-// without a connection; a page does not learn such a code
+// codes of errors before a connection was made; a browser hides them from a page
 const UNCONNECTED = new Set(["ECONNREFUSED", "EAI_AGAIN", "EHOSTUNREACH", "ENETUNREACH", "UND_ERR_CONNECT_TIMEOUT"]);
 
-function unanswered(error: unknown, request: Send, session: Session, isLate: boolean): Failed {
+/** Describe an attempt without an answer. `isLate`: `withinMs` of the request has passed. */
+function transportFailure(error: unknown, request: Send, session: Session, isLate: boolean): FailedAttempt {
   const cause = (error as { cause?: { code?: unknown; message?: unknown } } | null)?.cause;
   const code = typeof cause?.code === "string" ? cause.code : "";
-  // a page is not told whether nobody was there or its origin is not allowed
-  const isNobody = !isLate && !session.seen.answer && (!code || (code === "ECONNREFUSED" && isLoopback(session.baseUrl)));
-  const why = isLate ? `none within ${request.withinMs} ms` : code || (error instanceof Error ? error.message : String(error));
+  // without a code in a page: the browser does not say if no server runs there or if the page's origin is not allowed
+  const isNobody = !isLate && !session.server.hasAnswered && (!code || (code === "ECONNREFUSED" && isLoopback(session.baseUrl)));
+  const reason = isLate ? `none within ${request.withinMs} ms` : code || (error instanceof Error ? error.message : String(error));
   const hint = isNobody ? "; is a server running there, and is a page of this origin allowed to ask it (SIE_CORS_ORIGINS)?" : "";
   return {
-    error: new SIEConnectionError(`no answer from ${session.baseUrl}: ${why}${hint}`, {
+    error: new SIEConnectionError(`no answer from ${session.baseUrl}: ${reason}${hint}`, {
       retryable: request.once ? UNCONNECTED.has(code) : !PERMANENT.has(code),
       cause: error,
     }),
-    ...whenAway(session, isNobody),
+    ...connectionLimits(session, isNobody),
   };
 }
 
-function whenAway(session: Session, isNobody: boolean): Omit<Failed, "error"> {
+function connectionLimits(session: Session, isNobody: boolean): Omit<FailedAttempt, "error"> {
   const budgetMs = session.options.connectionTimeoutMs ?? (isNobody ? NOBODY_BUDGET_MS : CONNECTION_BUDGET_MS);
   return { pauseMs: CONNECTION_PAUSE_MS, maxPauseMs: MAX_CONNECTION_PAUSE_MS, isAway: true, budgetMs };
 }
@@ -173,31 +181,33 @@ function isLoopback(url: string): boolean {
   return /^https?:\/\/(localhost|127\.[\d.]+|\[::1\])(:|\/|$)/.test(url);
 }
 
-// what may have cost the device its time is repeated ever more slowly
+// errors after which the device may have done the work for nothing: the pauses between attempts grow
 const COSTLY = new Set(["GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"]);
 
-function judged(answer: Received, session: Session): Failed {
+/** Read a response that is not a success. */
+function readFailure(answer: Received, session: Session): FailedAttempt {
   const { status, headers, body } = answer;
-  const document = maps(body);
+  const document = parseMap(body);
   const details = isMap(document["error"]) ? { ...document["error"] } : {};
   if (Array.isArray(document["errors"])) details["errors"] = document["errors"];
-  const code = String(headers.get("x-sie-error-code") || (details["code"] ?? "")); // another API's shape has its own in the body
-  const isProxy = !code && [502, 503, 504].includes(status); // its answer: there is nobody behind it
-  const says = headers.get("x-should-retry");
-  const message = details["message"] ?? `status ${status}, which SIE does not answer with here: is this its base URL?`;
+  // the header comes first: in routes of another API's format, the code in the body is that API's code
+  const code = String(headers.get("x-sie-error-code") || (details["code"] ?? ""));
+  const isProxy = !code && [502, 503, 504].includes(status); // answer of a proxy: the server behind it does not run
+  const shouldRetry = headers.get("x-should-retry");
+  const message = details["message"] ?? `status ${status} without an error of SIE: is the base URL right?`;
   const retryAfter = headers.get("retry-after");
-  const toldMs = retryAfter === null || !Number.isFinite(Number(retryAfter)) ? undefined : Number(retryAfter) * 1000;
+  const retryAfterMs = retryAfter === null || !Number.isFinite(Number(retryAfter)) ? undefined : Number(retryAfter) * 1000;
   const facts: ErrorFacts = {
     code,
     status,
     requestId: String(details["request_id"] ?? headers.get("x-sie-request-id") ?? ""),
-    retryable: isProxy || (says === null ? details["retryable"] === true : says.toLowerCase() === "true"),
+    retryable: isProxy || (shouldRetry === null ? details["retryable"] === true : shouldRetry.toLowerCase() === "true"),
     details,
   };
-  if (toldMs !== undefined) facts.retryAfterMs = toldMs;
+  if (retryAfterMs !== undefined) facts.retryAfterMs = retryAfterMs;
   const error = new (errorClass(code, status))(`${code || status}: ${String(message)}`, facts);
-  if (isProxy) return { error, ...whenAway(session, false) };
-  const pauseMs = Math.max(LEAST_PAUSE_MS, toldMs ?? USUAL_PAUSE_MS);
+  if (isProxy) return { error, ...connectionLimits(session, false) };
+  const pauseMs = Math.max(MIN_PAUSE_MS, retryAfterMs ?? DEFAULT_PAUSE_MS);
   const maxPauseMs = Math.max(pauseMs, COSTLY.has(code) ? MAX_COSTLY_PAUSE_MS : 0);
   const budgetMs = session.options.provisionTimeoutMs ?? CAPACITY_BUDGET_MS;
   return { error, pauseMs, maxPauseMs, isAway: false, budgetMs };
@@ -207,7 +217,7 @@ export function isMap(value: unknown): value is Record<string, unknown> {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-function maps(body: Uint8Array): Record<string, unknown> {
+function parseMap(body: Uint8Array): Record<string, unknown> {
   try {
     const value: unknown = JSON.parse(new TextDecoder().decode(body));
     return isMap(value) ? value : {};
@@ -216,10 +226,10 @@ function maps(body: Uint8Array): Record<string, unknown> {
   }
 }
 
-/** What a function makes of an answer. Throws ServerError for one that is not as it should be. */
-export function reading<T>(answer: Received, function_: (body: Uint8Array) => T): T {
+/** Return the result of `read` for the body of an answer. Throws ServerError if `read` throws. */
+export function readBody<T>(answer: Received, read: (body: Uint8Array) => T): T {
   try {
-    return function_(answer.body);
+    return read(answer.body);
   } catch (error) {
     const cause = error instanceof Error ? error.message : String(error);
     throw unreadable(cause, answer.headers.get("x-sie-request-id") ?? "", error);
@@ -227,10 +237,10 @@ export function reading<T>(answer: Received, function_: (body: Uint8Array) => T)
 }
 
 /**
- * What a call replies as JSON, once `check` has not thrown for it. `path` begins with a slash, and names a route below the
- * base URL. `body`: sent as JSON, undefined for none.
+ * Send a request and return the JSON of its reply. `path`: a route below the base URL, such as `/v1/models`. `body`: sent
+ * as JSON; undefined: no body. `check` throws for a reply that lacks a field.
  */
-export async function json(
+export async function sendJson(
   method: string,
   path: string,
   session: Session,
@@ -238,7 +248,7 @@ export async function json(
   withinMs: number,
   check: (value: unknown) => void = () => undefined,
 ): Promise<unknown> {
-  // the key is sent there, and `..` would lead to another route
+  // the API key is sent with the request, and `..` would lead to another route
   if (typeof path !== "string" || !isRoute(path)) {
     throw invalid("path: expected a route, such as /v1/models", "path");
   }
@@ -251,14 +261,14 @@ export async function json(
       throw invalid(`body: ${error instanceof Error ? error.message : String(error)}`, "", error);
     }
   }
-  return reading(await call(request, session), (bytes) => {
+  return readBody(await call(request, session), (bytes) => {
     const value: unknown = JSON.parse(new TextDecoder().decode(bytes));
     check(value);
     return value;
   });
 }
 
-/** A call whose body, if any, is JSON, and whose reply is a map with these names. */
+/** Send `body`, if any, as JSON. Return the reply, a map that has the fields `expected`. */
 export async function jsonCall<T extends object>(
   method: string,
   path: string,
@@ -266,7 +276,7 @@ export async function jsonCall<T extends object>(
   expected: readonly (string & keyof T)[],
   body?: unknown,
 ): Promise<T> {
-  const reply = await json(method, path, session, body, CONTROL_MS, (body) => {
+  const reply = await sendJson(method, path, session, body, CONTROL_MS, (body) => {
     if (!isMap(body)) throw new TypeError("expected a map");
     const absent = expected.filter((name) => !(name in body));
     if (absent.length) throw new TypeError(`expected ${absent.join(", ")}`);
@@ -274,7 +284,7 @@ export async function jsonCall<T extends object>(
   return reply as T;
 }
 
-/** Deletes an object. One that is not there is no error after an attempt without an answer, which may have deleted it. */
+/** Delete an object. Throws NotFoundError if it does not exist, unless an attempt without an answer may have deleted it. */
 export async function deleteCall(path: string, session: Session): Promise<void> {
   try {
     await jsonCall("DELETE", path, session, []);

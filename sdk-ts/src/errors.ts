@@ -1,5 +1,6 @@
-// What a call may throw. The classes and their tree are those of the Python client (sdk/sie_client/errors.py).
+// Errors that a call may throw. The Python client has the same tree of classes (sdk/sie_client/errors.py).
 
+/** Fields of an error, see SIEError. */
 export interface ErrorFacts {
   code?: string;
   status?: number;
@@ -11,8 +12,9 @@ export interface ErrorFacts {
 }
 
 /**
- * `code` is the server's (empty where it sent none), `status` the HTTP status (0: none), `details` the whole error map of
- * the body. `retryable`: whether the same request may succeed later. `requestId` finds it in the server's logs.
+ * Base of all errors of the client. `code`: the server's error code, empty if it sent none. `status`: the HTTP status, 0
+ * if there was no response. `details`: all fields of the error in the body. `retryable`: the same request may succeed
+ * later. `requestId`: id of the request in the server's logs.
  */
 export class SIEError extends Error {
   override name = "SIEError";
@@ -22,7 +24,7 @@ export class SIEError extends Error {
   readonly retryable: boolean;
   readonly retryAfterMs: number | undefined;
   readonly details: Record<string, unknown>;
-  /** An attempt got no answer, so the server may have run the request. */
+  /** True if an attempt got no answer: the server may have run the request. */
   mayHaveRun = false;
 
   constructor(message: string, facts: ErrorFacts = {}) {
@@ -35,32 +37,32 @@ export class SIEError extends Error {
     this.details = facts.details ?? {};
   }
 
-  /** Refines the code; empty where there is none. */
+  /** Return the server's reason, which says more than the code; empty if it sent none. */
   get reason(): string {
-    return text(this.details["reason"]);
+    return stringOrEmpty(this.details["reason"]);
   }
 
-  /** Path of the offending field; empty where there is none. */
+  /** Return the path of the invalid field in the request; empty if the error is not about a field. */
   get param(): string {
-    return text(this.details["param"]);
+    return stringOrEmpty(this.details["param"]);
   }
 }
 
-function text(value: unknown): string {
+function stringOrEmpty(value: unknown): string {
   return typeof value === "string" ? value : "";
 }
 
-/** The server could not be reached, or the connection broke. */
+/** The server could not be reached, or the connection broke before its answer. */
 export class SIEConnectionError extends SIEError {
   override name = "SIEConnectionError";
 }
 
-/** The caller's AbortSignal ended the call; its reason is the `cause`. The name is the one that `fetch` gives. */
+/** The caller's AbortSignal ended the call. `cause` is the signal's reason. `name` is that of the error of `fetch`. */
 export class SIEAbortError extends SIEError {
   override name = "AbortError";
 }
 
-/** The request can never succeed as written, or could not even be sent. */
+/** The request must be changed before it can succeed, or, after RateLimitedError, sent later. */
 export class RequestError extends SIEError {
   override name = "RequestError";
 }
@@ -70,92 +72,104 @@ export class InvalidInputError extends RequestError {
   override name = "InvalidInputError";
 }
 
-/** The token is missing or wrong. */
+/** The token is missing, unknown, expired or revoked. */
 export class AuthenticationError extends RequestError {
   override name = "AuthenticationError";
 }
 
-/** The token lacks the scope. */
+/** The token is valid but lacks the scope that the path requires, or the server does not allow the operation. */
 export class PermissionDeniedError extends AuthenticationError {
   override name = "PermissionDeniedError";
 }
 
-/** A limit of reservations is reached, or the pool is not a reservation. */
+/** The request exceeds a limit for reservations, or the pool is not a reservation, so it cannot be changed. */
 export class PoolOperationForbiddenError extends PermissionDeniedError {
   override name = "PoolOperationForbiddenError";
 }
 
-/** No such path, or the object that the path names does not exist. */
+/** The path, or the object that it names, does not exist. */
 export class NotFoundError extends RequestError {
   override name = "NotFoundError";
 }
 
-/** No such model, profile or revision: `details` has `suggestions`. */
+/**
+ * The model, profile or revision does not exist. `details` has `suggestions` for an unknown model, `profiles` for an
+ * unknown profile, `revisions` for an unknown revision.
+ */
 export class ModelNotFoundError extends NotFoundError {
   override name = "ModelNotFoundError";
 }
 
-/** No such pool, or its lease has lapsed. */
+/** The pool does not exist, or its lease has ended. */
 export class PoolNotFoundError extends NotFoundError {
   override name = "PoolNotFoundError";
 }
 
-/** The path does not support that method. */
+/** The path does not support this method. */
 export class MethodNotAllowedError extends RequestError {
   override name = "MethodNotAllowedError";
 }
 
-/** The request contradicts what exists. */
+/** The request does not fit the present state of the server's objects. */
 export class ConflictError extends RequestError {
   override name = "ConflictError";
 }
 
-/** The bundle does not serve the model: `details` has `compatible_bundles`. */
+/** The bundle does not serve the model. `details` has `compatible_bundles`. */
 export class BundleConflictError extends ConflictError {
   override name = "BundleConflictError";
 }
 
-/** A pool of that name has another specification. */
+/** The name belongs to a pool that is not a reservation, or to a reservation of another key. */
 export class PoolConflictError extends ConflictError {
   override name = "PoolConflictError";
 }
 
-/** The configuration was changed by somebody else: `details` has `revision` and `diff`. */
+/**
+ * The object is in another state than the request needs: for example, another client has changed it. For a model,
+ * `details` has `revision` and `diff`.
+ */
 export class ContentConflictError extends ConflictError {
   override name = "ContentConflictError";
 }
 
-/** The body, or one item, is larger than the server takes: `details` has `limit`. */
+/**
+ * The body, one item or the reply is too large, or the call needs more tokens than the key may use in a minute.
+ * `details` has `limit`.
+ */
 export class PayloadTooLargeError extends RequestError {
   override name = "PayloadTooLargeError";
 }
 
-/** The server takes no body of this `Content-Type` or `Content-Encoding`. */
+/** The server accepts no body of this `Content-Type` or `Content-Encoding`. */
 export class UnsupportedMediaTypeError extends RequestError {
   override name = "UnsupportedMediaTypeError";
 }
 
-/** A configuration that cannot be used. */
+/** The configuration is invalid. */
 export class ValidationFailedError extends RequestError {
   override name = "ValidationFailedError";
 }
 
-/** The idempotency key was used for another request. */
+/** The idempotency key was used earlier for a different request. */
 export class IdempotencyMismatchError extends RequestError {
   override name = "IdempotencyMismatchError";
 }
 
-/** The key's quota was still used up when the client's budget of waiting ended. */
+/**
+ * A limit (tokens of the API key per minute, its uploads at once, or stored jobs and files) was reached for as long as
+ * the client waited.
+ */
 export class RateLimitedError extends RequestError {
   override name = "RateLimitedError";
 }
 
-/** Every item failed, not all for the same cause: `details.errors` has each, `status` is 400, 500 or 503. */
+/** Every item of the request failed, for different reasons: see `details.errors`. `status` is 400, 500 or 503. */
 export class AllItemsFailedError extends SIEError {
   override name = "AllItemsFailedError";
 }
 
-/** The server failed, or stayed without capacity for as long as the client was willing to wait. */
+/** The server failed, sent an unreadable reply, or had no capacity for as long as the client waited. */
 export class ServerError extends SIEError {
   override name = "ServerError";
 }
@@ -165,69 +179,73 @@ export class InferenceError extends ServerError {
   override name = "InferenceError";
 }
 
-/** A fault of the server; its log has the details under `requestId`. */
+/** The server has an internal fault. Its log has the details under `requestId`. */
 export class InternalServerError extends ServerError {
   override name = "InternalServerError";
 }
 
-/** The model cannot be loaded: `details` has `error_class`, `attempts` and `permanent`. */
+/** The model cannot be loaded. `details` has `error_class`, `attempts` and `permanent`. */
 export class ModelLoadFailedError extends ServerError {
   override name = "ModelLoadFailedError";
 }
 
-/** The LoRA cannot be loaded: `details` has `lora_id`. */
+/** The LoRA cannot be loaded. `details` has `lora_id`. */
 export class LoraLoadFailedError extends ServerError {
   override name = "LoraLoadFailedError";
 }
 
-/** No worker was ready when the client's budget of waiting ended: `details` has `gpu`, `bundle`, `estimated_wait_s`. */
+/** No worker became ready while the client waited. `details` has `gpu`, `bundle` and `estimated_wait_s`. */
 export class ProvisioningError extends ServerError {
   override name = "ProvisioningError";
 }
 
-/** The model was still loading when the client's budget of waiting ended. */
+/** The model was not loaded while the client waited. */
 export class ModelLoadingError extends ServerError {
   override name = "ModelLoadingError";
 }
 
-/** The LoRA was still loading when the client's budget of waiting ended. */
+/** The LoRA was not loaded while the client waited. */
 export class LoraLoadingError extends ServerError {
   override name = "LoraLoadingError";
 }
 
-/** The device had no memory for this request. */
+/** A device, a store or another limited resource of the server was full for this request. */
 export class ResourceExhaustedError extends ServerError {
   override name = "ResourceExhaustedError";
 }
 
-/** The queue was still full when the client's budget of waiting ended. */
+/** The queue stayed full, or the gateway stayed at a limit, for as long as the client waited. */
 export class QueueFullError extends ServerError {
   override name = "QueueFullError";
 }
 
-/** The server's broker could not be reached. */
+/** The server could not use its broker or its payload store for as long as the client waited. */
 export class QueueUnavailableError extends ServerError {
   override name = "QueueUnavailableError";
 }
 
-/** The server had not read its catalogue yet. */
+/**
+ * The server had not read its catalogue or its keys yet, lacks a service that the request needs, or did not get a changed
+ * model in time.
+ */
 export class NotReadyError extends ServerError {
   override name = "NotReadyError";
 }
 
-/** The server was leaving, and no other took its place. */
+/** The server was shutting down, and no other server took its place. */
 export class ShuttingDownError extends ServerError {
   override name = "ShuttingDownError";
 }
 
-/** The request's own deadline passed. */
+/** The request was not finished within its deadline (`timeoutMs`). */
 export class RequestTimeoutError extends ServerError {
   override name = "RequestTimeoutError";
 }
 
+/** Constructor of an error class. */
 export type ErrorClass = new (message: string, facts?: ErrorFacts) => SIEError;
 
-/** Every code of the server and its class. */
+/** Error classes by the error code of the server. */
 export const ERRORS_BY_CODE: Readonly<Record<string, ErrorClass>> = Object.freeze({
   INVALID_INPUT: InvalidInputError,
   UNAUTHENTICATED: AuthenticationError,
@@ -272,19 +290,19 @@ const BY_STATUS: Readonly<Record<number, ErrorClass>> = {
   429: RateLimitedError,
 };
 
-/** The class for a server's code, else for its status. */
+/** Return the class for an error code of the server, or for the HTTP status if the code is unknown. */
 export function errorClass(code: string, status: number): ErrorClass {
-  const own = Object.hasOwn(ERRORS_BY_CODE, code) ? ERRORS_BY_CODE[code] : undefined;
-  return own ?? BY_STATUS[status] ?? (status >= 400 && status < 500 ? RequestError : ServerError);
+  const byCode = Object.hasOwn(ERRORS_BY_CODE, code) ? ERRORS_BY_CODE[code] : undefined;
+  return byCode ?? BY_STATUS[status] ?? (status >= 400 && status < 500 ? RequestError : ServerError);
 }
 
-/** An argument that cannot be sent. */
+/** Create the error for an argument that cannot be sent. */
 export function invalid(message: string, param = "", cause?: unknown): InvalidInputError {
   const details = param ? { param, reason: "schema" } : {};
   return new InvalidInputError(message, { code: "INVALID_INPUT", details, cause });
 }
 
-/** What a reply should have and has not is the server's fault. */
+/** Create the error for a reply that lacks `part` or has it in a wrong form. */
 export function unreadable(part: string, requestId = "", cause?: unknown): ServerError {
   return new ServerError(`the server's reply could not be read: ${part}`, { status: 200, requestId, cause });
 }

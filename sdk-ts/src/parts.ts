@@ -1,26 +1,26 @@
-// A list becomes parts, each part one request, so many in flight at a time; their replies come in input order.
+// Parts of a list: a long list is split, each part is sent as one request, and the replies are returned in input order.
 
-import { unpack } from "./arrays.js";
-import { call, isMap, Patience, reading, type Send } from "./calls.js";
+import { unpackArrays } from "./arrays.js";
+import { call, isMap, Patience, readBody, type Send } from "./calls.js";
 import { invalid, SIEError } from "./errors.js";
-import { item, named, type Sent } from "./items.js";
+import { type PreparedItem, prepareItem, setId } from "./items.js";
 import { decode, encode } from "./msgpack.js";
-import { quoted, type Session } from "./options.js";
+import { quoteName, type Session } from "./options.js";
 import type { Input, ItemUsage, Shared, Timing, Usage } from "./types.js";
 
 export const MAX_ITEMS = 2048;
 export const PART_TOKENS = 16_384;
-const PART_BYTES = 32 << 20; // of one body: an eighth of what the server takes
+const PART_BYTES = 32 << 20; // bytes of one body: a third of what the server accepts by default
 export const CONCURRENCY = 8;
 
-/** Items from `start` on, as they are sent. */
+/** Part of a list of items, in the form of a request. `start`: position of its first item in the whole list. */
 export interface Part {
   start: number;
-  items: Sent["value"][];
+  items: PreparedItem["value"][];
 }
 
-/** The reply to a part. `shared` belongs to each of its results. */
-export interface Reply {
+/** Reply to the part that begins at `start`. `slots`: one map for each item. `shared`: fields of each of its results. */
+export interface PartReply {
   start: number;
   slots: Record<string, unknown>[];
   body: Record<string, unknown>;
@@ -28,34 +28,34 @@ export interface Reply {
   usage: Usage;
 }
 
-/** Collects items into parts. */
-export class Filling {
+/** Builder of parts from the items of a list. */
+export class PartBuilder {
   private part: Part = { start: 0, items: [] };
   private tokens = 0;
   private bytes = 0;
 
-  /** `eachTokens` come to every item. */
-  constructor(private readonly session: Session, private readonly eachTokens = 0) {}
+  /** `extraTokens`: tokens that each item costs in addition to its own. */
+  constructor(private readonly session: Session, private readonly extraTokens = 0) {}
 
   get isEmpty(): boolean {
     return this.part.items.length === 0;
   }
 
-  /** Takes an item; the part before it if that is full now. */
-  add(sent: Sent): Part | undefined {
-    const tokens = sent.tokens + this.eachTokens;
-    const most = this.session.options.partTokens ?? PART_TOKENS;
+  /** Add an item. Return the part before it if that part has no room for this item. */
+  add(item: PreparedItem): Part | undefined {
+    const tokens = item.tokens + this.extraTokens;
+    const maxTokens = this.session.options.partTokens ?? PART_TOKENS;
     const { length } = this.part.items;
-    const isFull = length === MAX_ITEMS || this.tokens + tokens > most || this.bytes + sent.bytes > PART_BYTES;
-    const full = length && isFull ? this.take() : undefined;
-    this.part.items.push(sent.value);
+    const isFull = length === MAX_ITEMS || this.tokens + tokens > maxTokens || this.bytes + item.bytes > PART_BYTES;
+    const fullPart = length && isFull ? this.takePart() : undefined;
+    this.part.items.push(item.value);
     this.tokens += tokens;
-    this.bytes += sent.bytes;
-    return full;
+    this.bytes += item.bytes;
+    return fullPart;
   }
 
-  /** What is there so far. */
-  take(): Part {
+  /** Return the part with the items so far, and begin the next part. */
+  takePart(): Part {
     const current = this.part;
     this.part = { start: current.start + current.items.length, items: [] };
     this.tokens = this.bytes = 0;
@@ -63,154 +63,156 @@ export class Filling {
   }
 }
 
-/** What the parts of a call have in common. */
-export class Request {
+/** Sender of the parts of a call. */
+export class PartSender {
   private readonly path: string;
   private readonly patience = new Patience();
-  private done = 0;
+  private doneItems = 0;
 
-  /** `answers`: where a reply has one map per item. `fixed`: the rest of each body. */
+  /** `slotsField`: name of the reply's field that has one map for each item. `fixedFields`: other fields of each body. */
   constructor(
     verb: string,
     model: string,
-    private readonly answers: string,
-    private readonly fixed: Record<string, unknown>,
+    private readonly slotsField: string,
+    private readonly fixedFields: Record<string, unknown>,
     private readonly session: Session,
     private readonly total: number,
   ) {
-    this.path = `/v1/${verb}/${quoted(model, "model")}`;
+    this.path = `/v1/${verb}/${quoteName(model, "model")}`;
   }
 
   /**
-   * `byPlace`: items are known by their places, as results of several parts are put together. `session`: that of the call,
-   * with another signal.
+   * Send one part. `byPlace`: items get their positions in the whole list as ids. `session`: that of the call, with another
+   * signal.
    */
-  async ask(part: Part, byPlace = false, session = this.session): Promise<Reply> {
+  async sendPart(part: Part, byPlace = false, session = this.session): Promise<PartReply> {
     const { start } = part;
     const count = part.items.length;
-    const items = byPlace ? part.items.map((item, index) => named(item, String(start + index))) : part.items;
+    const items = byPlace ? part.items.map((item, index) => setId(item, String(start + index))) : part.items;
     const { onProgress } = this.session.options;
     const answer = await call(
-      this.send({ items, ...this.fixed }, start, count),
+      this.buildRequest({ items, ...this.fixedFields }, start, count),
       session,
       this.patience,
-      (cause, remainingMs) => onProgress?.({ done: this.done, total: this.total, cause, remainingMs }),
+      (cause, remainingMs) => onProgress?.({ done: this.doneItems, total: this.total, cause, remainingMs }),
     ).catch((error: unknown) => {
-      throw error instanceof SIEError ? placed(error, start) : error;
+      throw error instanceof SIEError ? shiftPositions(error, start) : error;
     });
-    this.done += count;
-    onProgress?.({ done: this.done, total: this.total });
+    this.doneItems += count;
+    onProgress?.({ done: this.doneItems, total: this.total });
     const requestId = answer.headers.get("x-sie-request-id") ?? "";
-    return reading(answer, (bytes) => {
-      const body = unpackedButVectors(decode(bytes));
-      const slots = body[this.answers];
+    return readBody(answer, (bytes) => {
+      const body = unpackMetadata(decode(bytes));
+      const slots = body[this.slotsField];
       if (!Array.isArray(slots) || slots.length !== count || !slots.every(isMap)) {
-        throw new TypeError(`${this.answers}: expected ${count} maps`);
+        throw new TypeError(`${this.slotsField}: expected ${count} maps`);
       }
-      return { start, slots, body, shared: shared(body, requestId), usage: usage(body["usage"]) };
+      return { start, slots, body, shared: readShared(body, requestId), usage: readUsage(body["usage"]) };
     });
   }
 
-  private send(body: unknown, start: number, count: number): Send {
+  private buildRequest(body: unknown, start: number, count: number): Send {
     const headers = { accept: "application/msgpack", "content-type": "application/msgpack" };
     try {
       return { method: "POST", path: this.path, headers, body: encode(body), withinMs: this.session.withinMs };
     } catch (error) {
-      const place = `items[${start}] to items[${start + count - 1}], the query or a parameter`;
-      throw invalid(`${place}: ${(error as Error).message}`, "", error);
+      const subject = `items[${start}] to items[${start + count - 1}], the query or a parameter`;
+      throw invalid(`${subject}: ${(error as Error).message}`, "", error);
     }
   }
 }
 
-/** The replies to all items, in order. */
-export async function askAll(
-  request: Request,
+/** Send a list in parts, several at a time. Return the replies in input order. If one part fails, the others are stopped. */
+export async function sendParts(
+  sender: PartSender,
   inputs: readonly Input[],
   session: Session,
-  { byPlace = false, eachTokens = 0 } = {},
-): Promise<Reply[]> {
-  const filling = new Filling(session, eachTokens);
+  { byPlace = false, extraTokens = 0 } = {},
+): Promise<PartReply[]> {
+  const builder = new PartBuilder(session, extraTokens);
   const parts: Part[] = [];
   for (const [index, input] of inputs.entries()) {
-    const full = filling.add(await item(input, `items[${index}]`));
-    if (full) parts.push(full);
+    const fullPart = builder.add(await prepareItem(input, `items[${index}]`));
+    if (fullPart) parts.push(fullPart);
   }
-  parts.push(filling.take());
-  if (parts.length === 1) return [await request.ask(parts[0]!)];
-  const ends = new AbortController();
-  const outer = session.signal;
-  const end = () => ends.abort(outer?.reason);
-  outer?.addEventListener("abort", end, { once: true });
-  if (outer?.aborted) end();
-  const own = session.forCall({ signal: ends.signal });
-  const replies: Reply[] = [];
+  parts.push(builder.takePart());
+  if (parts.length === 1) return [await sender.sendPart(parts[0]!)];
+  const controller = new AbortController();
+  const { signal } = session;
+  const abort = () => controller.abort(signal?.reason);
+  signal?.addEventListener("abort", abort, { once: true });
+  if (signal?.aborted) abort();
+  const partSession = session.forCall({ signal: controller.signal });
+  const replies: PartReply[] = [];
   let next = 0;
-  const lane = async () => {
+  const sendNextParts = async () => {
     while (next < parts.length) {
       const place = next++;
       const part = parts[place]!;
-      replies[place] = await request.ask(part, byPlace, own);
-      part.items = []; // the body is gone: its files need not be held longer
+      replies[place] = await sender.sendPart(part, byPlace, partSession);
+      part.items = []; // frees memory: the files of the items are not needed any more
     }
   };
-  const lanes = Array.from({ length: Math.min(session.options.concurrency ?? CONCURRENCY, parts.length) }, lane);
+  const { concurrency = CONCURRENCY } = session.options;
+  const loops = Array.from({ length: Math.min(concurrency, parts.length) }, sendNextParts);
   try {
-    await Promise.all(lanes);
+    await Promise.all(loops);
   } finally {
-    outer?.removeEventListener("abort", end);
-    ends.abort(); // after an error, the other parts end too
+    signal?.removeEventListener("abort", abort);
+    controller.abort(); // after an error, the other parts end too
   }
   return replies;
 }
 
-/** The vectors of encode are read by their outputs; here are bytes that a client sent as metadata. */
-function unpackedButVectors(value: unknown): Record<string, unknown> {
+/** Convert arrays in the metadata of items. The vectors of a result are converted when it is read. */
+function unpackMetadata(value: unknown): Record<string, unknown> {
   if (!isMap(value)) throw new TypeError("expected a map");
   for (const slot of [value["items"], value["scores"]].flat()) {
-    if (isMap(slot) && "metadata" in slot) slot["metadata"] = unpack(slot["metadata"]);
+    if (isMap(slot) && "metadata" in slot) slot["metadata"] = unpackArrays(slot["metadata"]);
   }
   return value;
 }
 
-function shared(body: Record<string, unknown>, requestId: string): Shared {
+/** Read the fields that all results of a reply share. */
+function readShared(body: Record<string, unknown>, requestId: string): Shared {
   const { model, fingerprint, warnings, explain } = body;
   if (typeof model !== "string") throw new TypeError("expected model");
-  const state: Shared = {
+  const shared: Shared = {
     model,
-    timing: timing(body["timing"]),
+    timing: readTiming(body["timing"]),
     fingerprint: typeof fingerprint === "string" ? fingerprint : "",
     warnings: Array.isArray(warnings) ? warnings.map(String) : [],
     requestId,
   };
-  if (Array.isArray(explain)) state.explain = explain.filter(isMap);
-  return state;
+  if (Array.isArray(explain)) shared.explain = explain.filter(isMap);
+  return shared;
 }
 
-/** `queue_ms` is `queueMs` here. The server tells each stage by a second, long name too. */
-export function timing(value: unknown): Timing {
+/** Read the stages in milliseconds: `queue_ms` becomes `queueMs`. The server also sends each stage under a long name. */
+export function readTiming(value: unknown): Timing {
   const durations: Timing = { queueMs: 0, tokenizationMs: 0, inferenceMs: 0, postprocessingMs: 0, totalMs: 0 };
   for (const [name, ms] of Object.entries(isMap(value) ? value : {})) {
-    if (name.endsWith("_ms") && typeof ms === "number") durations[camel(name)] = ms;
+    if (name.endsWith("_ms") && typeof ms === "number") durations[toCamelCase(name)] = ms;
   }
   return durations;
 }
 
-function camel(name: string): string {
+function toCamelCase(name: string): string {
   return name.replace(/_([a-z])/g, (_, letter: string) => letter.toUpperCase());
 }
 
-function usage(value: unknown): Usage {
+function readUsage(value: unknown): Usage {
   const body = isMap(value) ? value : {};
-  const total: Usage = {
+  const usage: Usage = {
     promptTokens: Number(body["prompt_tokens"] ?? 0),
     totalTokens: Number(body["total_tokens"] ?? 0),
     truncatedItems: Array.isArray(body["truncated_items"]) ? body["truncated_items"].map(Number) : [],
   };
-  if (body["images"] !== undefined) total.images = Number(body["images"]);
-  return total;
+  if (body["images"] !== undefined) usage.images = Number(body["images"]);
+  return usage;
 }
 
-export function itemUsage(value: unknown): ItemUsage {
+export function readItemUsage(value: unknown): ItemUsage {
   const body = isMap(value) ? value : {};
   return {
     promptTokens: Number(body["prompt_tokens"] ?? 0),
@@ -219,8 +221,8 @@ export function itemUsage(value: unknown): ItemUsage {
   };
 }
 
-/** The usage of a call in parts. */
-export function summed(replies: readonly Reply[]): Usage {
+/** Return the usage of a whole call: the sums over the usages of its parts. */
+export function sumUsage(replies: readonly PartReply[]): Usage {
   const total: Usage = { promptTokens: 0, totalTokens: 0, truncatedItems: [] };
   for (const { usage, start } of replies) {
     total.promptTokens += usage.promptTokens;
@@ -231,14 +233,14 @@ export function summed(replies: readonly Reply[]): Usage {
   return total;
 }
 
-/** Paths and positions in an error of a part become those of the whole list. */
-function placed(error: SIEError, start: number): SIEError {
-  const moved = (text: string) => text.replace(/\bitems\[(\d+)\]/g, (_, place: string) => `items[${start + Number(place)}]`);
+/** Change the item positions in an error about a part, so that they count from the start of the whole list. */
+function shiftPositions(error: SIEError, start: number): SIEError {
+  const shift = (text: string) => text.replace(/\bitems\[(\d+)\]/g, (_, place: string) => `items[${start + Number(place)}]`);
   if (!start) return error;
-  error.message = moved(error.message);
+  error.message = shift(error.message);
   const errors = error.details["errors"];
   for (const entry of [error.details, ...(Array.isArray(errors) ? errors.filter(isMap) : [])]) {
-    for (const name of ["param", "message"]) if (typeof entry[name] === "string") entry[name] = moved(entry[name]);
+    for (const name of ["param", "message"]) if (typeof entry[name] === "string") entry[name] = shift(entry[name]);
     if (typeof entry["index"] === "number") entry["index"] += start;
   }
   return error;

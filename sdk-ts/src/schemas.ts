@@ -1,4 +1,4 @@
-// Values by a schema: what is sent, and what the values of a reply become.
+// Schemas of `extract`: the JSON Schema that is sent, and the check and conversion of the values in a reply.
 
 import { isMap } from "./calls.js";
 import { invalid } from "./errors.js";
@@ -6,10 +6,10 @@ import type { JSONSchema, StandardSchema } from "./types.js";
 
 type Values = Record<string, unknown>;
 
-const MAX_REFERENCES = 8; // that lead to one part, the limit of the server
+const MAX_REFERENCES = 8; // maximum length of the chain of references that leads to one part, as at the server
 
-/** What the model fills in. Throws InvalidInputError for a schema without a JSON Schema. */
-export function jsonSchema(schema: unknown): JSONSchema {
+/** Return the JSON Schema of a schema. Throws InvalidInputError if it has none. */
+export function toJsonSchema(schema: unknown): JSONSchema {
   const standard = isMap(schema) || typeof schema === "function" ? (schema as Partial<StandardSchema>)["~standard"] : undefined;
   if (standard === undefined && isMap(schema)) return schema;
   if (typeof standard?.jsonSchema?.input !== "function") {
@@ -22,52 +22,54 @@ export function jsonSchema(schema: unknown): JSONSchema {
   }
 }
 
-/** The values as the schema types them. Throws an Error that names the value that is missing or does not fit. */
-export async function typed(schema: JSONSchema | StandardSchema, values: Values): Promise<unknown> {
+/** Check and convert the values by the schema. Throws an Error that names a value that is missing or does not fit. */
+export async function applySchema(schema: JSONSchema | StandardSchema, values: Values): Promise<unknown> {
   const standard = (schema as Partial<StandardSchema>)["~standard"];
   if (standard === undefined) {
-    const missing = firstMissing(schema as JSONSchema, schema as JSONSchema, values, "");
+    const missing = findMissing(schema as JSONSchema, schema as JSONSchema, values, "");
     if (missing) throw new Error(`${missing} was not found`);
     return values;
   }
   const { issues, ...valid } = await standard.validate(values);
   const [issue] = issues ?? [];
-  if (issue) throw new Error(`${(issue.path ?? []).map(step).join(".")}: ${issue.message}`);
+  if (issue) throw new Error(`${(issue.path ?? []).map(pathKey).join(".")}: ${issue.message}`);
   return valid.value;
 }
 
-function step(part: unknown): string {
+function pathKey(part: unknown): string {
   return String(isMap(part) ? part["key"] : part);
 }
 
-/** The path of a required value that is not there. The server fills in nothing that the schema does not have. `steps`:
- * references and alternatives that led to `schema`; they are bounded, because they may lead to themselves. */
-function firstMissing(root: JSONSchema, schema: JSONSchema, value: unknown, path: string, steps = 0): string | undefined {
+/**
+ * Return the path of the first required value that is missing. The server adds no value that the schema lacks. `steps`:
+ * number of references and alternatives that led to `schema`, limited because a schema may refer to itself.
+ */
+function findMissing(root: JSONSchema, schema: JSONSchema, value: unknown, path: string, steps = 0): string | undefined {
   if (steps > MAX_REFERENCES) return undefined;
-  if (schema["$ref"] !== undefined) return firstMissing(root, definition(root, schema["$ref"]), value, path, steps + 1);
+  if (schema["$ref"] !== undefined) return findMissing(root, resolveReference(root, schema["$ref"]), value, path, steps + 1);
   const { required, properties, items, anyOf, oneOf } = schema;
-  if (Array.isArray(value)) return first(value.map((entry, place) => firstMissing(root, part(items), entry, `${path}[${place}]`)));
+  if (Array.isArray(value)) return firstDefined(value.map((entry, place) => findMissing(root, asMap(items), entry, `${path}[${place}]`)));
   if (!isMap(value)) return undefined;
   const options = (anyOf ?? oneOf) as JSONSchema[] | undefined;
-  if (options) return first(options.map((option) => firstMissing(root, option, value, path, steps + 1)));
+  if (options) return firstDefined(options.map((option) => findMissing(root, option, value, path, steps + 1)));
   const prefix = path && `${path}.`;
   const absent = ((required ?? []) as string[]).find((name) => !Object.hasOwn(value, name));
   if (absent !== undefined) return prefix + absent;
-  const present = Object.entries(part(properties)).filter(([name]) => Object.hasOwn(value, name));
-  return first(present.map(([name, inner]) => firstMissing(root, part(inner), value[name], prefix + name)));
+  const present = Object.entries(asMap(properties)).filter(([name]) => Object.hasOwn(value, name));
+  return firstDefined(present.map(([name, inner]) => findMissing(root, asMap(inner), value[name], prefix + name)));
 }
 
-/** The schema that a reference leads to: `#/$defs/NAME` or `#/definitions/NAME`. The server refuses every other one. */
-function definition(root: JSONSchema, reference: unknown): JSONSchema {
+/** Return the schema of a reference: `#/$defs/NAME` or `#/definitions/NAME`. The server refuses all others. */
+function resolveReference(root: JSONSchema, reference: unknown): JSONSchema {
   const [, group, name] = /^#\/(\$defs|definitions)\/(.+)$/.exec(String(reference)) ?? [];
-  const definitions = part(group && root[group]);
-  return name !== undefined && Object.hasOwn(definitions, name) ? part(definitions[name]) : {};
+  const definitions = asMap(group && root[group]);
+  return name !== undefined && Object.hasOwn(definitions, name) ? asMap(definitions[name]) : {};
 }
 
-function part(schema: unknown): JSONSchema {
+function asMap(schema: unknown): JSONSchema {
   return isMap(schema) ? schema : {};
 }
 
-function first(paths: (string | undefined)[]): string | undefined {
+function firstDefined(paths: (string | undefined)[]): string | undefined {
   return paths.find((path) => path !== undefined);
 }

@@ -1,15 +1,19 @@
-// A stream of items: parts are sent as they fill, so many in flight, and their results come in order. What the reader
-// has not taken counts as in flight, so a slow reader holds the source up.
+// Stream of items: each part is sent when it is full, several at a time, and the results are in input order. Parts whose
+// results were not read count as in flight, so a slow reader slows the source down.
 
-import { aborted, sleep } from "./calls.js";
-import { item } from "./items.js";
+import { abortError, sleep } from "./calls.js";
+import { prepareItem } from "./items.js";
 import type { Session } from "./options.js";
-import { CONCURRENCY, Filling, type Part, Request } from "./parts.js";
+import { CONCURRENCY, type Part, PartBuilder, PartSender } from "./parts.js";
 import type { Input } from "./types.js";
-import { results, type Verb } from "./verbs.js";
+import { readResults, type Verb } from "./verbs.js";
 
 const LINGER_MS = 20;
 
+/**
+ * Send the items of `source` in parts, and yield their results in input order. A part that is not full is sent after
+ * `lingerMs` without another item. Throws SIEError, and the errors of `source`.
+ */
 export async function* stream<R>(
   verb: Verb<R>,
   model: string,
@@ -18,82 +22,82 @@ export async function* stream<R>(
   lingerMs: number | undefined,
   session: Session,
 ): AsyncGenerator<R, void, undefined> {
-  const ends = new AbortController();
-  const outer = session.signal;
-  const end = () => ends.abort(outer?.reason);
-  outer?.addEventListener("abort", end, { once: true });
-  const own = session.forCall({ signal: ends.signal });
-  const request = new Request(verb.name, model, "items", { params: params ?? {} }, own, 0);
-  const flying: Promise<R[]>[] = [];
-  const most = session.options.concurrency ?? CONCURRENCY;
-  const items: Input[] = []; // of the part that fills
-  const start = (part: Part) => {
-    const inputs = items.splice(0, part.items.length);
-    const pending = request.ask(part).then((reply) => results(verb, reply, inputs));
-    pending.catch(() => undefined); // it is thrown when its turn comes
-    flying.push(pending);
+  const controller = new AbortController();
+  const { signal } = session;
+  const abort = () => controller.abort(signal?.reason);
+  signal?.addEventListener("abort", abort, { once: true });
+  const partSession = session.forCall({ signal: controller.signal });
+  const sender = new PartSender(verb.name, model, "items", { params: params ?? {} }, partSession, 0);
+  const inFlight: Promise<R[]>[] = [];
+  const { concurrency = CONCURRENCY } = session.options;
+  const inputs: Input[] = []; // inputs of the part that is being filled
+  const sendPart = (part: Part) => {
+    const partInputs = inputs.splice(0, part.items.length);
+    const results = sender.sendPart(part).then((reply) => readResults(verb, reply, partInputs));
+    results.catch(() => undefined); // the error is thrown when the results of this part are yielded
+    inFlight.push(results);
   };
-  const filling = new Filling(own);
+  const builder = new PartBuilder(partSession);
   const iterator = Symbol.asyncIterator in source ? source[Symbol.asyncIterator]() : source[Symbol.iterator]();
-  let coming: Promise<IteratorResult<Input>> | undefined;
+  let nextInput: Promise<IteratorResult<Input>> | undefined;
   let count = 0;
-  let isOver = false;
+  let hasEnded = false;
   try {
-    while (!isOver || flying.length) {
-      if (outer?.aborted) throw aborted(outer);
-      if (isOver || flying.length >= most) {
-        yield* await flying[0]!;
-        flying.shift();
+    while (!hasEnded || inFlight.length) {
+      if (signal?.aborted) throw abortError(signal);
+      if (hasEnded || inFlight.length >= concurrency) {
+        yield* await inFlight[0]!;
+        inFlight.shift();
         continue;
       }
-      coming ??= Promise.resolve(iterator.next());
-      const event = await first(coming, flying[0], filling.isEmpty ? undefined : (lingerMs ?? LINGER_MS), outer);
-      if (event === "linger") start(filling.take());
+      nextInput ??= Promise.resolve(iterator.next());
+      const event = await firstEvent(nextInput, inFlight[0], builder.isEmpty ? undefined : (lingerMs ?? LINGER_MS), signal);
+      if (event === "linger") sendPart(builder.takePart());
       else if (event === "answer") {
-        yield* await flying[0]!;
-        flying.shift();
+        yield* await inFlight[0]!;
+        inFlight.shift();
       } else {
-        coming = undefined;
+        nextInput = undefined;
         if (event.done) {
-          isOver = true;
-          if (!filling.isEmpty) start(filling.take());
+          hasEnded = true;
+          if (!builder.isEmpty) sendPart(builder.takePart());
           continue;
         }
-        const sent = await item(event.value, `items[${count++}]`);
-        const full = filling.add(sent);
-        if (full) start(full);
-        items.push(event.value);
+        const item = await prepareItem(event.value, `items[${count++}]`);
+        const fullPart = builder.add(item);
+        if (fullPart) sendPart(fullPart);
+        inputs.push(event.value);
       }
     }
   } finally {
-    outer?.removeEventListener("abort", end);
-    ends.abort(outer?.reason);
-    // a source that still works on its next item is not waited for
-    const returned = Promise.resolve(isOver ? undefined : iterator.return?.());
-    returned.catch(() => undefined);
-    if (!coming) await returned;
+    signal?.removeEventListener("abort", abort);
+    controller.abort(signal?.reason);
+    // no wait for a source that still works on its next item
+    const closing = Promise.resolve(hasEnded ? undefined : iterator.return?.());
+    closing.catch(() => undefined);
+    if (!nextInput) await closing;
   }
 }
 
-/** What happens first: the next input, an answer to the oldest part, or a part has waited long enough. */
-async function first(
-  coming: Promise<IteratorResult<Input>>,
+/** Wait until the next input comes, the oldest part is answered, or `lingerMs` have passed; return which was first. */
+async function firstEvent(
+  nextInput: Promise<IteratorResult<Input>>,
   oldest: Promise<unknown> | undefined,
   lingerMs: number | undefined,
   signal: AbortSignal | undefined,
 ): Promise<IteratorResult<Input> | "answer" | "linger"> {
-  const stop = new AbortController();
-  const end = () => stop.abort(signal?.reason);
-  signal?.addEventListener("abort", end, { once: true });
-  const events: Promise<IteratorResult<Input> | "answer" | "linger">[] = [coming];
+  const controller = new AbortController();
+  const abort = () => controller.abort(signal?.reason);
+  signal?.addEventListener("abort", abort, { once: true });
+  const events: Promise<IteratorResult<Input> | "answer" | "linger">[] = [nextInput];
   if (oldest) events.push(oldest.then(() => "answer" as const));
-  const linger = sleep(lingerMs ?? Infinity, stop.signal).then(() => "linger" as const);
+  const linger = sleep(lingerMs ?? Infinity, controller.signal).then(() => "linger" as const);
   events.push(linger);
   linger.catch(() => undefined);
   try {
     return await Promise.race(events);
   } finally {
-    signal?.removeEventListener("abort", end);
-    stop.abort();
+    signal?.removeEventListener("abort", abort);
+    controller.abort();
   }
 }

@@ -1,4 +1,4 @@
-// What goes in and what comes out. Bodies and replies are those of the gateway's OpenAPI document (openapi.ts).
+// Types of arguments and results. The bodies of requests and replies are from the gateway's OpenAPI document (openapi.ts).
 
 import type { Matrix, Numbers } from "./arrays.js";
 import type { SIEError } from "./errors.js";
@@ -12,7 +12,7 @@ export type ScoreParams = Schemas["ScoreParams"];
 export type ExtractParams = Schemas["ExtractParams"];
 export type RedactParams = Schemas["RedactParams"];
 export type RedactedSpan = Schemas["RedactedSpan"];
-/** Undoes a redaction: it has all values that were replaced. */
+/** Map for `restore`, which undoes a redaction. It has all values that were replaced. */
 export type RestoreMap = Schemas["RedactionMap"];
 export type Model = Schemas["ModelInfo"];
 export type Health = Schemas["Health"];
@@ -20,11 +20,11 @@ export type Worker = Schemas["WorkerInfo"];
 export type Pool = Schemas["Pool"];
 export type PoolOptions = Omit<Schemas["PoolRequest"], "name" | "gpus" | "ttl_seconds"> & { ttl_seconds?: number };
 
-/** The bytes of a file, or a string of base64 or a data URI; images also at `https:` addresses that the server allows. */
+/** Bytes of a file, or a string: base64, a data URI, or for images an `https:` URL that the server allows. */
 export type File = string | Uint8Array | ArrayBuffer | Blob;
 export type Media = File | { data: File; format?: string };
 
-/** One input. `id` and `metadata` come back with the result. `multivector`: of a text that was encoded before. */
+/** Input of a call. The result has its `id` and `metadata`. `multivector`: vectors of a text that was encoded before. */
 export interface Item {
   id?: string;
   text?: string;
@@ -34,13 +34,13 @@ export interface Item {
   video?: Media;
   metadata?: Record<string, unknown>;
   multivector?: Matrix | ArrayLike<number>[];
-  /** Parts of the text with vectors of their own: spans in code points (of `Array.from(text)`), or a rule. */
+  /** Parts of the text that get their own vectors: spans in code points (positions in `Array.from(text)`), or a rule. */
   chunks?: [number, number][] | ChunkRule;
   /** True, the default: chunks are pooled from one pass over the text. False: each is encoded alone. */
   context?: boolean;
 }
 
-/** A chunk has at most `max_tokens` tokens and ends at a `boundary` if one leaves it at least `min_tokens`. */
+/** Rule for chunks. A chunk has at most `max_tokens`, and ends at a `boundary` if it then has at least `min_tokens`. */
 export type ChunkRule = Schemas["ChunkRule"];
 
 export type Input = string | Item;
@@ -54,7 +54,7 @@ export interface ScoreOptions extends CallOptions {
 export interface ExtractOptions extends CallOptions {
   params?: ExtractParams;
 }
-/** Of `extract` with values of a schema. `S` is the type of the schema, from which that of the values is inferred. */
+/** Options of `extract` with a schema. `S`: type of the schema, from which the type of the values is inferred. */
 export interface SchemaOptions<S extends Schema> extends ExtractOptions {
   schema: S;
 }
@@ -64,7 +64,7 @@ export interface RedactOptions extends CallOptions {
 
 export type JSONSchema = Readonly<Record<string, unknown>>;
 
-/** A schema of a library that follows standardschema.dev with its JSON Schema, such as zod 4.2 and ArkType 2.1. */
+/** Schema of a library that follows standardschema.dev and gives a JSON Schema, such as zod 4.2 and ArkType 2.1. */
 export interface StandardSchema<T = unknown> {
   readonly "~standard": {
     readonly types?: { readonly input: unknown; readonly output: T } | undefined;
@@ -79,7 +79,7 @@ interface Validated<T> {
 
 export type Schema = JSONSchema | StandardSchema;
 
-/** The type of the values of a schema. A JSON Schema says it by `type`, `enum`, `const`, `anyOf` and `required`. */
+/** Type of the values of a schema. In a JSON Schema, `type`, `enum`, `const`, `anyOf`, `oneOf` and `required` give it. */
 export type Values<S> = S extends StandardSchema<infer T> ? T : JSONValue<S>;
 
 type JSONValue<S> = S extends { const: infer Only } ? Only
@@ -104,17 +104,17 @@ type Properties<Parts, S> = Flat<
 type Required<S> = S extends { required: readonly (infer Name)[] } ? Name : never;
 type Flat<T> = { [Name in keyof T]: T[Name] };
 
-/** `body`: what is sent as JSON; undefined: nothing. */
+/** Options of `json`. `body`: sent as JSON; undefined: no body. */
 export interface JsonOptions extends CallOptions {
   body?: unknown;
 }
 
-/** Of a stream: how long a part that is not full waits for further inputs. 20 */
+/** Options of a stream. `lingerMs`: time after which a part that is not full is sent. Default: 20 */
 export interface StreamOptions {
   lingerMs?: number;
 }
 
-/** Milliseconds by stage. */
+/** Durations of the stages of a request, in milliseconds. */
 export interface Timing {
   queueMs: number;
   tokenizationMs: number;
@@ -124,7 +124,7 @@ export interface Timing {
   [stage: string]: number;
 }
 
-/** Tokens of a call, positions of the items that were cut, number of images if there were any. */
+/** Tokens of a call, positions of its truncated items, and number of its images, if it has any. */
 export interface Usage {
   promptTokens: number;
   totalTokens: number;
@@ -132,14 +132,14 @@ export interface Usage {
   images?: number;
 }
 
-/** Tokens of one item, 0 where it failed, and whether it was cut. */
+/** Tokens of one item; 0 if it failed. */
 export interface ItemUsage {
   promptTokens: number;
   totalTokens: number;
   truncated: boolean;
 }
 
-/** What every result tells of its request. */
+/** Fields that all results of a request share. */
 export interface Shared {
   model: string;
   timing: Timing;
@@ -149,10 +149,10 @@ export interface Shared {
   requestId: string;
 }
 
-/** The results of a list, in its order. `usage` is that of the whole call. */
+/** Results of a list, in its order. `usage`: tokens of the whole call. */
 export type Results<T> = T[] & { usage: Usage };
 
-/** What an output is read with. `scale` and `offset` are of quantised ones; a multivector has one for each token. */
+/** Description of an output. `scale` and `offset` convert quantised values; a multivector has one of each for each token. */
 export interface Output {
   dtype: string;
   dims: number;
@@ -161,14 +161,14 @@ export interface Output {
   source?: string;
 }
 
-/** Vectors of one chunk of a text. `start` and `end` count code points, `tokens` those of the chunk's text. */
+/** Vectors of one chunk of a text. `start` and `end` count code points. `tokens`: number of tokens of the chunk's text. */
 export interface ChunkResult extends Outputs {
   start: number;
   end: number;
   tokens: number;
 }
 
-/** `outputs` describes each output. */
+/** Outputs of an item or of a chunk. `outputs` describes each of them. */
 export interface Outputs {
   dense?: Numbers;
   sparse?: { indices: Int32Array; values: Numbers };
@@ -176,8 +176,10 @@ export interface Outputs {
   outputs: { dense?: Output; sparse?: Output; multivector?: Output };
 }
 
-/** `error` stands in place of outputs that failed, `chunks` in place of those of an item with chunks. `muvera`: what
- * made `dense`. */
+/**
+ * Result of `encode`. An item that failed has `error` in place of outputs. An item with chunks has `chunks` in place of
+ * outputs. `muvera`: parameters of the encoding that made `dense`.
+ */
 export interface EncodeResult extends Shared, Outputs {
   id?: string;
   metadata?: Record<string, unknown>;
@@ -187,7 +189,7 @@ export interface EncodeResult extends Shared, Outputs {
   error?: SIEError;
 }
 
-/** `score` is null where the item failed; `error` tells why. */
+/** Score of one item. If the item failed, `score` is null and `error` says why. */
 export interface ScoreEntry {
   itemId: string;
   score: number | null;
@@ -197,25 +199,26 @@ export interface ScoreEntry {
   error?: SIEError;
 }
 
-/** One entry per item, best first, failed ones last. `usage`: of the whole call. */
+/** Result of `score`: one entry for each item, best first, failed items last. `usage`: tokens of the whole call. */
 export interface ScoreResult extends Shared {
   queryId: string | null;
   scores: ScoreEntry[];
   usage: Usage;
 }
 
+/** Span of a text, or a region of an image, with its label. */
 export interface Span {
   text: string;
   label: string;
   score: number;
-  /** `start` and `end` count code points, not UTF-16 units; null in what was read from an image. */
+  /** `start` and `end` count code points, not UTF-16 units. Null for a text that was read from an image. */
   start?: number | null;
   end?: number | null;
   bbox?: number[] | null;
   [name: string]: unknown;
 }
 
-/** Lists are empty where nothing was found. */
+/** Result of `extract`. A list is empty if nothing was found. */
 export interface ExtractResult extends Shared {
   id: string;
   metadata?: Record<string, unknown>;
@@ -228,12 +231,14 @@ export interface ExtractResult extends Shared {
   error?: SIEError;
 }
 
-/** `data` has the type of the schema; `error` stands in its place for an item that failed or lacks a required value. */
+/** Result of `extract` with a schema. An item that failed or lacks a required value has `error` in place of `data`. */
 export type SchemaResult<T> = Omit<ExtractResult, "data" | "error"> &
   ({ data: T; error?: undefined } | { data?: undefined; error: SIEError });
 
-/** `error` stands in place of `text`, `spans` and `map` of an item that failed. Offsets count code points, or what
- * `params.offsets` says. */
+/**
+ * Result of `redact`. An item that failed has `error` in place of `text`, `spans` and `map`. Offsets count code points, or
+ * the units of `params.offsets`.
+ */
 export interface RedactResult extends Shared {
   id: string;
   metadata?: Record<string, unknown>;
@@ -244,7 +249,7 @@ export interface RedactResult extends Shared {
   error?: SIEError;
 }
 
-/** What `watch` gives, each second. `timestamp`: seconds since 1970. */
+/** State of workers and models, which `watch` yields each second. `timestamp`: seconds since 1970. */
 export interface StatusFrame {
   timestamp: number;
   cluster: Schemas["ClusterInfo"];
@@ -257,7 +262,7 @@ export interface ModelFilters {
   task?: "encode" | "score" | "extract";
   output?: string;
   loaded?: boolean;
-  /** false leaves profiles out. */
+  /** False: without profiles. */
   variants?: boolean;
 }
 

@@ -1,71 +1,74 @@
-// Status frames over a websocket, across reconnections; the frames in between are not seen.
+// Status frames over a WebSocket, which is opened again after a broken connection. Frames in between are lost.
 
-import { aborted, isMap, sleep } from "./calls.js";
+import { abortError, isMap, sleep } from "./calls.js";
 import { health } from "./cluster.js";
 import { RequestError, SIEConnectionError, unreadable } from "./errors.js";
 import type { Session, WebSocketClass, WebSocketLike } from "./options.js";
 import type { StatusFrame } from "./types.js";
 
 const PATH = "/ws/cluster-status";
-const AGAIN_AFTER_MS = 1_000; // a connection broke
-const EVERY_MS = 1_000;
-const SILENCE_MS = 30_000; // the server sends every second; a connection that says nothing for so long is dead
-const MAX_KEPT = 16; // of frames that are not read: older ones are dropped
+const RECONNECT_PAUSE_MS = 1_000;
+const POLL_INTERVAL_MS = 1_000;
+const SILENCE_MS = 30_000; // a connection without a frame for this time is closed: the server sends one each second
+const MAX_FRAMES = 16; // maximum number of unread frames; older frames are dropped
 
+/** Yield the status frames of the server, one each second. Throws SIEError. */
 export async function* watch(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
   const { apiKey } = session;
-  const open = connector(session);
-  // a page cannot send a key with a websocket: it asks for the same every second
-  if (apiKey && !open.sendsHeaders) return yield* frames(session);
+  const connector = createConnector(session);
+  // a page cannot send an API key with a WebSocket, so it polls /health
+  if (apiKey && !connector.sendsHeaders) return yield* pollHealth(session);
   for (;;) {
-    // the errors, the patience and the retries of a request: a refused handshake tells a client of a browser nothing
+    // a browser does not say why a handshake was refused; this request has the errors and retries of all requests
     await health(session);
-    const socket = new Frames(open.connect(), session.signal);
+    const reader = new FrameReader(connector.connect(), session.signal);
     let count = 0;
     try {
-      for (let frame = await socket.next(); frame; frame = await socket.next()) {
+      for (let frame = await reader.next(); frame; frame = await reader.next()) {
         count += 1;
         yield frame;
       }
     } finally {
-      socket.close();
+      reader.close();
     }
     if (!count) {
-      const message = `the websocket ${session.baseUrl}${PATH} was not opened, where /health answers: is a proxy in between?`;
+      const message = `the WebSocket ${session.baseUrl}${PATH} was not opened, but /health answers: does a proxy block WebSockets?`;
       throw new SIEConnectionError(message);
     }
-    await sleep(AGAIN_AFTER_MS, session.signal);
+    await sleep(RECONNECT_PAUSE_MS, session.signal);
   }
 }
 
-async function* frames(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
+/** Yield status frames that are made from the replies of /health. */
+async function* pollHealth(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
   for (;;) {
     const { cluster, workers, unhealthy_workers: unhealthy, models } = await health(session);
     yield { timestamp: Date.now() / 1000, cluster, workers: [...workers, ...(unhealthy ?? [])], models };
-    await sleep(EVERY_MS, session.signal);
+    await sleep(POLL_INTERVAL_MS, session.signal);
   }
 }
 
-function connector(session: Session): { sendsHeaders: boolean; connect: () => WebSocketLike } {
+/** Choose the WebSocket class. Throws RequestError if there is none. */
+function createConnector(session: Session): { sendsHeaders: boolean; connect: () => WebSocketLike } {
   const url = `ws${session.baseUrl.slice("http".length)}${PATH}`;
   const headers = session.headers();
-  const own = session.webSocket;
-  if (own) return { sendsHeaders: true, connect: () => new own(url, [], { headers }) };
-  const { WebSocket: shared, process } = globalThis as {
+  const optionClass = session.webSocket;
+  if (optionClass) return { sendsHeaders: true, connect: () => new optionClass(url, [], { headers }) };
+  const { WebSocket: globalClass, process } = globalThis as {
     WebSocket?: WebSocketClass;
     process?: { versions?: { node?: string } };
   };
-  if (!shared) {
-    throw new RequestError("watch needs a websocket: Node 22, or the option webSocket, such as WebSocket of the package ws");
+  if (!globalClass) {
+    throw new RequestError("watch needs a WebSocket class: use Node 22, or set the option webSocket, for example to WebSocket of the package ws");
   }
-  // the one of Node takes headers in place of protocols, that of a page takes none
-  if (process?.versions?.node) return { sendsHeaders: true, connect: () => new shared(url, { headers }) };
-  return { sendsHeaders: false, connect: () => new shared(url) };
+  // the class of Node takes headers in place of protocols; that of a page takes no headers
+  if (process?.versions?.node) return { sendsHeaders: true, connect: () => new globalClass(url, { headers }) };
+  return { sendsHeaders: false, connect: () => new globalClass(url) };
 }
 
-/** The frames of one connection; none when it has ended. */
-class Frames {
-  private readonly kept: StatusFrame[] = [];
+/** Reader of the frames of one connection. */
+class FrameReader {
+  private readonly frames: StatusFrame[] = [];
   private failure: Error | undefined;
   private hasEnded = false;
   private wake: () => void = () => undefined;
@@ -81,8 +84,8 @@ class Frames {
       try {
         const frame: unknown = JSON.parse(String(event.data));
         if (!isMap(frame)) throw new TypeError("expected a map");
-        this.kept.push(frame as StatusFrame);
-        if (this.kept.length > MAX_KEPT) this.kept.shift();
+        this.frames.push(frame as StatusFrame);
+        if (this.frames.length > MAX_FRAMES) this.frames.shift();
       } catch (error) {
         this.failure = unreadable((error as Error).message, "", error);
       }
@@ -90,11 +93,14 @@ class Frames {
     };
   }
 
-  /** Throws SIEAbortError, and ServerError for a frame that is no map. */
+  /**
+   * Return the next frame, or undefined if the connection has ended or was silent for SILENCE_MS. Throws SIEAbortError, and
+   * ServerError for a frame that is no map.
+   */
   async next(): Promise<StatusFrame | undefined> {
     const { signal } = this;
-    if (signal?.aborted) throw aborted(signal);
-    if (!this.kept.length && !this.hasEnded && !this.failure) {
+    if (signal?.aborted) throw abortError(signal);
+    if (!this.frames.length && !this.hasEnded && !this.failure) {
       await new Promise<void>((resolve) => {
         const timer = setTimeout(resolve, SILENCE_MS);
         this.wake = () => {
@@ -105,15 +111,15 @@ class Frames {
         signal?.addEventListener("abort", this.wake, { once: true });
       });
     }
-    if (signal?.aborted) throw aborted(signal);
+    if (signal?.aborted) throw abortError(signal);
     if (this.failure) throw this.failure;
-    return this.kept.shift();
+    return this.frames.shift();
   }
 
   close(): void {
     this.socket.onmessage = null;
     this.socket.onclose = null;
-    this.socket.onerror = () => undefined; // of `ws`, which throws what nobody listens to
+    this.socket.onerror = () => undefined; // the package `ws` throws an error that no handler receives
     this.socket.close();
   }
 }
