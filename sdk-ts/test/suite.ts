@@ -1,4 +1,4 @@
-// The suite against a real server, in Node and in a browser: each case throws where something is not as it should be.
+// Test cases against a real server, in Node and in a browser. A case throws if an expectation fails.
 
 import {
   type ClientOptions, ContentConflictError, InvalidInputError, ModelNotFoundError, NotFoundError, ServerError,
@@ -8,36 +8,36 @@ import {
 const MINI = "test/mini";
 const TEXTS = ["a cat", "a longer text about kittens and other small animals", "a tax form"];
 
-function check(condition: unknown, what: string): asserts condition {
-  if (!condition) throw new Error(what);
+function check(condition: unknown, message: string): asserts condition {
+  if (!condition) throw new Error(message);
 }
 
-function equal(found: unknown, wanted: unknown, what = ""): void {
-  const [one, other] = [JSON.stringify(found), JSON.stringify(wanted)];
-  check(one === other, `${what}: ${one} is not ${other}`);
+function equal(actual: unknown, expected: unknown, message = ""): void {
+  const [actualJson, expectedJson] = [JSON.stringify(actual), JSON.stringify(expected)];
+  check(actualJson === expectedJson, `${message}: ${actualJson} is not ${expectedJson}`);
 }
 
-function near(found: ArrayLike<number>, wanted: ArrayLike<number>, most = 1e-6): void {
-  equal(found.length, wanted.length, "length");
-  for (let place = 0; place < found.length; place++) {
-    const off = Math.abs(found[place]! - wanted[place]!);
-    check(off <= most, `[${place}]: ${found[place]} is not ${wanted[place]}`);
+function near(actual: ArrayLike<number>, expected: ArrayLike<number>, tolerance = 1e-6): void {
+  equal(actual.length, expected.length, "length");
+  for (let place = 0; place < actual.length; place++) {
+    const difference = Math.abs(actual[place]! - expected[place]!);
+    check(difference <= tolerance, `[${place}]: ${actual[place]} is not ${expected[place]}`);
   }
 }
 
-async function thrown(work: Promise<unknown>): Promise<unknown> {
-  return work.then(
+async function catchError(promise: Promise<unknown>): Promise<unknown> {
+  return promise.then(
     () => check(false, "nothing was thrown"),
     (error: unknown) => error,
   );
 }
 
-/** The cases by their names. `options`: of the server. */
+/** Return the cases by name. `options`: those of a client of the server. */
 export function suite(options: ClientOptions): Record<string, () => Promise<void>> {
   const client = new SIEClient(options);
 
-  /** What the API answers in JSON, which this client does not read. */
-  async function json(path: string, body: unknown): Promise<any> {
+  /** Send a request without the client, and return the JSON of the reply. */
+  async function postJson(path: string, body: unknown): Promise<any> {
     const headers = { "content-type": "application/json", accept: "application/json" };
     const answer = await fetch(`${String(options.baseUrl)}${path}`, { method: "POST", headers, body: JSON.stringify(body) });
     check(answer.ok, `${path}: ${answer.status}`);
@@ -45,27 +45,27 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
   }
 
   return {
-    async "vectors are those of JSON, with what their request cost"() {
-      const found = await client.encode(MINI, TEXTS);
-      const wanted = (await json(`/v1/encode/${MINI}`, { items: TEXTS })).items;
-      found.forEach((each, place) => near(each.dense!, wanted[place].dense.values, 1e-3));
-      check(found.usage.totalTokens > 0, "usage");
-      const { timing, requestId, model } = found[0]!;
+    async "vectors are equal to those in JSON, and results have usage and timing"() {
+      const results = await client.encode(MINI, TEXTS);
+      const expected = (await postJson(`/v1/encode/${MINI}`, { items: TEXTS })).items;
+      results.forEach((result, place) => near(result.dense!, expected[place].dense.values, 1e-3));
+      check(results.usage.totalTokens > 0, "usage");
+      const { timing, requestId, model } = results[0]!;
       for (const stage of ["queueMs", "inferenceMs", "totalMs"] as const) check(timing[stage] >= 0, stage);
       check(timing.totalMs >= timing.inferenceMs, "the whole is more than a part");
       check(requestId.length > 10, "request id");
       equal(model, MINI);
-      const one = await client.encode(MINI, { id: "mine", text: TEXTS[0] });
-      const whole = Array.from(TEXTS[0]!).length;
-      const parts = await client.encode(MINI, { text: TEXTS[0]!, chunks: [[0, whole]] });
-      equal(parts.chunks!.map(({ start, end }) => [start, end]), [[0, whole]]);
-      near(parts.chunks![0]!.dense!, one.dense!, 1e-5);
-      equal(parts.chunks![0]!.outputs.dense!.dims, one.outputs.dense!.dims);
-      equal(one.id, "mine");
-      near(one.dense!, found[0]!.dense!, 1e-3);
+      const single = await client.encode(MINI, { id: "mine", text: TEXTS[0] });
+      const length = Array.from(TEXTS[0]!).length;
+      const chunked = await client.encode(MINI, { text: TEXTS[0]!, chunks: [[0, length]] });
+      equal(chunked.chunks!.map(({ start, end }) => [start, end]), [[0, length]]);
+      near(chunked.chunks![0]!.dense!, single.dense!, 1e-5);
+      equal(chunked.chunks![0]!.outputs.dense!.dims, single.outputs.dense!.dims);
+      equal(single.id, "mine");
+      near(single.dense!, results[0]!.dense!, 1e-3);
     },
 
-    async "each type of numbers is read as what it is"() {
+    async "each output dtype becomes the right typed array"() {
       const [plain] = await client.encode(MINI, [TEXTS[0]!]);
       const [half] = await client.encode(MINI, [TEXTS[0]!], { params: { output_dtype: "float16" } });
       near(half!.dense!, plain!.dense!, 2e-3);
@@ -77,30 +77,30 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
 
     async "sparse and late-interaction vectors have their shapes"() {
       const params = { output_types: ["dense", "sparse", "multivector"] as ("dense" | "sparse" | "multivector")[] };
-      const found = await client.encode("test/m3", "hello world", { params });
-      const wanted = (await json("/v1/encode/test/m3", { items: ["hello world"], params })).items[0];
-      equal([...found.sparse!.indices], wanted.sparse.indices);
-      near(found.sparse!.values, wanted.sparse.values, 1e-3);
-      const { data, shape } = found.multivector!;
-      equal(shape[0], wanted.multivector.values.length);
-      near(data.slice(0, shape[1]), wanted.multivector.values[0], 1e-3);
+      const result = await client.encode("test/m3", "hello world", { params });
+      const expected = (await postJson("/v1/encode/test/m3", { items: ["hello world"], params })).items[0];
+      equal([...result.sparse!.indices], expected.sparse.indices);
+      near(result.sparse!.values, expected.sparse.values, 1e-3);
+      const { data, shape } = result.multivector!;
+      equal(shape[0], expected.multivector.values.length);
+      near(data.slice(0, shape[1]), expected.multivector.values[0], 1e-3);
     },
 
     async "documents are ranked"() {
       const documents = ["queue", "river search", "kernel"];
-      const found = await client.score("test/cross", "river search", documents);
-      const wanted = (await json("/v1/score/test/cross", { query: "river search", items: documents })).scores;
-      equal(found.scores.map((each) => each.itemId), wanted.map((each: { item_id: string }) => each.item_id));
-      near(found.scores.map((each) => each.score!), wanted.map((each: { score: number }) => each.score), 1e-3);
-      equal(found.scores.map((each) => each.rank), [0, 1, 2]);
+      const result = await client.score("test/cross", "river search", documents);
+      const expected = (await postJson("/v1/score/test/cross", { query: "river search", items: documents })).scores;
+      equal(result.scores.map((entry) => entry.itemId), expected.map((entry: { item_id: string }) => entry.item_id));
+      near(result.scores.map((entry) => entry.score!), expected.map((entry: { score: number }) => entry.score), 1e-3);
+      equal(result.scores.map((entry) => entry.rank), [0, 1, 2]);
     },
 
-    async "spans lie where they are in the text"() {
+    async "the positions of spans are their positions in the text"() {
       const text = "Ada met Charles in 東京 🗼 today.";
-      const found = await client.extract("test/gliner", text, { params: { labels: ["person", "place"], threshold: 0.3 } });
-      const letters = [...text]; // positions are code points
-      for (const span of found.entities) equal(letters.slice(span.start!, span.end!).join(""), span.text);
-      check(found.entities.length > 0, "something is found");
+      const result = await client.extract("test/gliner", text, { params: { labels: ["person", "place"], threshold: 0.3 } });
+      const characters = [...text]; // positions count code points
+      for (const span of result.entities) equal(characters.slice(span.start!, span.end!).join(""), span.text);
+      check(result.entities.length > 0, "spans");
     },
 
     async "values have the types of their schema, and a value that is missing is named"() {
@@ -112,38 +112,38 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
         properties: { mood, isLate: { type: "boolean" }, lines: { type: "array", items: line }, buyer: { type: ["string", "null"] } },
         required: ["mood", "isLate", "lines"],
       } as const;
-      const [one, other] = await client.extract("test/spans", [text, ""], { schema, params: { threshold: 0 } });
-      const order: { mood: "calm" | "very angry"; isLate: boolean; lines: { product: string }[]; buyer?: string | null } = one!.data!;
+      const [full, empty] = await client.extract("test/spans", [text, ""], { schema, params: { threshold: 0 } });
+      const order: { mood: "calm" | "very angry"; isLate: boolean; lines: { product: string }[]; buyer?: string | null } = full!.data!;
       check(mood.enum.includes(order.mood) && typeof order.isLate === "boolean" && order.lines[0]!.product, "values");
       check(text.includes(order.buyer!), "a span of the text");
-      check(one!.entities.some((span) => span.label === "buyer" && span.text === order.buyer), "evidence");
-      check(other!.error instanceof InvalidInputError && other!.data === undefined, "an empty text has no mood");
-      check(other!.error.message.includes("items[1]") && other!.error.message.includes("mood"), other!.error.message);
+      check(full!.entities.some((span) => span.label === "buyer" && span.text === order.buyer), "evidence");
+      check(empty!.error instanceof InvalidInputError && empty!.data === undefined, "an empty text has no mood");
+      check(empty!.error.message.includes("items[1]") && empty!.error.message.includes("mood"), empty!.error.message);
 
       const age = { type: "object", properties: { who: { type: "object", properties: { age: { type: "integer" } } } }, required: ["who"] } as const;
-      const [without, whole] = await client.extract("test/spans", ["queue worker", text], { schema: age, params: { threshold: 0 } });
-      const { age: found }: { age?: number } = whole!.data!.who;
-      equal(found, 12);
-      check(without!.error?.message.includes("who was not found"), String(without!.error));
+      const [incomplete, complete] = await client.extract("test/spans", ["queue worker", text], { schema: age, params: { threshold: 0 } });
+      const { age: value }: { age?: number } = complete!.data!.who;
+      equal(value, 12);
+      check(incomplete!.error?.message.includes("who was not found"), String(incomplete!.error));
       const params = { threshold: 0, on_item_error: "fail" } as const;
-      const failure = await thrown(client.extract("test/spans", "queue worker", { schema: age, params }));
+      const failure = await catchError(client.extract("test/spans", "queue worker", { schema: age, params }));
       check(failure instanceof InvalidInputError && failure.message.includes("who was"), String(failure));
     },
 
-    async "a missing value is named behind a reference too, and where objects have such a name of their own"() {
+    async "a missing value is named behind a reference, and if its name is a property of all objects"() {
       const who = { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["age"] } as const;
       for (const group of ["$defs", "definitions"] as const) {
         const schema = { type: "object", properties: { who: { $ref: `#/${group}/Who` } }, [group]: { Who: who } };
-        const [missing, whole] = await client.extract("test/spans", ["queue worker", "queue at 12 o'clock"], { schema, params: { threshold: 0 } });
-        check(missing!.error?.message.includes("who.age was not found"), String(missing!.error));
-        check((whole!.data as { who: { age: number } }).who.age === 12, JSON.stringify(whole!.data));
+        const [incomplete, complete] = await client.extract("test/spans", ["queue worker", "queue at 12 o'clock"], { schema, params: { threshold: 0 } });
+        check(incomplete!.error?.message.includes("who.age was not found"), String(incomplete!.error));
+        check((complete!.data as { who: { age: number } }).who.age === 12, JSON.stringify(complete!.data));
       }
-      const named = { type: "object", properties: { constructor: { type: "integer" } }, required: ["constructor"] } as const;
-      const unnamed = await client.extract("test/spans", "queue worker", { schema: named, params: { threshold: 0 } });
-      check(unnamed.error?.message.includes("constructor was not found"), String(unnamed.error));
+      const schema = { type: "object", properties: { constructor: { type: "integer" } }, required: ["constructor"] } as const;
+      const result = await client.extract("test/spans", "queue worker", { schema, params: { threshold: 0 } });
+      check(result.error?.message.includes("constructor was not found"), String(result.error));
     },
 
-    async "a schema of a library checks and makes the values"() {
+    async "a schema of a library checks and converts the values"() {
       class Mood {
         constructor(readonly name: string) {}
       }
@@ -163,17 +163,17 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
           },
         },
       });
-      const found = await client.extract("test/spans", "a text", { schema: standard(["calm", "angry"]) });
-      const made: Mood = found.data!;
-      check(made instanceof Mood && ["calm", "angry"].includes(made.name), "an instance");
+      const result = await client.extract("test/spans", "a text", { schema: standard(["calm", "angry"]) });
+      const value: Mood = result.data!;
+      check(value instanceof Mood && ["calm", "angry"].includes(value.name), "an instance");
       equal(targets, ["draft-2020-12"]);
-      const unfit = await client.extract("test/spans", "a text", { schema: standard([]) });
-      check(unfit.error?.message.includes(`mood: is ${made.name}`), String(unfit.error));
-      const odd = { "~standard": { validate: () => ({}) } } as unknown as StandardSchema;
-      const both = { schema: standard([]), params: { output_schema: {} } };
-      for (const [options, word] of [[{ schema: odd }, "JSON Schema"], [both, "output_schema"]] as const) {
-        const refused = await thrown(client.extract("test/spans", "a text", options));
-        check(refused instanceof InvalidInputError && refused.message.includes(word) && refused.param === "schema", String(refused));
+      const rejected = await client.extract("test/spans", "a text", { schema: standard([]) });
+      check(rejected.error?.message.includes(`mood: is ${value.name}`), String(rejected.error));
+      const withoutJsonSchema = { "~standard": { validate: () => ({}) } } as unknown as StandardSchema;
+      const twoSchemas = { schema: standard([]), params: { output_schema: {} } };
+      for (const [options, word] of [[{ schema: withoutJsonSchema }, "JSON Schema"], [twoSchemas, "output_schema"]] as const) {
+        const failure = await catchError(client.extract("test/spans", "a text", options));
+        check(failure instanceof InvalidInputError && failure.message.includes(word) && failure.param === "schema", String(failure));
       }
     },
 
@@ -195,34 +195,34 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       }
     },
 
-    async "a stream gives what a list gives, in its order"() {
+    async "a stream yields the results of a list, in order"() {
       const texts = Array.from({ length: 60 }, (_, number) => `text ${number}`);
       async function* source() {
         yield* texts;
       }
-      const wanted = await client.encode(MINI, texts);
+      const expected = await client.encode(MINI, texts);
       let place = 0;
-      for await (const each of client.encodeStream(MINI, source(), { partTokens: 64 })) {
-        near(each.dense!, wanted[place++]!.dense!, 2e-3);
+      for await (const result of client.encodeStream(MINI, source(), { partTokens: 64 })) {
+        near(result.dense!, expected[place++]!.dense!, 2e-3);
       }
       equal(place, texts.length);
     },
 
-    async "a list in several parts is one list"() {
+    async "the results of a list in several parts are one list"() {
       const texts = Array.from({ length: 40 }, (_, number) => `text ${number}`);
       const progress: number[] = [];
-      const found = await client.encode(MINI, texts, { partTokens: 32, onProgress: ({ done }) => progress.push(done) });
+      const results = await client.encode(MINI, texts, { partTokens: 32, onProgress: ({ done }) => progress.push(done) });
       const [last] = await client.encode(MINI, [texts[39]!]);
-      near(found[39]!.dense!, last!.dense!, 2e-3);
+      near(results[39]!.dense!, last!.dense!, 2e-3);
       equal(progress[progress.length - 1], 40);
       check(progress.length > 2, "several parts");
     },
 
     async "a name that leads to another route is refused before it is sent"() {
-      const sent: string[] = [];
-      const other = new SIEClient({ baseUrl: "http://127.0.0.1:9/prefix", fetch: async (input) => (sent.push(input), Response.json({})) });
+      const urls: string[] = [];
+      const other = new SIEClient({ baseUrl: "http://127.0.0.1:9/prefix", fetch: async (input) => (urls.push(input), Response.json({})) });
       const part = { name: "a", rows: 1, failed: 0, bytes: 1, sha256: "", source: "a" };
-      const ofJobs = ["get", "pause", "resume", "cancel", "retry", "delete", "wait", "manifest", "rows"] as const;
+      const jobMethods = ["get", "pause", "resume", "cancel", "retry", "delete", "wait", "manifest", "rows"] as const;
       const calls: [string, (name: string) => Promise<unknown>][] = [
         ["model", (name) => other.encode(name, "a")],
         ["model", (name) => other.score(name, "a", ["b"])],
@@ -238,121 +238,121 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
         ["file", (name) => other.files.content(name)],
         ["file", (name) => other.files.delete(name)],
         ["job", (name) => other.jobs.part(name, part)],
-        ...ofJobs.map((method): [string, (name: string) => Promise<unknown>] => ["job", (name) => other.jobs[method](name)]),
+        ...jobMethods.map((method): [string, (name: string) => Promise<unknown>] => ["job", (name) => other.jobs[method](name)]),
         ["path", (name) => other.json("GET", `/v1/models/${name}`)],
         ["path", (name) => other.json("GET", `/v1/models/${name.split("/").map(encodeURIComponent).join("/")}`)],
       ];
-      const odd = ["", ".", "..", "../pools", "a/..", "a/../b", "a//b", "/a", "a/", "%2e%2e/pools", "a\\..\\b", "a\n", "a\u007f"];
-      for (const name of odd) {
-        for (const [param, run] of calls) {
-          const error = await thrown(run(name));
+      const names = ["", ".", "..", "../pools", "a/..", "a/../b", "a//b", "/a", "a/", "%2e%2e/pools", "a\\..\\b", "a\n", "a\u007f"];
+      for (const name of names) {
+        for (const [param, send] of calls) {
+          const error = await catchError(send(name));
           check(error instanceof InvalidInputError && error.details["param"] === param, `${param} ${JSON.stringify(name)}: ${String(error)}`);
         }
       }
-      for (const name of ["a?b", "a#b"]) check((await thrown(other.model(name))) instanceof InvalidInputError, name);
-      equal(sent, []);
+      for (const name of ["a?b", "a#b"]) check((await catchError(other.model(name))) instanceof InvalidInputError, name);
+      equal(urls, []);
       await other.json("GET", "/v1/history?step_s=60&filter=../x");
       await other.json("GET", "/v1/models/org/m:p@1");
-      equal(sent, ["http://127.0.0.1:9/prefix/v1/history?step_s=60&filter=../x", "http://127.0.0.1:9/prefix/v1/models/org/m:p@1"]);
+      equal(urls, ["http://127.0.0.1:9/prefix/v1/history?step_s=60&filter=../x", "http://127.0.0.1:9/prefix/v1/models/org/m:p@1"]);
     },
 
     async "errors have their classes"() {
-      const missing = await thrown(client.encode("test/min", "a"));
+      const missing = await catchError(client.encode("test/min", "a"));
       check(missing instanceof ModelNotFoundError, `${String(missing)}`);
       equal([missing.code, missing.status], ["MODEL_NOT_FOUND", 404]);
       check((missing.details["suggestions"] as string[]).includes(MINI), "suggestions");
-      check((await thrown(client.encode(MINI, { text: 7 as never }))) instanceof InvalidInputError, "a text that is none");
-      const none = new SIEClient({ baseUrl: "http://127.0.0.1:9", connectionTimeoutMs: 0 });
-      check((await thrown(none.health())) instanceof SIEConnectionError, "nobody there");
-      const ends = new AbortController();
-      ends.abort();
-      check((await thrown(client.encode(MINI, "a", { signal: ends.signal }))) instanceof SIEAbortError, "aborted");
+      check((await catchError(client.encode(MINI, { text: 7 as never }))) instanceof InvalidInputError, "a text that is no string");
+      const unreachable = new SIEClient({ baseUrl: "http://127.0.0.1:9", connectionTimeoutMs: 0 });
+      check((await catchError(unreachable.health())) instanceof SIEConnectionError, "no server");
+      const controller = new AbortController();
+      controller.abort();
+      check((await catchError(client.encode(MINI, "a", { signal: controller.signal }))) instanceof SIEAbortError, "aborted");
     },
 
-    async "what is refused for now is asked again"() {
+    async "a request that is refused for lack of capacity is sent again"() {
       let calls = 0;
-      const refusing = async (input: string, init: RequestInit): Promise<Response> => {
+      const fetchAfterRefusals = async (input: string, init: RequestInit): Promise<Response> => {
         calls += 1;
         if (calls > 2) return fetch(input, init);
         const error = { code: "QUEUE_FULL", message: "full", retryable: true };
         return new Response(JSON.stringify({ error }), { status: 503, headers: { "retry-after": "0", "content-type": "application/json" } });
       };
-      const patient = new SIEClient({ ...options, fetch: refusing });
-      equal((await patient.encode(MINI, "a")).model, MINI);
+      const other = new SIEClient({ ...options, fetch: fetchAfterRefusals });
+      equal((await other.encode(MINI, "a")).model, MINI);
       equal(calls, 3);
     },
 
     async "a part that fails ends the requests of the other parts"() {
-      const ended: string[] = [];
-      let sent = 0;
-      const answering = (_: string, init: RequestInit): Promise<Response> => {
-        sent += 1;
-        if (sent === 3) {
+      const aborted: string[] = [];
+      let requests = 0;
+      const fakeFetch = (_: string, init: RequestInit): Promise<Response> => {
+        requests += 1;
+        if (requests === 3) {
           return Promise.resolve(Response.json({ error: { code: "INVALID_INPUT", message: "items[0]: no" } }, { status: 400 }));
         }
         return new Promise((_resolve, reject) => {
           init.signal!.addEventListener("abort", () => {
-            ended.push("request");
+            aborted.push("request");
             reject(new TypeError("aborted"));
           });
         });
       };
-      const other = new SIEClient({ ...options, fetch: answering, partTokens: 1, concurrency: 3 });
-      const error = await thrown(other.encode(MINI, ["a", "b", "c", "d", "e"]));
+      const other = new SIEClient({ ...options, fetch: fakeFetch, partTokens: 1, concurrency: 3 });
+      const error = await catchError(other.encode(MINI, ["a", "b", "c", "d", "e"]));
       check(error instanceof InvalidInputError && error.message.includes("items[2]"), String(error));
-      equal(ended, ["request", "request"]);
+      equal(aborted, ["request", "request"]);
       await new Promise((resolve) => setTimeout(resolve));
-      equal(sent, 3, "requests");
+      equal(requests, 3, "requests");
     },
 
-    async "what an attempt without an answer did is a success, and an upload is not repeated"() {
-      const asked: string[] = [];
-      const answering = async (input: string, init: RequestInit): Promise<Response> => {
+    async "an operation is a success if an attempt without an answer did it, and an upload is not repeated"() {
+      const requests: string[] = [];
+      const fakeFetch = async (input: string, init: RequestInit): Promise<Response> => {
         const line = `${init.method} ${new URL(input).pathname}`;
-        asked.push(line);
-        const isFirst = asked.filter((each) => each === line).length === 1;
+        requests.push(line);
+        const isFirst = requests.filter((request) => request === line).length === 1;
         if (isFirst && init.method !== "GET") throw new TypeError("the connection broke");
         if (init.method === "GET") return Response.json({ id: "job-1", state: "cancelled", counts: {}, request: {} });
         const [code, status] = init.method === "DELETE" ? ["NOT_FOUND", 404] : ["CONTENT_CONFLICT", 409];
         return Response.json({ error: { code, message: "no" } }, { status: status as number });
       };
-      const other = new SIEClient({ ...options, fetch: answering, connectionTimeoutMs: 10_000 });
+      const other = new SIEClient({ ...options, fetch: fakeFetch, connectionTimeoutMs: 10_000 });
       await other.jobs.delete("job-1");
-      check((await thrown(other.jobs.delete("job-1"))) instanceof NotFoundError, "a job that is gone");
+      check((await catchError(other.jobs.delete("job-1"))) instanceof NotFoundError, "a job that is gone");
       equal((await other.jobs.cancel("job-1")).state, "cancelled");
-      check((await thrown(other.jobs.cancel("job-1"))) instanceof ContentConflictError, "a job that is cancelled");
-      check((await thrown(other.files.upload(new Blob(["{}"]), "rows.jsonl"))) instanceof SIEConnectionError, "an upload");
-      equal(asked.filter((each) => each === "POST /v1/files").length, 1);
+      check((await catchError(other.jobs.cancel("job-1"))) instanceof ContentConflictError, "a job that is cancelled");
+      check((await catchError(other.files.upload(new Blob(["{}"]), "rows.jsonl"))) instanceof SIEConnectionError, "an upload");
+      equal(requests.filter((request) => request === "POST /v1/files").length, 1);
     },
 
     async "a deadline may be longer than the longest timer"() {
-      const answering = (_: string, init: RequestInit): Promise<Response> =>
+      const fakeFetch = (_: string, init: RequestInit): Promise<Response> =>
         new Promise((resolve, reject) => {
           init.signal!.addEventListener("abort", () => reject(new TypeError("aborted")));
           setTimeout(() => resolve(Response.json({ status: "healthy", workers: [], models: [], cluster: {} })), 50);
         });
-      const other = new SIEClient({ ...options, fetch: answering, timeoutMs: 2 ** 31, waitForCapacity: false });
+      const other = new SIEClient({ ...options, fetch: fakeFetch, timeoutMs: 2 ** 31, waitForCapacity: false });
       equal(await other.json("GET", "/v1/models"), { status: "healthy", workers: [], models: [], cluster: {} });
     },
 
-    async "models, pools and health are told"() {
-      check((await client.models({ task: "score" })).some((each) => each.id === "test/cross"), "models");
+    async "models, pools and health are read"() {
+      check((await client.models({ task: "score" })).some((model) => model.id === "test/cross"), "models");
       equal((await client.model(MINI)).id, MINI);
-      check((await client.pools.list()).some((each) => each.name === "default"), "pools");
+      check((await client.pools.list()).some((pool) => pool.name === "default"), "pools");
       equal((await client.health()).status, "healthy");
     },
 
-    async "a job is submitted once, waited for, and its files are fetched whole"() {
+    async "a job is submitted once, and its whole output is downloaded"() {
       const data = new TextEncoder().encode("a part");
       const sha256 = "3513ae1a39086c2a2738daa630b9e2f304f41b5945228e0741a117a508fc51b9";
       const part = { name: "part-00000.parquet", rows: 1, failed: 0, bytes: data.length, sha256, source: "a" };
       const states = ["queued", "running", "completed"];
       const keys: string[] = [];
-      let refused = 0;
-      const asked: string[] = [];
-      const answering = async (input: string, init: RequestInit): Promise<Response> => {
+      let attempts = 0;
+      const requests: string[] = [];
+      const fakeFetch = async (input: string, init: RequestInit): Promise<Response> => {
         const { pathname, search } = new URL(input);
-        asked.push(`${init.method} ${pathname}${search}`);
+        requests.push(`${init.method} ${pathname}${search}`);
         const job = { id: "job-1", state: states[0], counts: {}, request: {} };
         const pages: Record<string, unknown> = {
           "?": { data: [job], next: "job-1" },
@@ -360,7 +360,7 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
         };
         if (init.method === "POST" && pathname === "/v1/jobs") {
           keys.push(new Headers(init.headers).get("idempotency-key")!);
-          if (refused++ === 0) throw new TypeError("the connection broke");
+          if (attempts++ === 0) throw new TypeError("the connection broke");
           return Response.json(job, { status: 201 });
         }
         if (pathname.endsWith("/part")) return new Response(data);
@@ -371,56 +371,56 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
         if (states.length > 1 && init.method === "GET") states.shift();
         return Response.json({ ...job, state: pathname.endsWith("/pause") ? "paused" : states[0] });
       };
-      const other = new SIEClient({ ...options, fetch: answering, connectionTimeoutMs: 10_000 });
+      const other = new SIEClient({ ...options, fetch: fakeFetch, connectionTimeoutMs: 10_000 });
       const job = await other.jobs.submit({ model: MINI, input: { url: "s3://b/docs/" }, output: { format: "npy" } });
       equal(keys.length, 2);
       equal(keys[0], keys[1], "one job");
-      const looks: string[] = [];
-      equal((await other.jobs.wait(job.id, { onLook: ({ state }) => looks.push(state) })).state, "completed");
-      equal(looks, ["running", "completed"]);
+      const observedStates: string[] = [];
+      equal((await other.jobs.wait(job.id, { onLook: ({ state }) => observedStates.push(state) })).state, "completed");
+      equal(observedStates, ["running", "completed"]);
       equal((await other.jobs.pause(job.id)).state, "paused");
       const { parts } = await other.jobs.manifest(job.id);
       equal(parts.length, 2);
       equal([...(await other.jobs.part(job.id, parts[0]!))], [...data]);
       if (globalThis.crypto?.subtle) {
-        check((await thrown(other.jobs.part(job.id, parts[1]!))) instanceof ServerError, "another digest");
+        check((await catchError(other.jobs.part(job.id, parts[1]!))) instanceof ServerError, "another digest");
       }
-      check((await thrown(other.jobs.part(job.id, { ...part, bytes: 5 }))) instanceof ServerError, "another length");
+      check((await catchError(other.jobs.part(job.id, { ...part, bytes: 5 }))) instanceof ServerError, "another length");
       const ids: string[] = [];
-      for await (const each of other.jobs.list("running")) ids.push(each.id);
+      for await (const { id } of other.jobs.list("running")) ids.push(id);
       equal(ids, ["job-1"]);
-      equal(asked.slice(-2), ["GET /v1/jobs?limit=100&state=running", "GET /v1/jobs?limit=100&state=running&after=job-1"]);
-      check((await thrown(other.jobs.get("../pools"))) instanceof InvalidInputError, "no id");
+      equal(requests.slice(-2), ["GET /v1/jobs?limit=100&state=running", "GET /v1/jobs?limit=100&state=running&after=job-1"]);
+      check((await catchError(other.jobs.get("../pools"))) instanceof InvalidInputError, "no id");
     },
 
-    async "a job answers the rows of a file that was sent"() {
+    async "a job processes the rows of an uploaded file"() {
       const rows = TEXTS.map((text, number) => JSON.stringify({ id: `row-${number}`, text }));
-      const sent = await client.files.upload(new Blob([`${rows.join("\n")}\n`]), "rows.jsonl");
-      equal((await client.files.get(sent.id)).purpose, "jobs");
-      equal(new TextDecoder().decode(await client.files.content(sent.id)), `${rows.join("\n")}\n`);
-      const listed: string[] = [];
-      for await (const each of client.files.list()) listed.push(each.id);
-      check(listed.includes(sent.id), "the list of files");
+      const file = await client.files.upload(new Blob([`${rows.join("\n")}\n`]), "rows.jsonl");
+      equal((await client.files.get(file.id)).purpose, "jobs");
+      equal(new TextDecoder().decode(await client.files.content(file.id)), `${rows.join("\n")}\n`);
+      const ids: string[] = [];
+      for await (const { id } of client.files.list()) ids.push(id);
+      check(ids.includes(file.id), "the list of files");
       const job = await client.jobs.submit({
-        model: MINI, input: { file: sent.id, text: "{text}", id: "id" }, output: { format: "jsonl" },
+        model: MINI, input: { file: file.id, text: "{text}", id: "id" }, output: { format: "jsonl" },
       });
-      const done = await client.jobs.wait(job.id);
-      equal([done.state, done.counts.done, done.counts.failed], ["completed", TEXTS.length, 0]);
+      const ended = await client.jobs.wait(job.id);
+      equal([ended.state, ended.counts.done, ended.counts.failed], ["completed", TEXTS.length, 0]);
       const { parts } = await client.jobs.manifest(job.id);
-      const read: { id: string }[] = [];
+      const outputRows: { id: string }[] = [];
       for (const part of parts) {
         const text = new TextDecoder().decode(await client.jobs.part(job.id, part));
-        read.push(...text.trimEnd().split("\n").map((line): { id: string } => JSON.parse(line)));
+        outputRows.push(...text.trimEnd().split("\n").map((line): { id: string } => JSON.parse(line)));
       }
-      equal(read.map((each) => each.id).sort(), ["row-0", "row-1", "row-2"]);
-      equal((await client.jobs.rows(job.id)).map((each) => each.id).sort(), ["row-0", "row-1", "row-2"]);
+      equal(outputRows.map((row) => row.id).sort(), ["row-0", "row-1", "row-2"]);
+      equal((await client.jobs.rows(job.id)).map((row) => row.id).sort(), ["row-0", "row-1", "row-2"]);
       equal(await client.jobs.rows(job.id, { failed: true }), []);
       await client.jobs.delete(job.id);
-      await client.files.delete(sent.id);
-      check((await thrown(client.files.get(sent.id))) instanceof SIEError, "a file that was deleted");
+      await client.files.delete(file.id);
+      check((await catchError(client.files.get(file.id))) instanceof SIEError, "a file that was deleted");
     },
 
-    async "the status is watched"() {
+    async "watch yields the status"() {
       for await (const frame of client.watch()) {
         check(frame.workers.length === 1, "one worker");
         return;
