@@ -162,7 +162,7 @@ function transportFailure(error: unknown, request: Send, session: Session, isLat
   // without a code in a page: the browser does not say if no server runs there or if the page's origin is not allowed
   const isNobody = !isLate && !session.server.hasAnswered && (!code || (code === "ECONNREFUSED" && isLoopback(session.baseUrl)));
   const reason = isLate ? `none within ${request.withinMs} ms` : code || (error instanceof Error ? error.message : String(error));
-  const hint = isNobody ? "; is a server running there, and is a page of this origin allowed to ask it (SIE_CORS_ORIGINS)?" : "";
+  const hint = isNobody ? "; does a server run there? In a page: does SIE_CORS_ORIGINS of the server name the origin of the page?" : "";
   return {
     error: new SIEConnectionError(`no answer from ${session.baseUrl}: ${reason}${hint}`, {
       retryable: request.once ? UNCONNECTED.has(code) : !PERMANENT.has(code),
