@@ -1,7 +1,7 @@
-# The engine of a worker on a GPU of NVIDIA, with flash-attn; otherwise as docker/Dockerfile. make image-adapter-cuda, or
+# Engine of a worker on an NVIDIA GPU, with flash-attn; the rest is as in docker/Dockerfile. make image-adapter-cuda, or
 #   docker build -f docker/adapter-cuda.Dockerfile -t sie-adapter-cuda .
-# torch brings its CUDA libraries; CUDA here is the compiler for flash-attn, of the same major version as torch.version.cuda.
-# TORCH_INDEX: an index with builds of torch for another CUDA. TORCH_CUDA_ARCH_LIST: 8.0 A100, 8.9 L4, 9.0 H100 and H200.
+# torch brings its CUDA libraries. The image CUDA has the compiler for flash-attn, in the major version of torch.version.cuda.
+# TORCH_INDEX: index with builds of torch for another CUDA. TORCH_CUDA_ARCH_LIST: 8.0 A100, 8.9 L4, 9.0 H100 and H200.
 ARG CUDA=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 ARG BASE=docker.io/nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
 
@@ -22,7 +22,7 @@ ENV PIP_CONSTRAINT=/src/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSI
 RUN /opt/bill/bin/pip install cyclonedx-bom==7.5.0
 # hadolint ignore=DL3013,DL3059
 RUN pip --python /opt/sie/bin/python install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
-# compiled against the torch above, in a layer of its own: flash-attn as the extra `flash` names it
+# flash-attn in the version of the extra `flash`, compiled for the torch above, in its own layer
 RUN pip --python /opt/sie/bin/python install ninja==1.13.2 wheel==0.48.0 einops==0.8.2 \
     && TORCH_CUDA_ARCH_LIST="$TORCH_CUDA_ARCH_LIST" MAX_JOBS="$MAX_JOBS" \
        pip --python /opt/sie/bin/python install --no-build-isolation --no-deps flash-attn==2.8.3.post2
