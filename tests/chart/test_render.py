@@ -114,7 +114,7 @@ def groups(**own: Any) -> dict[str, Any]:
         ({"auth": {"mode": "Static", "secretName": "sie"}}, "auth.mode"),
         (
             {**CHOSEN, "stream": {"replicas": 3}},
-            "stream.replicas: 3 copies need as many brokers, and nats.replicas is 1",
+            "stream.replicas: 3 copies need as many brokers, but nats.replicas is 1",
         ),
         ({**CHOSEN, "nats": {"enabled": False}}, "nats.url: name the servers of your broker"),
         ({**CHOSEN, "nats": {"enabled": False, "url": "nats://user:pass@broker"}}, "nats.url"),
@@ -153,7 +153,7 @@ def groups(**own: Any) -> dict[str, Any]:
             groups(cpu={**CPU, "autoscaling": {"maxReplica": 3}}),
             "cpu.autoscaling.maxReplica: there is no such key, did you mean maxReplicas?",
         ),
-        (groups(odd=None), "workers.groups.odd: null takes a group away, and there is none of this name"),
+        (groups(odd=None), "workers.groups.odd: null removes a group, but there is no group of this name"),
         ({**CHOSEN, "nats": {"maxUnavailable": 0}}, "nats.maxUnavailable: Must be greater than or equal to 1"),
         (
             groups(cpu={**CPU, "adapter": {"resources": {"limits": {"memory": "4GB"}}}}),
@@ -168,7 +168,7 @@ def groups(**own: Any) -> dict[str, Any]:
         ),
         (
             {**CHOSEN, "gateway": {"defaultMachineProfile": "h100"}},
-            'defaultMachineProfile: no group of workers has "h100"; take one of cpu',
+            'defaultMachineProfile: no group of workers has "h100"; use one of cpu',
         ),
         (
             {**groups(cpu={**CPU, "bundle": "documents"}), "gateway": {"defaultMachineProfile": "cpu"}},
@@ -186,18 +186,18 @@ def groups(**own: Any) -> dict[str, Any]:
         ({**CHOSEN, "nats": {"replicas": 2}}, "nats.replicas must be one of the following: 1, 3, 5"),
         (
             {**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": 2}},
-            "nats.maxUnavailable: without 2 of 3 servers the others are no majority",
+            "nats.maxUnavailable: without 2 of 3 servers, the others are no majority",
         ),
-        ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart brings a broker of its own as well"),
+        ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart also starts its own broker"),
         (
             {**CHOSEN, "nats": {"storage": {"size": "10Gi"}}},
-            "nats.storage.maxFileStore: 18Gi fill the volume, whose nats.storage.size is 10Gi",
+            "nats.storage.maxFileStore: 18Gi would fill the volume, because nats.storage.size is 10Gi",
         ),
         (
             {**CHOSEN, "payloadStore": {"url": "s3://a", "existingClaim": "b"}},
-            "payloadStore.existingClaim: there is a url beside it",
+            "payloadStore.existingClaim: url is set too",
         ),
-        ({**CHOSEN, "catalogue": {"url": "s3://a", "configMap": "b"}}, "catalogue.configMap: there is a url beside it"),
+        ({**CHOSEN, "catalogue": {"url": "s3://a", "configMap": "b"}}, "catalogue.configMap: url is set too"),
         (groups(cpu=None), "workers.groups: name at least one group"),
         (groups(gpu={"gpu": True}), "machineProfile is required"),
         (
@@ -205,7 +205,7 @@ def groups(**own: Any) -> dict[str, Any]:
             'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4)',
         ),
         (groups(gpu={"machineProfile": "l4", "device": "cpu"}), "workers.groups.gpu.device: cpu leaves the GPU idle"),
-        (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; take gpu: true"),
+        (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; set gpu: true"),
         (groups(cpu={**CPU, "hubTokenSecret": {"name": "hub"}}), "hubTokenSecret: Has a dependency on key"),
         (
             groups(cpu={**CPU, "autoscaling": {"enabled": True, "minReplicas": 5}}),
@@ -213,7 +213,7 @@ def groups(**own: Any) -> dict[str, Any]:
         ),
         (
             {**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32},
-            "shorten the group's name",
+            "shorten the name of the group",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "values-gke.yaml",
             "token",
             (
-                "Reach it: http://sie.example.com\n",
+                "Connect: http://sie.example.com\n",
                 "curl -s http://sie.example.com/v1/encode/",
                 "port-forward service/sie-nats 4222:4222",
                 "TOKEN=$(SIE_NATS_PASSWORD=PASSWORD sie keys create first --nats-url nats://operator@127.0.0.1:4222)\n",

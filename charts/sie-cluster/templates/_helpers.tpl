@@ -1,9 +1,9 @@
-{{/* Name of all objects of a release; short enough for what is put behind it */}}
+{{/* Start of the names of all objects of a release; at most 40 characters, so that suffixes fit */}}
 {{- define "sie.fullname" -}}
 {{- default .Release.Name .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
-{{/* What selects the pods of a component: (list root component) */}}
+{{/* Selector of the pods of a component: (list root component) */}}
 {{- define "sie.selector" -}}
 app.kubernetes.io/name: {{ (index . 0).Chart.Name }}
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
@@ -18,44 +18,44 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
-{{/* What the metadata of an object begins with; further labels may follow: (list root component name) */}}
+{{/* Start of the metadata of an object; more labels may follow: (list root component name) */}}
 {{- define "sie.metadata" -}}
 name: {{ index . 2 }}
 labels:
   {{- include "sie.labels" . | nindent 2 }}
 {{- end }}
 
-{{/* One of our own images: (list root name) */}}
+{{/* Reference of an image of SIE: (list root name) */}}
 {{- define "sie.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := $root.Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ index . 1 }}:{{ default $root.Chart.AppVersion $image.tag }}
 {{- end }}
 
-{{/* A number without an exponent, anything else as it is: Helm reads each number as a float */}}
+{{/* Text of a value, without an exponent: Helm reads each number as a float */}}
 {{- define "sie.value" -}}
 {{- if and (kindIs "float64" .) (eq . (float64 (int64 .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- end }}
 
-{{/* Bytes of a size in Ki, Mi, Gi or Ti */}}
+{{/* Number of bytes of a size in Ki, Mi, Gi or Ti */}}
 {{- define "sie.bytes" -}}
 {{- $unit := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
 {{- mul (regexFind "^[0-9]+" .) (get $unit (regexFind "[KMGT]i$" .)) -}}
 {{- end }}
 
-{{/* Lay the second map over the first, which is changed: (list below above). Unlike mergeOverwrite this also lays false, 0 and "" over */}}
+{{/* Set the values of the second map in the first map: (list target source). Unlike mergeOverwrite, this also sets false, 0 and "" */}}
 {{- define "sie.overlay" -}}
-{{- $below := index . 0 -}}
+{{- $target := index . 0 -}}
 {{- range $key, $value := index . 1 -}}
-{{- if and (kindIs "map" $value) (kindIs "map" (get $below $key)) -}}
-{{- include "sie.overlay" (list (get $below $key) $value) -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $target $key)) -}}
+{{- include "sie.overlay" (list (get $target $key) $value) -}}
 {{- else -}}
-{{- $_ := set $below $key $value -}}
+{{- $_ := set $target $key $value -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
 
-{{/* One group of workers, whole, as YAML: (list root name) */}}
+{{/* Group of workers with all its values, as YAML: (list root name) */}}
 {{- define "sie.group" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values.workers.groups (index . 1) -}}
@@ -70,9 +70,9 @@ labels:
 {{- end -}}
 {{- $batcher := dict -}}
 {{- range list $root.Values.workers.common.workerSidecar.batcher $profile.batcher (default dict $own.workerSidecar).batcher -}}
-{{- range $key, $written := default dict . -}}
-{{- if not (kindIs "invalid" $written) -}}
-{{- $_ := set $batcher $key $written -}}
+{{- range $key, $value := default dict . -}}
+{{- if not (kindIs "invalid" $value) -}}
+{{- $_ := set $batcher $key $value -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -80,39 +80,39 @@ labels:
 {{- toYaml $group -}}
 {{- end }}
 
-{{/* The pool as subjects have it: lower case, default is an alias of _default */}}
+{{/* Name of the pool in subjects: in lower case; default is an alias of _default */}}
 {{- define "sie.pool" -}}
 {{- $pool := lower .Values.pool -}}
 {{- if eq $pool "default" }}_default{{ else }}{{ $pool }}{{ end -}}
 {{- end }}
 
-{{/* Machine profiles of all groups, each once, as a JSON list: the default first, then by the names of groups */}}
+{{/* Machine profiles of all groups without duplicates, as a JSON list: the default first, then by the names of groups */}}
 {{- define "sie.machineProfiles" -}}
-{{- $found := list -}}
-{{- $own := list -}}
+{{- $default := list -}}
+{{- $profiles := list -}}
 {{- range $name := keys .Values.workers.groups | sortAlpha -}}
-{{- $own = append $own (get (index $.Values.workers.groups $name) "machineProfile") -}}
+{{- $profiles = append $profiles (get (index $.Values.workers.groups $name) "machineProfile") -}}
 {{- end -}}
 {{- with .Values.gateway.defaultMachineProfile -}}
-{{- if has . $own }}{{ $found = append $found . }}{{ end -}}
+{{- if has . $profiles }}{{ $default = append $default . }}{{ end -}}
 {{- end -}}
-{{- uniq (concat $found $own) | toJson -}}
+{{- uniq (concat $default $profiles) | toJson -}}
 {{- end }}
 
-{{/* Seconds that a pod may take to end: above the lame duck and the longest a request may take */}}
+{{/* Seconds that a pod may take to end: more than the lame duck and the longest request */}}
 {{- define "sie.grace" -}}
 {{- add (int64 (ceil .Values.gateway.requestTimeoutSeconds)) (int64 .Values.gateway.preStopSeconds) 30 -}}
 {{- end }}
 
-{{/* Whether a component reads a setting that has no key of its own, and what it is: (list root component settings) */}}
+{{/* Variables of the settings that a component reads. Fails for a setting that no process reads: (list root component settings) */}}
 {{- define "sie.settings" -}}
 {{- $component := index . 1 -}}
 {{- $readers := (index . 0).Files.Get "files/settings.json" | fromJson -}}
 {{- $settings := index . 2 -}}
 {{- range $name := keys $settings | sortAlpha -}}
 {{- if not (hasKey $readers $name) -}}
-{{- $near := include "sie.near" (list $name (keys $readers)) -}}
-{{- fail (printf "settings.%s: no process reads it here%s; `sie settings` lists all, and those with a key in values.yaml are set there" $name $near) -}}
+{{- $suggestion := include "sie.near" (list $name (keys $readers)) -}}
+{{- fail (printf "settings.%s: no process reads it here%s; `sie settings` lists all settings, and a setting with a key in values.yaml is set by that key" $name $suggestion) -}}
 {{- end -}}
 {{- if has $component (get $readers $name) }}
 - name: {{ $name }}
@@ -144,13 +144,13 @@ labels:
 {{- include "sie.settings" . }}
 {{- end }}
 
-{{/* How a component comes to the broker: (list root user) */}}
+{{/* Variables for the connection of a component to the broker: (list root user) */}}
 {{- define "sie.brokerEnv" -}}
 {{- $root := index . 0 -}}
 {{- $user := index . 1 -}}
 {{- $servers := printf "nats://%s-nats:4222" (include "sie.fullname" $root) -}}
 {{- if not $root.Values.nats.enabled -}}
-{{- $servers = required "nats.url: name the servers of your broker, or let the chart bring one with nats.enabled=true" $root.Values.nats.url -}}
+{{- $servers = required "nats.url: name the servers of your broker, or set nats.enabled=true for the broker of the chart" $root.Values.nats.url -}}
 {{- end -}}
 - name: SIE_NATS_URL
   value: {{ regexReplaceAll "^(nats|tls)://" $servers (printf "${1}://%s@" $user) | quote }}
@@ -159,7 +159,7 @@ labels:
     secretKeyRef: {name: {{ include "sie.secret" $root }}, key: nats-{{ $user }}}
 {{- end }}
 
-{{/* Variables of who reads the catalogue from the config service */}}
+{{/* Variables of processes that read the catalogue from the config service */}}
 {{- define "sie.readerEnv" -}}
 - name: SIE_CONFIG_SERVICE_URL
   value: http://{{ include "sie.fullname" . }}-config:8081
@@ -178,7 +178,7 @@ labels:
     secretKeyRef: {name: {{ include "sie.secret" . }}, key: admin-token, optional: true}
 {{- end }}
 
-{{/* Variables of who makes streams or buckets */}}
+{{/* Variables of processes that create streams or buckets */}}
 {{- define "sie.streamEnv" -}}
 - name: SIE_STREAM_STORAGE
   value: {{ .Values.stream.storage }}
@@ -209,21 +209,21 @@ labels:
 {{- end }}
 {{- end }}
 
-{{/* The secret, and the choice of who may call: neither has a default */}}
+{{/* Name of the secret. The secret and auth.mode have no defaults */}}
 {{- define "sie.secret" -}}
 {{- $_ := include "sie.authMode" . -}}
 {{- required "auth.secretName: name a secret with at least config-read-token and the passwords of the broker's users (see values.yaml)" .Values.auth.secretName -}}
 {{- end }}
 
 {{- define "sie.authMode" -}}
-{{- $mode := required "auth.mode: choose who may call: none (whoever reaches the gateway), static (tokens of the secret) or token (keys made by `sie keys`)" .Values.auth.mode -}}
+{{- $mode := required "auth.mode: choose who may call: none (everybody who reaches the gateway), static (tokens of the secret) or token (keys of `sie keys`)" .Values.auth.mode -}}
 {{- if not (has $mode (list "none" "static" "token")) -}}
 {{- fail (printf "auth.mode: got %q, expected none, static or token" $mode) -}}
 {{- end -}}
 {{- $mode -}}
 {{- end }}
 
-{{/* Restricted pod security; all of our processes have the same user, whom the socket's peers must be */}}
+{{/* Restricted pod security. All processes have the same user, because a socket only accepts processes of its own user */}}
 {{- define "sie.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -239,7 +239,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The pods of a Deployment, up to their specification: (list root component values) */}}
+{{/* Selector of a Deployment, and its pod template without the spec: (list root component values) */}}
 {{- define "sie.pods" -}}
 selector:
   matchLabels:
@@ -254,14 +254,14 @@ template:
     {{- end }}
 {{- end }}
 
-{{/* What the specification of every pod begins with: (list root component values account); `component` is that of its label */}}
+{{/* Start of the spec of every pod: (list root component values account); `component` is that of the label */}}
 {{- define "sie.pod" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
 {{- $values := index . 2 -}}
 serviceAccountName: {{ include "sie.fullname" $root }}-{{ index . 3 }}
 automountServiceAccountToken: false
-# a service named sie-gateway would otherwise set SIE_GATEWAY_METRICS_PORT and the like
+# a link to a service named sie-gateway would set variables such as SIE_GATEWAY_METRICS_PORT
 enableServiceLinks: false
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets:
@@ -300,7 +300,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* A disruption budget: (list root component most) */}}
+{{/* Disruption budget: (list root component maxUnavailable) */}}
 {{- define "sie.budget" -}}
 {{- $root := index . 0 -}}
 apiVersion: policy/v1
@@ -309,14 +309,14 @@ metadata:
   {{- include "sie.metadata" (list $root (index . 1) (printf "%s-%s" (include "sie.fullname" $root) (index . 1))) | nindent 2 }}
 spec:
   maxUnavailable: {{ index . 2 }}
-  # pods that are not ready do not hold up a drain
+  # pods that are not ready do not delay a drain
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
       {{- include "sie.selector" (list $root (index . 1)) | nindent 6 }}
 {{- end }}
 
-{{/* A service account that may do nothing: (list root component annotations) */}}
+{{/* Service account without permissions: (list root component annotations) */}}
 {{- define "sie.account" -}}
 {{- $root := index . 0 -}}
 apiVersion: v1
@@ -349,34 +349,34 @@ readinessProbe:
   failureThreshold: 3
 {{- end }}
 
-{{/* ", did you mean X?" where one of some names differs by a character, by case or by separators: (list name names) */}}
+{{/* Text ", did you mean X?", if one of the names differs little from a name: (list name names). Case, _ and - do not count */}}
 {{- define "sie.near" -}}
 {{- $name := index . 0 | lower | replace "_" "" | replace "-" "" -}}
-{{- $found := dict -}}
+{{- $best := dict -}}
 {{- range $other := index . 1 | sortAlpha -}}
-{{- $each := $other | lower | replace "_" "" | replace "-" "" -}}
-{{- $short := min (len $name) (len $each) | int -}}
-{{- $long := max (len $name) (len $each) | int -}}
-{{- $head := 0 -}}
+{{- $candidate := $other | lower | replace "_" "" | replace "-" "" -}}
+{{- $short := min (len $name) (len $candidate) | int -}}
+{{- $long := max (len $name) (len $candidate) | int -}}
+{{- $prefix := 0 -}}
 {{- range $at := until $short -}}
-{{- if and (eq $head $at) (eq (substr $at (add1 $at | int) $name) (substr $at (add1 $at | int) $each)) -}}{{- $head = add1 $at | int -}}{{- end -}}
+{{- if and (eq $prefix $at) (eq (substr $at (add1 $at | int) $name) (substr $at (add1 $at | int) $candidate)) -}}{{- $prefix = add1 $at | int -}}{{- end -}}
 {{- end -}}
-{{- $tail := 0 -}}
-{{- range $at := until (sub $short $head | int) -}}
-{{- $mine := sub (sub (len $name) $at) 1 | int -}}
-{{- $theirs := sub (sub (len $each) $at) 1 | int -}}
-{{- if and (eq $tail $at) (eq (substr $mine (add1 $mine | int) $name) (substr $theirs (add1 $theirs | int) $each)) -}}{{- $tail = add1 $at | int -}}{{- end -}}
+{{- $suffix := 0 -}}
+{{- range $at := until (sub $short $prefix | int) -}}
+{{- $nameIndex := sub (sub (len $name) $at) 1 | int -}}
+{{- $candidateIndex := sub (sub (len $candidate) $at) 1 | int -}}
+{{- if and (eq $suffix $at) (eq (substr $nameIndex (add1 $nameIndex | int) $name) (substr $candidateIndex (add1 $candidateIndex | int) $candidate)) -}}{{- $suffix = add1 $at | int -}}{{- end -}}
 {{- end -}}
-{{- $apart := sub (sub $long $head) $tail | int -}}
-{{- /* two side by side may have changed places; of a long name a longer piece may be missing */ -}}
-{{- if or (le $apart 1) (and (le $apart 2) (ge $long 5)) (and (le $apart 3) (ge $long 9)) -}}
-{{- if or (not (hasKey $found "name")) (lt $apart $found.apart) -}}{{- $_ := set $found "name" $other -}}{{- $_ := set $found "apart" $apart -}}{{- end -}}
+{{- $distance := sub (sub $long $prefix) $suffix | int -}}
+{{- /* two neighbouring characters may be swapped; in a long name, a longer part may be missing */ -}}
+{{- if or (le $distance 1) (and (le $distance 2) (ge $long 5)) (and (le $distance 3) (ge $long 9)) -}}
+{{- if or (not (hasKey $best "name")) (lt $distance $best.distance) -}}{{- $_ := set $best "name" $other -}}{{- $_ := set $best "distance" $distance -}}{{- end -}}
 {{- end -}}
 {{- end -}}
-{{- with $found.name }}, did you mean {{ . }}?{{ end -}}
+{{- with $best.name }}, did you mean {{ . }}?{{ end -}}
 {{- end }}
 
-{{/* Lines about keys of some values that no template reads: (list values path keys) */}}
+{{/* Error lines for keys of values that no template reads: (list values path keys) */}}
 {{- define "sie.unknown" -}}
 {{- $values := index . 0 -}}
 {{- $path := index . 1 -}}
@@ -389,7 +389,7 @@ readinessProbe:
 {{- else if hasKey $known $key -}}
 {{- include "sie.unknown" (list (index $values $key) $at (index $known $key)) -}}
 {{- else if hasPrefix "SIE_" $key -}}
-{{- printf "- %s: no process reads it here%s `sie settings` lists all, and those with a key in values.yaml are set there\n" $at (include "sie.near" (list $key (keys $known)) | default ";") -}}
+{{- printf "- %s: no process reads it here%s `sie settings` lists all settings, and a setting with a key in values.yaml is set by that key\n" $at (include "sie.near" (list $key (keys $known)) | default ";") -}}
 {{- else -}}
 {{- printf "- %s: there is no such key%s\n" $at (include "sie.near" (list $key (keys $known)) | default (printf "; there are: %s" (keys $known | sortAlpha | join ", "))) -}}
 {{- end -}}
