@@ -205,9 +205,9 @@ def _send_parts(
     return sorted(replies, key=lambda reply: reply.start)
 
 
-def _failed_part(verb: str, error: SIEError, items: Sequence[Any], other: _PartReply) -> _PartReply:
+def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartReply) -> _PartReply:
     """Return the reply to a part of which all items failed, with the results that the server gives to failed items of
-    other parts. `other`: reply to another part.
+    other parts. `good`: reply to another part.
     """
     slots = []
     for failure in error.details["errors"]:
@@ -224,7 +224,7 @@ def _failed_part(verb: str, error: SIEError, items: Sequence[Any], other: _PartR
         elif verb == "score":
             slot |= {"item_id": str(place), "score": None}
         slots.append(slot)
-    shared = {name: other.shared[name] for name in ("model", "fingerprint")}
+    shared = {name: good.shared[name] for name in ("model", "fingerprint")}
     body = {"scores" if verb == "score" else "items": slots}
     return _PartReply(
         error.details["errors"][0]["index"],

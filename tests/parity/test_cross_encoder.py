@@ -349,7 +349,7 @@ def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
 
 @pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_a_head_that_reads_the_first_token_alone_is_known(kind: str, load: Load) -> None:
-    """Such a head runs once for all lengths. If one is not recognised, scores stay right and take longer."""
+    """A head of this kind runs once for all lengths. If it is not recognised, scores stay right and take longer."""
     head = load(kind).resident.weights.heads["score"]
     assert getattr(head, "_reads_first", None) == {"modernbert mean": False, "qwen2": None}.get(kind, True)
 
