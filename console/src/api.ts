@@ -6,16 +6,16 @@ import { type CallOptions, SIEClient } from "sie-client";
 const STORED = "sie.key";
 const LIMIT_MS = 30_000; // of what is read
 
-export interface Sent {
+export interface GatewayRequest {
   method: string;
   path: string;
   body?: unknown;
   explain?: boolean;
 }
 
-export const key = (): string => sessionStorage.getItem(STORED) ?? "";
+export const readKey = (): string => sessionStorage.getItem(STORED) ?? "";
 
-export function keep(value: string): void {
+export function storeKey(value: string): void {
   if (value) sessionStorage.setItem(STORED, value);
   else sessionStorage.removeItem(STORED);
 }
@@ -25,19 +25,19 @@ export function keep(value: string): void {
 const ROOT = new URL("..", import.meta.url);
 
 /** The address of a path, below that prefix. */
-export const address = (path: string): string => new URL(path.replace(/^\//, ""), ROOT).href;
+export const urlOf = (path: string): string => new URL(path.replace(/^\//, ""), ROOT).href;
 
 /** A person waits: what is refused for now is shown, and not asked again. Throws SIEError for a key that cannot be sent. */
-export const client = (): SIEClient =>
+export const createClient = (): SIEClient =>
   new SIEClient({
-    baseUrl: address(""),
-    apiKey: key(),
+    baseUrl: urlOf(""),
+    apiKey: readKey(),
     waitForCapacity: false,
     fetch: (input, init) => fetch(input, { ...init, cache: "no-store" }),
   });
 
 /** Throws SIEError. */
-export const ask = async <T>({ method, path, ...options }: Sent & CallOptions): Promise<T> => client().json<T>(method, path, options);
+export const sendRequest = async <T>({ method, path, ...options }: GatewayRequest & CallOptions): Promise<T> => createClient().json<T>(method, path, options);
 
-export const get = <T>(path: string, limitMs = LIMIT_MS): Promise<T> =>
-  ask<T>({ method: "GET", path, signal: AbortSignal.timeout(limitMs) });
+export const getJson = <T>(path: string, limitMs = LIMIT_MS): Promise<T> =>
+  sendRequest<T>({ method: "GET", path, signal: AbortSignal.timeout(limitMs) });

@@ -1,11 +1,11 @@
 import { useState } from "preact/hooks";
 import type { Batch, BatchPage as Page } from "sie-client";
-import { ask, client } from "./api";
-import { usePolled } from "./polled";
-import { useAttempts } from "./attempts";
+import { sendRequest, createClient } from "./api";
+import { usePolling } from "./polling";
+import { useAction } from "./action";
 import { Confirm } from "./confirm";
-import { save } from "./downloads";
-import { clock } from "./job-words";
+import { saveFile } from "./save-file";
+import { formatTime } from "./job-status";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
 import { href } from "./routes";
 import { Table } from "./table";
@@ -18,7 +18,7 @@ const ENDED: readonly string[] = ["completed", "failed", "expired", "cancelled"]
 export function Batches() {
   const pages = usePages();
   const query = new URLSearchParams({ limit: `${PAGE}`, ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = usePolled<Page>(`/v1/batches?${query}`, EVERY_MS);
+  const { value, trouble } = usePolling<Page>(`/v1/batches?${query}`, EVERY_MS);
   return (
     <>
       <h2>Batches</h2>
@@ -34,7 +34,7 @@ export function Batches() {
                 <td data-label="failed" class="number">{batch.request_counts.failed}</td>
                 <td data-label="endpoint">{batch.endpoint}</td>
                 <td data-label="window">{batch.completion_window}</td>
-                <td data-label="submitted">{clock(batch.created_at)}</td>
+                <td data-label="submitted">{formatTime(batch.created_at)}</td>
               </tr>
           ))}
         </Table>
@@ -46,25 +46,25 @@ export function Batches() {
 
 export function BatchPage({ id }: { id: string }) {
   const [look, setLook] = useState(0);
-  const { value, trouble } = usePolled<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
+  const { value, trouble } = usePolling<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
   if (value) return <BatchDetail batch={value} onChange={() => setLook((old) => old + 1)} />;
   return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the batch</p>;
 }
 
 function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {
   const [isAsking, setAsking] = useState(false);
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   const files: [string, string | null | undefined][] = [["input", batch.input_file_id], ["output", batch.output_file_id], ["errors", batch.error_file_id]];
   const download = (id: string) =>
-    attempt(async () => {
-      const { filename } = await client().files.get(id);
-      save(await client().files.content(id), filename);
+    runAction(async () => {
+      const { filename } = await createClient().files.get(id);
+      saveFile(await createClient().files.content(id), filename);
       return `${filename} is downloaded`;
     });
   const cancel = () => {
     setAsking(false);
-    return attempt(async () => {
-      await ask<Batch>({ method: "POST", path: `/v1/batches/${encodeURIComponent(batch.id)}/cancel` });
+    return runAction(async () => {
+      await sendRequest<Batch>({ method: "POST", path: `/v1/batches/${encodeURIComponent(batch.id)}/cancel` });
       onChange();
       return "It ends.";
     });
@@ -86,7 +86,7 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
         <div><dt>failed</dt><dd>{batch.request_counts.failed}</dd></div>
         {TIMES.map((name) => {
           const at = batch[`${name}_at`];
-          return at && <div><dt>{name.replace("_", " ")}</dt><dd>{clock(at)}</dd></div>;
+          return at && <div><dt>{name.replace("_", " ")}</dt><dd>{formatTime(at)}</dd></div>;
         })}
         {files.map(([name, id]) => id && (
           <div><dt>{`file: ${name}`}</dt><dd><button type="button" class="link" disabled={isBusy} aria-label={`Download ${name} ${id}`} onClick={() => download(id)}>{id}</button></dd></div>

@@ -1,6 +1,6 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { usePolled } from "./polled";
+import { usePolling } from "./polling";
 import { Charts, errorsOf } from "./charts";
 import { DeadLetters } from "./dead-letters";
 import { Doctor } from "./doctor";
@@ -10,8 +10,8 @@ import { Reservations } from "./reservations";
 import { href, type Route } from "./routes";
 import { Table } from "./table";
 import type { Cluster as State, History } from "./types";
-import { bytes } from "./units";
-import { Words } from "./words";
+import { formatBytes } from "./format";
+import { InlineCode } from "./inline-code";
 
 const EVERY_MS = 1000;
 const HISTORY_EVERY_MS = 10_000;
@@ -34,8 +34,8 @@ export function Cluster({ route: { parts, query } }: { route: Route }) {
 
 function Overview({ part, showsFailed }: { part: string; showsFailed: boolean }) {
   const [filter, setFilter] = useState("");
-  const { value: state, trouble } = usePolled<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
-  const { value: history } = usePolled<History>("/v1/history", HISTORY_EVERY_MS);
+  const { value: state, trouble } = usePolling<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value: history } = usePolling<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
   const words = trouble || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
   const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isWanted={part === name}>{content}</Part>;
@@ -155,8 +155,8 @@ function Attention({ state, history }: { state: State; history: History | undefi
       <ul id="attention">
         {troubles.map(({ words, remedy, address, link }) => (
           <li>
-            <Words text={words} /> <a href={address}>{link}</a>
-            {remedy && <p class="about">Remedy: <Words text={remedy} /></p>}
+            <InlineCode text={words} /> <a href={address}>{link}</a>
+            {remedy && <p class="about">Remedy: <InlineCode text={remedy} /></p>}
           </li>
         ))}
       </ul>
@@ -224,7 +224,7 @@ function Workers({ state }: { state: State }) {
                 {worker.memory_total_bytes > 0 && (
                   <span>
                     <meter max={worker.memory_total_bytes} value={worker.memory_used_bytes} aria-label={`Memory of ${worker.name}`} />
-                    {` ${bytes(worker.memory_used_bytes)} of ${bytes(worker.memory_total_bytes)}`}
+                    {` ${formatBytes(worker.memory_used_bytes)} of ${formatBytes(worker.memory_total_bytes)}`}
                   </span>
                 )}
               </td>

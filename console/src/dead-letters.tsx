@@ -1,8 +1,8 @@
 import { useState } from "preact/hooks";
-import { ask, get } from "./api";
-import { useAttempts } from "./attempts";
+import { sendRequest, getJson } from "./api";
+import { useAction } from "./action";
 import { Confirm } from "./confirm";
-import { Lacking, useScope } from "./session";
+import { MissingScope, useScope } from "./session";
 import { Table } from "./table";
 import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
@@ -17,10 +17,10 @@ export function DeadLetters() {
   const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
   const [open, setOpen] = useState("");
   const [purging, setPurging] = useState(""); // an id, or "all"
-  const { isBusy, notice, refusal, ...attempts } = useAttempts();
-  const attempt = (work: () => Promise<string>) => {
+  const { isBusy, notice, refusal, ...action } = useAction();
+  const runAction = (work: () => Promise<string>) => {
     setPurging("");
-    return attempts.attempt(work);
+    return action.runAction(work);
   };
   const query = (more: Record<string, string> = {}, filter = shownFilter) => {
     const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
@@ -29,18 +29,18 @@ export function DeadLetters() {
   const isShown = `${query({}, chosen)}` === `${query()}`; // else what is typed is not what "all that fit" means
   const filter = [...query()].filter(([name]) => name !== "pool").map(([name, value]) => `, ${name} ${value}`).join("");
   const letterPath = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
-  const read = async (more: Record<string, string> = {}, filter = shownFilter) => setPage(await get<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
-  const older = (before: number) => attempt(async () => (await read({ before: `${before}` }), ""));
+  const read = async (more: Record<string, string> = {}, filter = shownFilter) => setPage(await getJson<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
+  const older = (before: number) => runAction(async () => (await read({ before: `${before}` }), ""));
   const show = () =>
-    attempt(async () => {
+    runAction(async () => {
       await read({}, chosen);
       setShownFilter(chosen);
       setAfter("");
       return "";
     });
   const replay = (path: string) =>
-    attempt(async () => {
-      const outcome = await ask<Replayed | ReplayedAll>({ method: "POST", path });
+    runAction(async () => {
+      const outcome = await sendRequest<Replayed | ReplayedAll>({ method: "POST", path });
       const all = "replayed" in outcome ? outcome.replayed : [outcome];
       const next = "replayed" in outcome ? outcome.next : null;
       setAfter(next === null ? "" : `${next}`);
@@ -50,8 +50,8 @@ export function DeadLetters() {
   const purge = () => {
     const needsAll = ![...query().keys()].some((name) => name !== "pool");
     const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : letterPath(purging);
-    return attempt(async () => {
-      const result = await ask<Purged>({ method: "DELETE", path });
+    return runAction(async () => {
+      const result = await sendRequest<Purged>({ method: "DELETE", path });
       await read();
       return `${result.removed} removed${result.complete ? "" : "; more are left"}`;
     });
@@ -64,7 +64,7 @@ export function DeadLetters() {
   );
   return (
     <>
-      <Lacking scope="admin" subject="Dead letters need" />
+      <MissingScope scope="admin" subject="Dead letters need" />
       {mayRead && (
         <form class="row" onSubmit={(event) => { event.preventDefault(); void show(); }}>
           {field("pool", "Pool")}{field("code", "Code")}{field("reason", "Reason")}{field("model", "Model")}{field("lane", "Lane")}

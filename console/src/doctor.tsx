@@ -1,9 +1,9 @@
 import { useState } from "preact/hooks";
-import { get } from "./api";
-import { useAttempts } from "./attempts";
+import { getJson } from "./api";
+import { useAction } from "./action";
 import { Table } from "./table";
-import type { Report } from "./types";
-import { Words } from "./words";
+import type { DoctorReport } from "./types";
+import { InlineCode } from "./inline-code";
 
 const LIMIT_MS = 60_000;
 const WORDS = { fine: "fine", wrong: "wrong", absent: "not there", blind: "not seen" } as const;
@@ -11,9 +11,9 @@ const CLASSES = { fine: "healthy", wrong: "failed", absent: "", blind: "loading"
 
 /** What `sie doctor` finds, each with its remedy, when it is asked for: it connects to the broker and to each part. */
 export function Doctor() {
-  const [report, setReport] = useState<Report>();
-  const { isBusy, refusal, attempt } = useAttempts("The doctor needs a key with the scope admin: sign in above.");
-  const run = () => attempt(async () => (setReport(await get<Report>("/v1/doctor", LIMIT_MS)), ""));
+  const [report, setReport] = useState<DoctorReport>();
+  const { isBusy, refusal, runAction } = useAction("The doctor needs a key with the scope admin: sign in above.");
+  const run = () => runAction(async () => (setReport(await getJson<DoctorReport>("/v1/doctor", LIMIT_MS)), ""));
   return (
     <>
       <p class="dim">It connects to the broker and to each part, as <code>sie doctor</code> does.</p>
@@ -27,7 +27,7 @@ export function Doctor() {
               <td data-label="state"><span class={`state ${CLASSES[check.state]}`}>{WORDS[check.state]}</span></td>
               <td class="wide">
                 {check.says}
-                {check.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
+                {check.findings.map((finding) => <p><b><InlineCode text={finding.wrong} /></b><br />Remedy: <InlineCode text={finding.fix} /></p>)}
               </td>
             </tr>
           ))}

@@ -1,15 +1,15 @@
 import { useState } from "preact/hooks";
 import type { Job } from "sie-client";
-import { client } from "./api";
-import { useAttempts } from "./attempts";
+import { createClient } from "./api";
+import { useAction } from "./action";
 import { Confirm } from "./confirm";
-import { Copies } from "./copies";
+import { CodeSamples } from "./code-samples";
 import { JobParts, JobRows } from "./job-parts";
 import { jobPrograms } from "./job-requests";
 import { Progress } from "./job-table";
-import { clock, forecastOf, hasEnded, nameOf, rateOf } from "./job-words";
-import { go, href } from "./routes";
-import { duration } from "./units";
+import { formatTime, forecastOf, hasEnded, nameOf, rateOf } from "./job-status";
+import { navigate, href } from "./routes";
+import { formatDuration } from "./format";
 
 type Asking = "cancel" | "delete";
 const QUESTIONS: Record<Asking, string> = {
@@ -29,12 +29,12 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
     ["rate", rateOf(job)],
     ["forecast", forecastOf(job)],
     ["workers", job.forecast ? `${job.forecast.workers}` : ""],
-    ["deadline", job.request.deadline ? clock(job.request.deadline) : ""],
+    ["deadline", job.request.deadline ? formatTime(job.request.deadline) : ""],
     ["operation", job.operation],
     ["owner", job.owner ?? ""],
-    ["submitted", clock(job.created_at)],
-    ["started", job.started_at ? clock(job.started_at) : ""],
-    ["ended", job.ended_at ? `${clock(job.ended_at)}${job.started_at ? `, after ${duration(job.ended_at - job.started_at)}` : ""}` : ""],
+    ["submitted", formatTime(job.created_at)],
+    ["started", job.started_at ? formatTime(job.started_at) : ""],
+    ["ended", job.ended_at ? `${formatTime(job.ended_at)}${job.started_at ? `, after ${formatDuration(job.ended_at - job.started_at)}` : ""}` : ""],
     ["fingerprint", job.fingerprint ?? ""],
   ];
   const isWriting = !hasEnded(job) && Boolean(counts.rows) && counts.done === counts.rows;
@@ -64,29 +64,29 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
       <JobParts job={job} />
       <JobRows job={job} />
       <details><summary>Request</summary><pre class="code request">{JSON.stringify(job.request, null, 2)}</pre></details>
-      <Copies programs={jobPrograms({ request: job.request, file: "" })} title="The same job again as" />
+      <CodeSamples programs={jobPrograms({ request: job.request, file: "" })} title="The same job again as" />
     </article>
   );
 }
 
 function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
   const [asking, setAsking] = useState<Asking>();
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   const act = (work: () => Promise<string>) => {
     setAsking(undefined);
-    return attempt(async () => {
+    return runAction(async () => {
       const words = await work();
       onChange();
       return words;
     });
   };
-  const { jobs } = client();
+  const { jobs } = createClient();
   const pause = () => act(async () => (await jobs.pause(job.id), "It pauses once the parts that run are written."));
   const resume = () => act(async () => (await jobs.resume(job.id), "It goes on."));
-  const retry = () => attempt(async () => (go(href("jobs", [(await jobs.retry(job.id)).id])), ""));
+  const retry = () => runAction(async () => (navigate(href("jobs", [(await jobs.retry(job.id)).id])), ""));
   const certain: Record<Asking, () => Promise<boolean>> = {
     cancel: () => act(async () => (await jobs.cancel(job.id), "It ends.")),
-    delete: () => attempt(async () => (await jobs.delete(job.id), go(href("jobs")), "")),
+    delete: () => runAction(async () => (await jobs.delete(job.id), navigate(href("jobs")), "")),
   };
   const isEnded = hasEnded(job);
   return (

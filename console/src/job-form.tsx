@@ -1,13 +1,13 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { type JobRequest, SIEError } from "sie-client";
-import { client } from "./api";
-import { useAttempts } from "./attempts";
-import { Copies } from "./copies";
+import { createClient } from "./api";
+import { useAction } from "./action";
+import { CodeSamples } from "./code-samples";
 import { jobPrograms } from "./job-requests";
-import { rank } from "./model-words";
+import { sortRank } from "./model-properties";
 import { Picker } from "./picker";
-import { AsJson, complaintsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
-import { short } from "./playground-parts";
+import { JsonParameters, faultsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
+import { shorten } from "./playground-shared";
 import { type Preview, preview } from "./rows-preview";
 import { Table } from "./table";
 import type { Model } from "./types";
@@ -88,7 +88,7 @@ function requestOf(fields: JobFields, settings: Settings, model: Model | undefin
 
 /** Sends the file first. A file of a job that is refused is deleted, as nothing reads it. */
 async function submitted(request: JobRequest, file: File | undefined): Promise<string> {
-  const { files, jobs } = client();
+  const { files, jobs } = createClient();
   if (!file) return (await jobs.submit(request)).id;
   const sent = await files.upload(file, file.name, "jobs", { expiresAfterS: FILE_LIFE_S });
   try {
@@ -108,13 +108,13 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
   const [file, setFile] = useState<File>();
   const [rowsPreview, setRowsPreview] = useState<Preview>();
   const [unread, setUnread] = useState("");
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   const fitting = useMemo(() => models.filter((model) => model.tasks.includes(fields.operation)), [models, fields.operation]);
   useEffect(() => {
-    setFields((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((first, second) => rank(first) - rank(second))[0]?.id ?? "" }));
+    setFields((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((first, second) => sortRank(first) - sortRank(second))[0]?.id ?? "" }));
   }, [fitting]);
   const model = fitting.find((model) => model.id === fields.model);
-  const isSound = !Object.values(complaintsOf(fields.operation, settings, model)).some(Boolean);
+  const isSound = !Object.values(faultsOf(fields.operation, settings, model)).some(Boolean);
   const hasData = Boolean(file) !== Boolean(fields.url.trim());
   const isUnread = Boolean(unread) && !fields.input; // whoever names the format knows better than the name of the file
   const isReady = !isBusy && isSound && Boolean(fields.model) && hasData && !isUnread;
@@ -143,7 +143,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
   async function submit(event: Event) {
     event.preventDefault();
     if (!request) return;
-    await attempt(async () => {
+    await runAction(async () => {
       const id = await submitted(request, file);
       onDone(id);
       return `Submitted as ${id}.`;
@@ -223,7 +223,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         {!isImage && !isDocument && rowsPreview && <FirstText preview={rowsPreview} template={fields[target].replaceAll("\\n", "\n")} />}
         {!isImage && fields.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
-        <AsJson prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        <JsonParameters prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
       </fieldset>
       <fieldset class="panel">
         <legend>3. Destination</legend>
@@ -266,7 +266,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         </span>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : notice}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}
-        {request && hasData && <Copies programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
+        {request && hasData && <CodeSamples programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
       </div>
     </form>
   );
@@ -282,7 +282,7 @@ function FirstText({ preview: { columns, rows: [first] }, template }: { preview:
   return (
     <div id="job-first-text">
       <p class="dim">The first row reads:</p>
-      <pre class="code">{short(text, SHOWN)}</pre>
+      <pre class="code">{shorten(text, SHOWN)}</pre>
     </div>
   );
 }
@@ -295,7 +295,7 @@ function Rows({ preview: { columns, rows, count }, onColumn }: { preview: Previe
       <p class="row">{columns.map((name) => <button type="button" class="chip" disabled={!onColumn} onClick={() => onColumn?.(name)}>{name}</button>)}</p>
       {rows.length > 0 && (
         <Table label="First rows" columns={columns}>
-          {rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}
+          {rows.map((row) => <tr>{row.map((value) => <td title={value}>{shorten(value, 60)}</td>)}</tr>)}
         </Table>
       )}
     </div>

@@ -1,11 +1,11 @@
 import { useEffect, useState } from "preact/hooks";
 import { type Job, type JobManifest, type JobPart, type JobRow, SIEError } from "sie-client";
-import { client, get } from "./api";
-import { useAttempts } from "./attempts";
-import { save } from "./downloads";
-import { hasEnded } from "./job-words";
+import { createClient, getJson } from "./api";
+import { useAction } from "./action";
+import { saveFile } from "./save-file";
+import { hasEnded } from "./job-status";
 import { Table } from "./table";
-import { bytes } from "./units";
+import { formatBytes } from "./format";
 
 const PAGE = 50; // parts
 const ROWS = 20; // of a sample
@@ -16,7 +16,7 @@ export function JobParts({ job }: { job: Job }) {
   const [after, setAfter] = useState(0);
   const [trouble, setTrouble] = useState("");
   const [look, setLook] = useState(0);
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   // a page that has a next one stays as it is until the job ends; each look costs the gateway the records of all parts
   const isFull = manifest?.next != null && !hasEnded(job);
   const written = isFull ? "" : `${job.counts.shards_done} ${hasEnded(job)}`;
@@ -24,7 +24,7 @@ export function JobParts({ job }: { job: Job }) {
     let ended = false;
     async function read() {
       try {
-        const manifest = await get<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
+        const manifest = await getJson<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
         if (ended) return;
         setManifest(manifest);
         setTrouble("");
@@ -39,9 +39,9 @@ export function JobParts({ job }: { job: Job }) {
     };
   }, [job.id, written, after, look]);
   const download = (part: JobPart) =>
-    attempt(async () => {
-      save(await client().jobs.part(job.id, part), part.name);
-      return `${part.name}: ${bytes(part.bytes)} downloaded`;
+    runAction(async () => {
+      saveFile(await createClient().jobs.part(job.id, part), part.name);
+      return `${part.name}: ${formatBytes(part.bytes)} downloaded`;
     });
   if (trouble) {
     return (
@@ -62,7 +62,7 @@ export function JobParts({ job }: { job: Job }) {
           {manifest.parts.map((part) => (
             <tr key={part.name}>
               <td>{job.request.output?.url ? part.name : <button type="button" class="link" disabled={isBusy} aria-label={`Download ${part.name}`} onClick={() => download(part)}>{part.name}</button>}</td>
-              <td class="number">{part.rows}</td><td class="number">{part.failed}</td><td class="number">{bytes(part.bytes)}</td>
+              <td class="number">{part.rows}</td><td class="number">{part.failed}</td><td class="number">{formatBytes(part.bytes)}</td>
               <td class="name">{part.source}</td><td title={part.sha256}>{part.sha256.slice(0, 12)}</td>
             </tr>
           ))}
@@ -83,10 +83,10 @@ export function JobParts({ job }: { job: Job }) {
 /** Some rows that are answered, without their values. */
 export function JobRows({ job }: { job: Job }) {
   const [rows, setRows] = useState<JobRow[]>();
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   const show = (failed: boolean) =>
-    attempt(async () => {
-      const rows = await client().jobs.rows(job.id, { limit: ROWS, failed });
+    runAction(async () => {
+      const rows = await createClient().jobs.rows(job.id, { limit: ROWS, failed });
       setRows(rows);
       return rows.length ? `${rows.length} ${failed ? "rows that failed" : "answered rows"}` : `no ${failed ? "row that failed" : "answered row"} is written yet`;
     });

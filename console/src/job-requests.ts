@@ -1,8 +1,8 @@
 /** A job as it is sent, and as programs that submit it. */
 
 import type { JobRequest } from "sie-client";
-import { key } from "./api";
-import { type Program, pythonic, quoted, serverUrl } from "./code";
+import { readKey } from "./api";
+import { type Program, pythonLiteral, shellQuote, serverUrl } from "./code";
 
 /** A job, and the name of the file that is sent before it; `source.file` empty: the request says what is read. */
 export interface Submission {
@@ -16,10 +16,10 @@ const PLACE = "FILE_ID"; // of the id, before the file is sent
 const sourceOf = ({ request: { input }, file }: Submission): string => file || input.file || input.url || "";
 
 function asCurl({ request, file }: Submission): string {
-  const token = key() ? [`-H "Authorization: Bearer $SIE_API_KEY"`] : [];
-  const post = ["curl -sS", ...token, "-H 'Content-Type: application/json'", "--data-binary @-", quoted(`${serverUrl()}/v1/jobs`)].join(" \\\n  ");
+  const token = readKey() ? [`-H "Authorization: Bearer $SIE_API_KEY"`] : [];
+  const post = ["curl -sS", ...token, "-H 'Content-Type: application/json'", "--data-binary @-", shellQuote(`${serverUrl()}/v1/jobs`)].join(" \\\n  ");
   if (!file) return `${post} <<'END'\n${JSON.stringify(request)}\nEND\n`;
-  const send = ["curl -sS", ...token, "-F purpose=jobs", `-F ${quoted(`file=@"${file}"`)}`, quoted(`${serverUrl()}/v1/files`)].join(" \\\n  ");
+  const send = ["curl -sS", ...token, "-F purpose=jobs", `-F ${shellQuote(`file=@"${file}"`)}`, shellQuote(`${serverUrl()}/v1/files`)].join(" \\\n  ");
   const body = JSON.stringify({ ...request, input: { ...request.input, file: PLACE } });
   return `file=$(${send} | grep -o 'file-[0-9a-f]\\{32\\}' | head -n 1)\nsed "s/${PLACE}/$file/" <<'END' | ${post}\n${body}\nEND\n`;
 }
@@ -28,17 +28,17 @@ function asPython(submission: Submission): string {
   const { model, input, output, ...rest } = submission.request;
   const { file: _file, url: _url, format, ...columns } = input;
   const options = { ...columns, ...(format ? { input_format: format } : {}), ...(output ? { output } : {}), ...rest };
-  const named = Object.entries(options).map(([name, value]) => `        ${name}=${pythonic(value)},`);
-  const source = submission.file ? `Path(${pythonic(submission.file)})` : pythonic(sourceOf(submission));
+  const named = Object.entries(options).map(([name, value]) => `        ${name}=${pythonLiteral(value)},`);
+  const source = submission.file ? `Path(${pythonLiteral(submission.file)})` : pythonLiteral(sourceOf(submission));
   return [
-    ...(key() ? ["import os"] : []),
+    ...(readKey() ? ["import os"] : []),
     ...(submission.file ? ["from pathlib import Path"] : []),
-    ...(key() || submission.file ? [""] : []),
+    ...(readKey() || submission.file ? [""] : []),
     "from sie_client import SIEClient",
     "",
-    `with SIEClient(${JSON.stringify(serverUrl())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
+    `with SIEClient(${JSON.stringify(serverUrl())}${readKey() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
     "    job = client.jobs.submit(",
-    `        ${pythonic(model)},`,
+    `        ${pythonLiteral(model)},`,
     `        ${source},`,
     ...named,
     "    )",
@@ -60,7 +60,7 @@ function asCommand(submission: Submission): string {
   const flag = (name: string, value: unknown): string[] => {
     if (Array.isArray(value)) return value.flatMap((value) => flag(name, value));
     if (value === undefined || value === false || value === "") return [];
-    return [value === true ? `--${name}` : `--${name} ${quoted(String(value))}`];
+    return [value === true ? `--${name}` : `--${name} ${shellQuote(String(value))}`];
   };
   const options = [
     ...Object.entries({ ...columns, ...rest }).flatMap(([name, value]) => flag(FLAGS[name] ?? name.replaceAll("_", "-"), value)),
@@ -73,7 +73,7 @@ function asCommand(submission: Submission): string {
     ...(deadline ? flag("deadline", new Date(deadline * 1000).toISOString()) : []),
     ...flag("url", serverUrl()),
   ];
-  const command = `${key() ? 'SIE_AUTH_TOKEN="$SIE_API_KEY" ' : ""}sie jobs submit ${quoted(model)} ${quoted(sourceOf(submission))}`;
+  const command = `${readKey() ? 'SIE_AUTH_TOKEN="$SIE_API_KEY" ' : ""}sie jobs submit ${shellQuote(model)} ${shellQuote(sourceOf(submission))}`;
   return `${[command, ...options].join(" \\\n  ")}\n`;
 }
 

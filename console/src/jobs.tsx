@@ -1,13 +1,13 @@
 import { useState } from "preact/hooks";
 import type { Job, JobPage, JobState } from "sie-client";
-import { usePolled } from "./polled";
+import { usePolling } from "./polling";
 import { BatchPage, Batches } from "./batches";
 import { JobDetail } from "./job-detail";
 import { JobForm } from "./job-form";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
-import { clock, forecastOf, hasEnded, nameOf, rateOf, troubleOf } from "./job-words";
-import { go, href } from "./routes";
-import { Lacking, useScope } from "./session";
+import { formatTime, forecastOf, hasEnded, nameOf, rateOf, troubleOf } from "./job-status";
+import { navigate, href } from "./routes";
+import { MissingScope, useScope } from "./session";
 import { Table } from "./table";
 import type { Model } from "./types";
 
@@ -23,12 +23,12 @@ interface Props {
 /** Work on whole files: jobs and batches of this key, all of them for an administrator. `parts`: of the address, `new`, the
  * id of a job, or `batch` and the id of one. */
 export function Jobs({ models, parts: [first = "", second = ""], onFind }: Props) {
-  if (!useScope("infer")) return <Lacking scope="infer" subject="Jobs and batches need" />;
+  if (!useScope("infer")) return <MissingScope scope="infer" subject="Jobs and batches need" />;
   if (!first) return <section><JobList /><Batches /></section>;
   return (
     <section>
       <p class="path"><a href={href("jobs")}>Jobs</a></p>
-      {first === "new" ? <><h2>New job</h2><JobForm models={models} onDone={(id) => go(href("jobs", [id]))} onFind={onFind} /></>
+      {first === "new" ? <><h2>New job</h2><JobForm models={models} onDone={(id) => navigate(href("jobs", [id]))} onFind={onFind} /></>
         : first === "batch" ? <BatchPage key={second} id={second} /> : <OneJob key={first} id={first} />}
     </section>
   );
@@ -36,7 +36,7 @@ export function Jobs({ models, parts: [first = "", second = ""], onFind }: Props
 
 function OneJob({ id }: { id: string }) {
   const [look, setLook] = useState(0);
-  const { value, trouble } = usePolled<Job>(`/v1/jobs/${encodeURIComponent(id)}`, EVERY_MS, look);
+  const { value, trouble } = usePolling<Job>(`/v1/jobs/${encodeURIComponent(id)}`, EVERY_MS, look);
   return (
     <>
       {trouble && <p class="bad" role="alert">{trouble.startsWith("NOT_FOUND") ? `There is no job ${id}: it was deleted, or another key owns it.` : trouble}</p>}
@@ -49,7 +49,7 @@ function JobList() {
   const pages = usePages();
   const [state, setState] = useState<JobState | "">("");
   const query = new URLSearchParams({ limit: `${PAGE}`, ...(state ? { state } : {}), ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = usePolled<JobPage>(`/v1/jobs?${query}`, EVERY_MS);
+  const { value, trouble } = usePolling<JobPage>(`/v1/jobs?${query}`, EVERY_MS);
 
   function filter(next: JobState | "") {
     setState(next);
@@ -85,7 +85,7 @@ function JobList() {
                 <td data-label="rate" class="number">{rateOf(job)}</td>
                 <td data-label="forecast" class="forecast">{forecastOf(job)}</td>
                 <td data-label="model" class="name">{job.model}</td>
-                <td data-label="submitted">{clock(job.created_at)}</td>
+                <td data-label="submitted">{formatTime(job.created_at)}</td>
               </tr>
             );
           })}

@@ -1,12 +1,12 @@
 import { render } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
-import { address, get, keep, key } from "./api";
+import { urlOf, getJson, storeKey, readKey } from "./api";
 import { Cluster } from "./cluster";
-import { program } from "./code";
-import { Copies } from "./copies";
+import { shellCommand } from "./code";
+import { CodeSamples } from "./code-samples";
 import { Jobs } from "./jobs";
-import { pathOf } from "./model-words";
+import { modelPath } from "./model-properties";
 import { Models } from "./models";
 import { recent } from "./picker";
 import { Playground } from "./playground";
@@ -19,11 +19,11 @@ const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
 const MODELS = 200; // that are read; a search finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
-const listed = (filter: Record<string, string> = {}): Promise<Listed> => get<Listed>(`/v1/models?${new URLSearchParams({ limit: `${MODELS}`, ...filter })}`);
+const listed = (filter: Record<string, string> = {}): Promise<Listed> => getJson<Listed>(`/v1/models?${new URLSearchParams({ limit: `${MODELS}`, ...filter })}`);
 
 /** A model, undefined where there is none of this name. */
 const modelOf = (id: string): Promise<Model | undefined> =>
-  get<Model>(pathOf(id)).catch((error: unknown) => {
+  getJson<Model>(modelPath(id)).catch((error: unknown) => {
     if (error instanceof SIEError && error.status === 404) return undefined;
     throw error;
   });
@@ -66,7 +66,7 @@ function App() {
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const [identity, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), modelsOf(search, [...new Set([...named.split(" "), ...recent()])].filter(Boolean), cached.current)]);
+          const [identity, now] = await Promise.all([hasScopes ? undefined : getJson<Whoami>("/v1/whoami"), modelsOf(search, [...new Set([...named.split(" "), ...recent()])].filter(Boolean), cached.current)]);
           if (ended) return;
           hasScopes = true;
           if (identity) setScopes(identity.scopes);
@@ -95,7 +95,7 @@ function App() {
 
   function signIn(value: string) {
     setWantsKey(false);
-    keep(value);
+    storeKey(value);
     setModels(undefined);
     setScopes(undefined);
     setRefusal(undefined);
@@ -117,8 +117,8 @@ function App() {
           ))}
         </nav>
         <span class="rest">
-          <a href={address("docs")}>API</a>
-          {key() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
+          <a href={urlOf("docs")}>API</a>
+          {readKey() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
             : models && !mine.includes("admin") && <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in as administrator</button>}
         </span>
       </header>
@@ -150,14 +150,14 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError | undefined; on
           API key
           <input id="key" type="password" autocomplete="off" spellcheck={false} value={value} onInput={(event) => setValue(event.currentTarget.value)} />
         </label>
-        {refusal && key() && <p class="bad" role="alert">{refusal.message}</p>}
+        {refusal && readKey() && <p class="bad" role="alert">{refusal.message}</p>}
         <span class="row">
           <button type="submit">Sign in</button>
           {onBack && <button type="button" onClick={onBack}>Continue without</button>}
         </span>
         <h2>Which key?</h2>
         <p>In a terminal on the machine of a <code>sie serve</code>, this prints the administrator's token. If the server was started with <code>--data-dir FOLDER</code>, add the same.</p>
-        <Copies title="" programs={[program("sie keys admin")]} open />
+        <CodeSamples title="" programs={[shellCommand("sie keys admin")]} open />
         <p>Elsewhere: a key that <code>sie keys create NAME</code> prints. What its scopes open here:</p>
         <dl class="pairs-of">
           <div><dt>read</dt><dd>models and the state of the cluster</dd></div>

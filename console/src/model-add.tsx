@@ -1,13 +1,13 @@
 import { useState } from "preact/hooks";
-import { ask } from "./api";
-import { usePolled } from "./polled";
-import { useAttempts } from "./attempts";
-import { program, quoted } from "./code";
-import { Copies } from "./copies";
-import { complaint, parsed } from "./json-fields";
+import { sendRequest } from "./api";
+import { usePolling } from "./polling";
+import { useAction } from "./action";
+import { shellCommand, shellQuote } from "./code";
+import { CodeSamples } from "./code-samples";
+import { jsonFault, parseMap } from "./json-fields";
 import { href } from "./routes";
-import { Lacking, useScope } from "./session";
-import type { Cluster, Model, Written } from "./types";
+import { MissingScope, useScope } from "./session";
+import type { Cluster, Model, WrittenConfig } from "./types";
 
 const EXAMPLE = "BAAI/bge-small-en-v1.5";
 const EVERY_MS = 60_000;
@@ -17,18 +17,18 @@ const ENTRY = '{"id": "my/model", "weights": {"path": "/models/my-model"}, "fami
 export function ModelAdd({ models, wished }: { models: Model[]; wished: string }) {
   const [name, setName] = useState(wished);
   const [entry, setEntry] = useState("");
-  const { isBusy, notice, refusal, attempt } = useAttempts("a key with the scope config adds models");
-  const { value: cluster } = usePolled<Cluster>("/v1/cluster", EVERY_MS);
-  const example = quoted(name.trim() || EXAMPLE);
-  const wrong = complaint(entry);
+  const { isBusy, notice, refusal, runAction } = useAction("a key with the scope config adds models");
+  const { value: cluster } = usePolling<Cluster>("/v1/cluster", EVERY_MS);
+  const example = shellQuote(name.trim() || EXAMPLE);
+  const wrong = jsonFault(entry);
   const mayWrite = useScope("config");
   const there = models.find(({ id }) => name.trim() && (id === name.trim() || id === name.trim().split("/").filter(Boolean).at(-1)));
   const write = () =>
-    attempt(async () => {
-      const { revision, warnings } = await ask<Written>({ method: "POST", path: "/console/configs", body: parsed(entry) });
+    runAction(async () => {
+      const { revision, warnings } = await sendRequest<WrittenConfig>({ method: "POST", path: "/console/configs", body: parseMap(entry) });
       return [`It is at revision ${revision}.`, ...warnings].join(" ");
     });
-  const id = parsed(wrong ? "" : entry)?.["id"];
+  const id = parseMap(wrong ? "" : entry)?.["id"];
   return (
     <details id="add-model" open={Boolean(wished)}>
       <summary>Add a model</summary>
@@ -38,7 +38,7 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
           <input id="add-name" value={name} placeholder={EXAMPLE} spellcheck={false} autocomplete="off" onInput={(event) => setName(event.currentTarget.value)} />
         </label>
         <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. Its name here is the id, or the name of the folder.</p>
-        <Copies title="" programs={[program(`sie pull ${example}${cluster?.data_dir ? ` --data-dir ${quoted(cluster.data_dir)}` : ""}`, "sie pull")]} open />
+        <CodeSamples title="" programs={[shellCommand(`sie pull ${example}${cluster?.data_dir ? ` --data-dir ${shellQuote(cluster.data_dir)}` : ""}`, "sie pull")]} open />
         <p role="status">{there && <>It is there: <a href={href("models", [there.id])}>{there.id}</a></>}</p>
         <details>
           <summary>By its entry, as JSON</summary>
@@ -47,7 +47,7 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
             <textarea id="add-entry" class="entry" rows={5} spellcheck={false} placeholder={ENTRY} value={entry} aria-invalid={Boolean(wrong)} onInput={(event) => setEntry(event.currentTarget.value)} />
           </label>
           {wrong && <p class="bad" role="alert">{wrong}</p>}
-          <Lacking scope="config" subject="This needs" />
+          <MissingScope scope="config" subject="This needs" />
           <span class="row">
             <button type="button" id="add-write" disabled={isBusy || Boolean(wrong) || !entry.trim() || !mayWrite} onClick={write}>Add</button>
             {mayWrite && !entry.trim() && <span class="dim">The entry is empty.</span>}

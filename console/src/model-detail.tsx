@@ -2,11 +2,11 @@
 
 import { ModelHistory } from "./model-history";
 import { ModelResidency } from "./model-residency";
-import { base, stateOf } from "./model-words";
+import { baseId, stateText } from "./model-properties";
 import { href } from "./routes";
 import { Table } from "./table";
 import type { Model } from "./types";
-import { bytes, duration } from "./units";
+import { formatBytes, formatDuration } from "./format";
 
 export function ModelDetail({ model }: { model: Model }) {
   const { alias, hosts, downloads } = model;
@@ -29,9 +29,9 @@ export function ModelDetail({ model }: { model: Model }) {
       <h2>{model.id}</h2>
       {model.description && <p>{model.description}</p>}
       <p class="row">
-        <span class={`state ${model.state}`}>{stateOf(model)}</span>
+        <span class={`state ${model.state}`}>{stateText(model)}</span>
         {model.tasks.map((task) => <a class="try" href={href("playground", [task, model.id])}>{`Try ${task} in the playground`}</a>)}
-        {model.variant_of && <a href={href("models", [base(model)])}>{`Profile of ${base(model)}`}</a>}
+        {model.variant_of && <a href={href("models", [baseId(model)])}>{`Profile of ${baseId(model)}`}</a>}
       </p>
       {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. ${retry(model)}`}</p>}
       {alias && <Alias alias={alias} />}
@@ -43,7 +43,7 @@ export function ModelDetail({ model }: { model: Model }) {
       {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
       <ModelResidency model={model} />
       <Certificate model={model} />
-      <Profiles model={base(model)} profiles={model.profiles} />
+      <Profiles model={baseId(model)} profiles={model.profiles} />
       <Prompts texts={model.prompt_texts} />
       {!model.variant_of && <ModelHistory model={model.id} />}
     </article>
@@ -62,8 +62,8 @@ function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
           <tr key={host.worker}>
             <td>{host.worker}</td>
             <td><span class={`state ${host.state}`}>{host.state}</span></td>
-            <td class="number">{host.memory_bytes ? bytes(host.memory_bytes) : ""}</td>
-            <td class="number">{host.load_s ? duration(host.load_s) : ""}</td>
+            <td class="number">{host.memory_bytes ? formatBytes(host.memory_bytes) : ""}</td>
+            <td class="number">{host.load_s ? formatDuration(host.load_s) : ""}</td>
             <td class="number">{host.queued}</td>
           </tr>
         ))}
@@ -79,9 +79,9 @@ const failure = ({ code, attempts, permanent }: NonNullable<Model["hosts"][numbe
 function Download({ download: { worker, done_bytes, total_bytes, bytes_per_s } }: { download: Model["downloads"][number] }) {
   const isSized = total_bytes > 0;
   const figures = [
-    isSized ? `${Math.floor((100 * done_bytes) / total_bytes)} %, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : bytes(done_bytes),
-    bytes_per_s > 0 ? `${bytes(bytes_per_s)}/s` : "",
-    isSized && bytes_per_s > 0 ? `${duration((total_bytes - done_bytes) / bytes_per_s)} left` : "",
+    isSized ? `${Math.floor((100 * done_bytes) / total_bytes)} %, ${formatBytes(done_bytes)} of ${formatBytes(total_bytes)}` : formatBytes(done_bytes),
+    bytes_per_s > 0 ? `${formatBytes(bytes_per_s)}/s` : "",
+    isSized && bytes_per_s > 0 ? `${formatDuration((total_bytes - done_bytes) / bytes_per_s)} left` : "",
   ];
   return (
     <p class="download">
@@ -118,7 +118,7 @@ function Certificate({ model: { certificate, hosts } }: { model: Model }) {
           </>
         )}
       </ul>
-      {certificate && <p class="dim">{`Checked in ${duration(certificate.seconds)}, as it was loaded.`}</p>}
+      {certificate && <p class="dim">{`Checked in ${formatDuration(certificate.seconds)}, as it was loaded.`}</p>}
     </>
   );
 }

@@ -1,9 +1,9 @@
 import { useEffect, useState } from "preact/hooks";
-import { ask, get } from "./api";
-import { useAttempts } from "./attempts";
-import { Lacking, useScope } from "./session";
+import { sendRequest, getJson } from "./api";
+import { useAction } from "./action";
+import { MissingScope, useScope } from "./session";
 import { Table } from "./table";
-import type { ModelDocument, ModelHistory as History, Written } from "./types";
+import type { ModelDocument, ModelHistory as History, WrittenConfig } from "./types";
 
 type Revision = History["revisions"][number];
 
@@ -24,35 +24,35 @@ const pathOf = (model: string): string => `/console/configs/${model.split("/").m
 /** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
 export function ModelHistory({ model }: { model: string }) {
   const [revisions, setRevisions] = useState<Revision[]>();
-  const { isBusy, notice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, refusal, runAction } = useAction();
   const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
   const [document, setDocument] = useState<string>();
   const own = pathOf(model);
   const mayChange = useScope("config");
 
   const load = async (words: string) => {
-    setRevisions((await get<History>(`${own}/history`)).revisions);
+    setRevisions((await getJson<History>(`${own}/history`)).revisions);
     return words;
   };
   const show = () =>
-    attempt(async () => {
-      setDocument(JSON.stringify(await get<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2));
+    runAction(async () => {
+      setDocument(JSON.stringify(await getJson<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2));
       return "";
     });
   const rollback = (revision: number) =>
-    attempt(async () => {
-      const written = await ask<Written>({ method: "POST", path: `${own}/rollback`, body: { revision } });
+    runAction(async () => {
+      const written = await sendRequest<WrittenConfig>({ method: "POST", path: `${own}/rollback`, body: { revision } });
       setAsking(0);
       return load(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
     });
   const write = () =>
-    attempt(async () => {
+    runAction(async () => {
       const entry: unknown = JSON.parse(document ?? "");
-      const written = await ask<Written>({ method: "PUT", path: own, body: entry });
+      const written = await sendRequest<WrittenConfig>({ method: "PUT", path: own, body: entry });
       return load([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
     });
   useEffect(() => {
-    void attempt(() => load(""));
+    void runAction(() => load(""));
   }, [model]);
 
   return (
@@ -81,7 +81,7 @@ export function ModelHistory({ model }: { model: string }) {
           ))}
         </Table>
       )}
-      <Lacking scope="config" subject="To change it, or to go back to an earlier revision, takes" />
+      <MissingScope scope="config" subject="To change it, or to go back to an earlier revision, takes" />
       <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (

@@ -1,8 +1,8 @@
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, get } from "./api";
-import { useAttempts } from "./attempts";
-import { pathOf } from "./model-words";
-import { Lacking, useScope } from "./session";
+import { sendRequest, getJson } from "./api";
+import { useAction } from "./action";
+import { modelPath } from "./model-properties";
+import { MissingScope, useScope } from "./session";
 import type { Model, ModelResidency as Residency } from "./types";
 
 const POLL_MS = 1000;
@@ -18,12 +18,12 @@ function summary(reply: Residency): string {
 
 /** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */
 export function ModelResidency({ model: { id: model, loaded, state } }: { model: Model }) {
-  const { isBusy, notice, setNotice, refusal, attempt } = useAttempts();
+  const { isBusy, notice, setNotice, refusal, runAction } = useAction();
   const mayChange = useScope("admin");
   const [last, setLast] = useState<Action>(); // the list of models is some seconds older
   const isThere = last ? last === "load" : loaded || state === "loading";
   const ended = useRef(false);
-  const own = pathOf(model);
+  const own = modelPath(model);
   useEffect(() => {
     ended.current = false;
     return () => void (ended.current = true);
@@ -33,7 +33,7 @@ export function ModelResidency({ model: { id: model, loaded, state } }: { model:
   async function settled(action: Action): Promise<string> {
     let began = false;
     for (let polls = 0; polls < POLLS && !ended.current; polls++) {
-      const now = await get<Model>(own);
+      const now = await getJson<Model>(own);
       began ||= now.state === "loading";
       if (action === "load" && now.loaded) return `loaded by ${(now.workers ?? []).join(", ")}`;
       if (action === "unload" && now.state === "available") return "unloaded; the next request loads it again";
@@ -44,8 +44,8 @@ export function ModelResidency({ model: { id: model, loaded, state } }: { model:
     return "not done yet";
   }
   const send = (action: Action) =>
-    attempt(async () => {
-      const outcome = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
+    runAction(async () => {
+      const outcome = await sendRequest<Residency>({ method: "POST", path: `${own}/${action}` });
       setNotice(summary(outcome));
       const words = outcome.state === "loaded" || outcome.state === "available" ? summary(outcome) : await settled(action);
       setLast(action);
@@ -54,7 +54,7 @@ export function ModelResidency({ model: { id: model, loaded, state } }: { model:
 
   return (
     <div class="residency">
-      <Lacking scope="admin" subject="To load or unload it by hand takes" />
+      <MissingScope scope="admin" subject="To load or unload it by hand takes" />
       {mayChange && (
         <p>
           <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}

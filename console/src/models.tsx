@@ -1,12 +1,12 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { usePolled } from "./polled";
+import { usePolling } from "./polling";
 import { ModelDetail } from "./model-detail";
 import { ModelAdd } from "./model-add";
-import { base, hasWords, isOfKind, kindsOf, pathOf, rank, sizeOf, stateOf } from "./model-words";
+import { baseId, matchesSearch, isOfKind, kindsOf, modelPath, sortRank, parameterCount, stateText } from "./model-properties";
 import { href, type Route } from "./routes";
 import { Table } from "./table";
 import type { Model } from "./types";
-import { Words } from "./words";
+import { InlineCode } from "./inline-code";
 
 const PAGE = 16; // models of a page
 const TASKS = ["encode", "score", "extract"] as const;
@@ -36,9 +36,9 @@ export function Models(props: Props) {
 
 /** A model that is not among those that the page has read. */
 function Unlisted({ id }: { id: string }) {
-  const { value, trouble } = usePolled<Model>(pathOf(id), EVERY_MS);
+  const { value, trouble } = usePolling<Model>(modelPath(id), EVERY_MS);
   if (value) return <ModelDetail model={value} />;
-  return trouble ? <p class="bad" role="alert"><Words text={trouble} />{trouble.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
+  return trouble ? <p class="bad" role="alert"><InlineCode text={trouble} />{trouble.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
 }
 
 function ModelList({ models, total, route, onFind }: Props) {
@@ -58,10 +58,10 @@ function ModelList({ models, total, route, onFind }: Props) {
   const kinds = useMemo(() => kindsOf(models), [models]);
   const groups = useMemo(() => {
     const groups = new Map<string, Model[]>();
-    for (const model of models) groups.set(base(model), [...(groups.get(base(model)) ?? []), model]);
+    for (const model of models) groups.set(baseId(model), [...(groups.get(baseId(model)) ?? []), model]);
     const fits = (model: Model): boolean =>
-      hasWords(model, find.trim()) && (!task || model.tasks.some((own) => own === task)) && isOfKind(model, kind) && (!state || stateOf(model).startsWith(state));
-    const order = (group: Model[]): number => Math.min(...group.map(rank));
+      matchesSearch(model, find.trim()) && (!task || model.tasks.some((own) => own === task)) && isOfKind(model, kind) && (!state || stateText(model).startsWith(state));
+    const order = (group: Model[]): number => Math.min(...group.map(sortRank));
     return [...groups.values()].filter((group) => group.some(fits)).sort((first, second) => order(first) - order(second));
   }, [models, find, task, kind, state]);
   const pages = Math.max(1, Math.ceil(groups.length / PAGE));
@@ -96,7 +96,7 @@ function ModelList({ models, total, route, onFind }: Props) {
       )}
       {groups.length > 0 && (
         <Table label="Models" class="cards models" rows={{ id: "catalogue" }} columns={["model", "state", "does", "takes", "gives", { number: "tokens" }, { number: "parameters" }]}>
-          {groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && base(group[0])} group={group} />)}
+          {groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && baseId(group[0])} group={group} />)}
         </Table>
       )}
       {pages > 1 && (
@@ -130,14 +130,14 @@ function Row({ group }: { group: Model[] }) {
         )}
       </td>
       <td data-label="state" class="wrap">
-        {states.map((profile) => <span class={`state ${profile.state}`}>{profile === model ? stateOf(profile) : `${profile.id.slice(model.id.length)} ${stateOf(profile)}`}</span>)}
+        {states.map((profile) => <span class={`state ${profile.state}`}>{profile === model ? stateText(profile) : `${profile.id.slice(model.id.length)} ${stateText(profile)}`}</span>)}
         {failure && <p class="about bad">{failure.message}</p>}
       </td>
       <td data-label="does">{model.tasks.join(", ")}</td>
       <td data-label="takes">{model.inputs.join(", ")}</td>
       <td data-label="gives" class="wrap">{model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")}</td>
       <td data-label="tokens" class="number">{model.max_sequence_length}</td>
-      <td data-label="parameters" class="number">{sizeOf(model)}</td>
+      <td data-label="parameters" class="number">{parameterCount(model)}</td>
     </tr>
   );
 }

@@ -1,5 +1,5 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { base, hasWords, isOfKind, kindsOf, rank, stateOf } from "./model-words";
+import { baseId, matchesSearch, isOfKind, kindsOf, sortRank, stateText } from "./model-properties";
 import { href } from "./routes";
 import { useUnread } from "./session";
 import type { Model } from "./types";
@@ -68,7 +68,7 @@ export function Picker(props: Props) {
       <span id={`${id}-label`}>{label}</span>
       <button type="button" id={id} ref={button} value={value} aria-haspopup="listbox" aria-expanded={isOpen} aria-labelledby={`${id}-label ${id}`} onClick={() => setOpen(!isOpen)}>
         <span class="chosen">{value || none || "no model"}</span>
-        {chosen && <span class={`state ${chosen.state}`}>{stateOf(chosen)}</span>}
+        {chosen && <span class={`state ${chosen.state}`}>{stateText(chosen)}</span>}
       </button>
       {isOpen && (
         <Choices
@@ -97,15 +97,15 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
   const kinds = useMemo(() => kindsOf(models), [models]);
   const { groups, rest } = useMemo(() => {
     const used = recent();
-    const fitting = models.filter((model) => isOfKind(model, kind) && hasWords(model, text.trim()));
+    const fitting = models.filter((model) => isOfKind(model, kind) && matchesSearch(model, text.trim()));
     const group = (model: Model): string =>
-      near && model.id !== near.id && base(model) === base(near) ? `Profiles of ${base(near)}`
+      near && model.id !== near.id && baseId(model) === baseId(near) ? `Profiles of ${baseId(near)}`
       : used.includes(model.id) ? "Recently used"
       : model.state === "failed" ? FAILED
-      : rank(model) < 2 ? "Loaded"
+      : sortRank(model) < 2 ? "Loaded"
       : model.on_disk ? "On this disk: loaded by the first request"
       : "To download by the first request";
-    const order = [near ? `Profiles of ${base(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
+    const order = [near ? `Profiles of ${baseId(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
     const shown = fitting.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, SHOWN);
     return { groups: order.map((name) => ({ name, models: shown.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), rest: fitting.length - shown.length };
   }, [models, kind, text, near]);
@@ -158,7 +158,7 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
             {group.models.map((model) => option(model.id, (
               <>
                 <span class="name">{model.id}</span>
-                <span class={`state ${model.state}`}>{stateOf(model)}</span>
+                <span class={`state ${model.state}`}>{stateText(model)}</span>
                 {model.description && <small>{model.description}</small>}
               </>
             )))}

@@ -1,13 +1,13 @@
 import { useState } from "preact/hooks";
-import { usePolled } from "./polled";
+import { usePolling } from "./polling";
 import { Table } from "./table";
-import type { Placed, Placement as Report } from "./types";
-import { bytes } from "./units";
+import type { PlacedModel, Placement as DoctorReport } from "./types";
+import { formatBytes } from "./format";
 
 const EVERY_MS = 3000;
 
 /** Why a model is where it is, of what decides it: the work that waits, what comes in, and when a host was added. */
-export function why(row: Placed, workers: number): string {
+export function placementReason(row: PlacedModel, workers: number): string {
   const hosts = Object.keys(row.hosts).length;
   const states = new Set(Object.values(row.hosts));
   if (states.has("failed")) return "its load failed there: the model's own page says why";
@@ -25,7 +25,7 @@ export function why(row: Placed, workers: number): string {
 /** The placement table of each lane. */
 export function Placement() {
   const [filter, setFilter] = useState("");
-  const { value, trouble } = usePolled<Report>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value, trouble } = usePolling<DoctorReport>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
   if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
   return (
@@ -42,11 +42,11 @@ export function Placement() {
               <tr key={row.model}>
                 <td class="name">{row.model}</td>
                 <td data-label="workers">{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
-                <td data-label="device memory" class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
+                <td data-label="device memory" class="number">{row.memory_bytes ? formatBytes(row.memory_bytes) : ""}</td>
                 <td data-label="tokens/s" class="number">{row.tokens_per_s.toFixed(0)}</td>
                 <td data-label="waiting" class="number">{row.waiting}</td>
                 <td data-label="oldest, s" class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
-                <td data-label="why there" class="wide">{why(row, lane.workers)}</td>
+                <td data-label="why there" class="wide">{placementReason(row, lane.workers)}</td>
               </tr>
             ))}
           </Table>

@@ -1,4 +1,4 @@
-import { Bars, short, step } from "./playground-parts";
+import { Bars, shorten, scaleStep } from "./playground-shared";
 import type { Chunk } from "./types";
 import { cosine } from "./vectors";
 
@@ -21,11 +21,11 @@ export function Chunks({ chunks, query, text }: { chunks: Chunk[]; query: number
       <h3>Chunks: similarity with the query (cosine)</h3>
       <p class="tokens chunks">
         {pieces.map(({ place, tokens, text: own, value }) => (
-          <mark class={`heat-${step(value, least, most, STEPS)}`} title={`chunk ${place + 1}: ${value.toFixed(4)}, ${tokens} tokens`}>{own}</mark>
+          <mark class={`heat-${scaleStep(value, least, most, STEPS)}`} title={`chunk ${place + 1}: ${value.toFixed(4)}, ${tokens} tokens`}>{own}</mark>
         ))}
       </p>
       {chunks.length > 1 && <p class="legend">{least.toFixed(2)}<span class="scale" aria-hidden="true" />{`${most.toFixed(2)}, the most alike`}</p>}
-      <Bars label="Chunks, best first" rows={best.map(({ place, text: own, tokens, value }) => ({ name: `${place + 1} ${short(own.trim(), 60)}`, value, title: own, note: `${tokens} tokens` }))} />
+      <Bars label="Chunks, best first" rows={best.map(({ place, text: own, tokens, value }) => ({ name: `${place + 1} ${shorten(own.trim(), 60)}`, value, title: own, note: `${tokens} tokens` }))} />
     </>
   );
 }

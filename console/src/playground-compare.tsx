@@ -1,11 +1,11 @@
-import { type NamedInput, placeOf, short } from "./playground-parts";
+import { type NamedInput, itemIndex, shorten } from "./playground-shared";
 import type { Outcome } from "./playground-requests";
 import { Table } from "./table";
 import type { Reply, Score } from "./types";
 import { cosine, cosines } from "./vectors";
 
 /** What the answers of two models, or of two profiles of one, differ in. */
-export function Compared({ first, second, inputs }: { first: Outcome; second: Outcome; inputs: NamedInput[] }) {
+export function Comparison({ first, second, inputs }: { first: Outcome; second: Outcome; inputs: NamedInput[] }) {
   const [left, right] = [first.replies.at(-1), second.replies.at(-1)];
   if (!left || !right) return null;
   if (left.scores && right.scores) return <Ranks left={left} right={right} inputs={inputs} />;
@@ -18,7 +18,7 @@ const dense = (reply: Reply): number[][] | undefined => {
   return vectors?.every((values) => values) ? (vectors as number[][]) : undefined;
 };
 
-const ranked = (scores: Score[]): Map<number, Score> => new Map(scores.filter((score) => score.score !== null).map((score) => [placeOf(score.item_id), score]));
+const ranked = (scores: Score[]): Map<number, Score> => new Map(scores.filter((score) => score.score !== null).map((score) => [itemIndex(score.item_id), score]));
 
 function Ranks({ left, right, inputs }: { left: Reply; right: Reply; inputs: NamedInput[] }) {
   const [a, b] = [ranked(left.scores ?? []), ranked(right.scores ?? [])];
@@ -31,10 +31,10 @@ function Ranks({ left, right, inputs }: { left: Reply; right: Reply; inputs: Nam
     <article class="panel wide" id="compared">
       <h2>Ranks beside each other</h2>
       <p class="dim">{`${moved} of ${both.length} documents have another rank at ${right.model} than at ${left.model}.`}</p>
-      <Table label="Ranks" class="ranks" role="group" columns={["document", { number: short(left.model) }, { number: short(right.model) }, "change"]}>
+      <Table label="Ranks" class="ranks" role="group" columns={["document", { number: shorten(left.model) }, { number: shorten(right.model) }, "change"]}>
         {both.map(({ place, from, to }) => (
           <tr>
-            <th scope="row" title={inputs[place]?.name}>{short(inputs[place]?.name ?? "", 60)}</th>
+            <th scope="row" title={inputs[place]?.name}>{shorten(inputs[place]?.name ?? "", 60)}</th>
             <td class="number">{from}</td>
             <td class="number">{to}</td>
             <td class={to < from ? "good" : to > from ? "bad" : "dim"}>{to < from ? `▲ ${from - to} up` : to > from ? `▼ ${to - from} down` : "same"}</td>
@@ -60,7 +60,7 @@ function Vectors({ a, b, names, inputs }: { a: number[][]; b: number[][]; names:
           <h3>{`Pairs whose cosine differs most: ${names[1]} minus ${names[0]}`}</h3>
           {Math.abs(gaps[0]?.by ?? 0) < SAME && <p class="dim">The two agree on every pair.</p>}
           <ol class="pairs">
-            {gaps.filter(({ by }) => Math.abs(by) >= SAME).slice(0, 5).map(({ i, j, by }) => <li>{`${by < 0 ? "−" : "+"}${Math.abs(by).toFixed(4)}  ${short(inputs[i]?.name ?? "")} · ${short(inputs[j]?.name ?? "")}`}</li>)}
+            {gaps.filter(({ by }) => Math.abs(by) >= SAME).slice(0, 5).map(({ i, j, by }) => <li>{`${by < 0 ? "−" : "+"}${Math.abs(by).toFixed(4)}  ${shorten(inputs[i]?.name ?? "")} · ${shorten(inputs[j]?.name ?? "")}`}</li>)}
           </ol>
         </>
       )}
@@ -68,7 +68,7 @@ function Vectors({ a, b, names, inputs }: { a: number[][]; b: number[][]; names:
         <>
           <h3>Cosine of the two vectors of each input, which means something for profiles of one model</h3>
           <ol class="pairs same">
-            {a.map((values, place) => <li>{`${cosine(values, b[place] ?? []).toFixed(6)}  ${short(inputs[place]?.name ?? "")}`}</li>)}
+            {a.map((values, place) => <li>{`${cosine(values, b[place] ?? []).toFixed(6)}  ${shorten(inputs[place]?.name ?? "")}`}</li>)}
           </ol>
         </>
       )}

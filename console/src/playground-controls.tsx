@@ -1,8 +1,8 @@
 /** What a request may say beside its inputs: controls for what people use, JSON for the rest. */
 
 import type { SIEError } from "sie-client";
-import { complaint, parsed, parsedList } from "./json-fields";
-import { Answers, answerOf, type Faults, groupsOf, JsonField, schemaOf, takes } from "./playground-answers";
+import { jsonFault, parseMap, parseList } from "./json-fields";
+import { SchemaFields, answerOf, type Faults, groupsOf, JsonField, schemaOf, hasOption } from "./playground-schema-fields";
 import type { Verb } from "./playground-requests";
 import type { Model } from "./types";
 
@@ -26,7 +26,7 @@ export const outputOf = ({ output }: Settings, model: Model | undefined): string
   return own.includes(output) ? output : (own[0] ?? "dense");
 };
 
-export const isLate = (verb: Verb, settings: Settings, model: Model | undefined): boolean => verb === "encode" && outputOf(settings, model) === "multivector";
+export const isLateInteraction = (verb: Verb, settings: Settings, model: Model | undefined): boolean => verb === "encode" && outputOf(settings, model) === "multivector";
 
 /** Whether a text is one document that is encoded in chunks. */
 export const isChunked = (verb: Verb, settings: Settings, model: Model | undefined): boolean =>
@@ -35,7 +35,7 @@ export const isChunked = (verb: Verb, settings: Settings, model: Model | undefin
 const missing = (text: string, expected: string): string => (text.trim() ? "" : `Expected ${expected}.`);
 
 /** Why the fields that are shown cannot be sent, empty where they can. */
-export function complaintsOf(verb: Verb, settings: Settings, model: Model | undefined): Faults {
+export function faultsOf(verb: Verb, settings: Settings, model: Model | undefined): Faults {
   const { json, metadata, threshold, thresholds, examples, chunks } = settings;
   const answer = answerOf(settings, model);
   const [schema, groups] = [schemaOf(settings, model), groupsOf(settings)];
@@ -43,15 +43,15 @@ export function complaintsOf(verb: Verb, settings: Settings, model: Model | unde
     encode: { chunks: chunks && !/^[1-9]\d{0,4}$/.test(chunks) ? "A chunk has a whole number of tokens." : "" },
     score: {},
     extract: {
-      schema: answer === "schema" ? missing(schema, "a JSON Schema") || complaint(schema) : "",
-      groups: answer === "groups" ? missing(groups, "a map of groups") || complaint(groups) : "",
-      thresholds: takes(model, "label_thresholds") ? complaint(thresholds) : "",
-      examples: takes(model, "examples") ? complaint(examples, parsedList) : "",
-      metadata: complaint(metadata),
+      schema: answer === "schema" ? missing(schema, "a JSON Schema") || jsonFault(schema) : "",
+      groups: answer === "groups" ? missing(groups, "a map of groups") || jsonFault(groups) : "",
+      thresholds: hasOption(model, "label_thresholds") ? jsonFault(thresholds) : "",
+      examples: hasOption(model, "examples") ? jsonFault(examples, parseList) : "",
+      metadata: jsonFault(metadata),
       threshold: threshold && !(Number(threshold) >= 0 && Number(threshold) <= 1) ? "A threshold is from 0 to 1." : "",
     },
   }[verb];
-  return Object.fromEntries(Object.entries({ ...own, json: complaint(json) }).filter(([, fault]) => fault));
+  return Object.fromEntries(Object.entries({ ...own, json: jsonFault(json) }).filter(([, fault]) => fault));
 }
 
 // fields of the parameters that the server may refuse
@@ -60,7 +60,7 @@ const FIELDS: Record<string, keyof Settings> = {
 };
 
 /** What the server refused of each field that has not changed since. */
-export function refusalsOf(refusals: (SIEError | undefined)[], sent: Settings, settings: Settings): Faults {
+export function serverFaults(refusals: (SIEError | undefined)[], sent: Settings, settings: Settings): Faults {
   const faults: Faults = {};
   for (const refusal of refusals) {
     const field = FIELDS[/^(?:params\.)?(\w+)/.exec(refusal?.param ?? "")?.[1] ?? ""];
@@ -88,13 +88,13 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
     extract: {
       ...(named.length ? { labels: named } : {}),
       ...(threshold ? { threshold: Number(threshold) } : {}),
-      ...optional("output_schema", answer === "schema" ? parsed(schemaOf(settings, model)) : undefined),
-      ...optional("label_groups", answer === "groups" ? parsed(groupsOf(settings)) : undefined),
-      ...optional("label_thresholds", takes(model, "label_thresholds") ? parsed(thresholds) : undefined),
-      ...optional("examples", takes(model, "examples") ? parsedList(examples) : undefined),
+      ...optional("output_schema", answer === "schema" ? parseMap(schemaOf(settings, model)) : undefined),
+      ...optional("label_groups", answer === "groups" ? parseMap(groupsOf(settings)) : undefined),
+      ...optional("label_thresholds", hasOption(model, "label_thresholds") ? parseMap(thresholds) : undefined),
+      ...optional("examples", hasOption(model, "examples") ? parseList(examples) : undefined),
     },
   }[verb];
-  return { ...own, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parsed(json) ?? {}) };
+  return { ...own, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parseMap(json) ?? {}) };
 }
 
 type Set = (name: keyof Settings, value: string | undefined) => void;
@@ -116,8 +116,8 @@ interface Props {
 export function Controls({ verb, model, settings, set, refused, prefix = "" }: Props) {
   const outputs = outputsOf(model);
   const output = outputOf(settings, model);
-  const wrong = { ...refused, ...complaintsOf(verb, settings, model) };
-  const answers = ANSWERS.filter(([, , option]) => takes(model, option));
+  const wrong = { ...refused, ...faultsOf(verb, settings, model) };
+  const answers = ANSWERS.filter(([, , option]) => hasOption(model, option));
   const choice = (name: keyof Settings, label: string, options: [string, string][], value = settings[name]) => (
     <label>
       {label}
@@ -163,22 +163,22 @@ export function Controls({ verb, model, settings, set, refused, prefix = "" }: P
         )}
       </div>
       {[wrong.labels, wrong.threshold, wrong.chunks].map((fault) => fault && <p class="bad" role="alert">{fault}</p>)}
-      {verb === "extract" && <Answers model={model} settings={settings} faults={wrong} prefix={prefix} set={set} />}
+      {verb === "extract" && <SchemaFields model={model} settings={settings} faults={wrong} prefix={prefix} set={set} />}
     </>
   );
 }
 
 /** The parameters that have no control. */
-export function AsJson({ verb, model, settings, set, refused, prefix = "" }: Props) {
-  const wrong = { ...refused, ...complaintsOf(verb, settings, model) };
+export function JsonParameters({ verb, model, settings, set, refused, prefix = "" }: Props) {
+  const wrong = { ...refused, ...faultsOf(verb, settings, model) };
   const field = (name: "json" | "metadata" | "thresholds" | "examples", label: string, placeholder: string) => (
     <JsonField id={prefix + (name === "json" ? "further" : name)} label={label} placeholder={placeholder} value={settings[name]} fault={wrong[name]} onValue={(value) => set(name, value)} />
   );
   return (
     <details open={Boolean(wrong.thresholds ?? wrong.examples) || undefined}>
       <summary>More parameters, as JSON</summary>
-      {verb === "extract" && takes(model, "label_thresholds") && field("thresholds", "Least score of each label, or of a value by its path", '{"person": 0.3, "lines.price": 0.7}')}
-      {verb === "extract" && takes(model, "examples") && field("examples", "Examples: texts with their labels, read before each text", '[{"text": "Now!", "labels": ["urgent"]}]')}
+      {verb === "extract" && hasOption(model, "label_thresholds") && field("thresholds", "Least score of each label, or of a value by its path", '{"person": 0.3, "lines.price": 0.7}')}
+      {verb === "extract" && hasOption(model, "examples") && field("examples", "Examples: texts with their labels, read before each text", '[{"text": "Now!", "labels": ["urgent"]}]')}
       {field("json", "Parameters", '{"max_seq_length": 128}')}
       {verb === "extract" && !prefix && field("metadata", "Metadata of each input", '{"entities": [{"label": "person", "start": 0, "end": 3}]}')}
     </details>

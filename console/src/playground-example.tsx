@@ -1,9 +1,9 @@
 /** What a result looks like, before a model was asked: computed once, with the models that are named. */
 
-import { Bars } from "./playground-parts";
-import { Spans } from "./playground-extract";
+import { Bars } from "./playground-shared";
+import { MarkedText } from "./playground-extract";
 import type { Verb } from "./playground-requests";
-import { Heat } from "./playground-vectors";
+import { SimilarityTable } from "./playground-vectors";
 import type { Model } from "./types";
 
 export const EXAMPLES: Record<Verb, string> = {
@@ -26,14 +26,14 @@ export function Example({ verb, model }: { verb: Verb; model?: Model | undefined
       <h2>Example</h2>
       <p class="dim">{`What a result looks like; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}.`}</p>
       <p class={model?.state === "failed" ? "bad" : "dim"}>{`${next}.`}</p>
-      {verb === "encode" && <Heat matrix={COSINES} names={lines("encode")} />}
+      {verb === "encode" && <SimilarityTable matrix={COSINES} names={lines("encode")} />}
       {verb === "score" && (
         <>
           <h3>{`Documents, best first: ${QUESTION}`}</h3>
           <Bars label="Scores of the example" least={0} most={1} rows={lines("score").map((name, place) => ({ name, value: SCORES[place] ?? 0 }))} />
         </>
       )}
-      {verb === "extract" && <Spans text={EXAMPLES.extract} entities={ENTITIES.map(([text, label]) => ({ text, label, score: 1, bbox: null, start: EXAMPLES.extract.indexOf(text), end: EXAMPLES.extract.indexOf(text) + text.length }))} />}
+      {verb === "extract" && <MarkedText text={EXAMPLES.extract} entities={ENTITIES.map(([text, label]) => ({ text, label, score: 1, bbox: null, start: EXAMPLES.extract.indexOf(text), end: EXAMPLES.extract.indexOf(text) + text.length }))} />}
     </article>
   );
 }

@@ -1,14 +1,14 @@
 import { useState } from "preact/hooks";
-import { type NamedInput, Bars, pictureOf, short } from "./playground-parts";
+import { type NamedInput, Bars, imageOf, shorten } from "./playground-shared";
 import { Values, valuesOf } from "./playground-values";
 import { Table } from "./table";
-import type { Entity, Found, Relation, Reply, Slot } from "./types";
+import type { Entity, DetectedObject, Relation, Reply, Slot } from "./types";
 
 const COLOURS = 6;
 const MOST_LEAVES = 100; // of a list of the tree that are drawn
 
 /** `params`: of the request. */
-export function Extracted({ reply, inputs, params }: { reply: Reply; inputs: NamedInput[]; params: Record<string, unknown> }) {
+export function ExtractResult({ reply, inputs, params }: { reply: Reply; inputs: NamedInput[]; params: Record<string, unknown> }) {
   const threshold = params["threshold"]; // undefined where the model's own applied
   const isTyped = "output_schema" in params || "label_groups" in params;
   const emptyText = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
@@ -17,7 +17,7 @@ export function Extracted({ reply, inputs, params }: { reply: Reply; inputs: Nam
 
 function One({ item, input, place, emptyText, isTyped }: { item: Slot; input: NamedInput | undefined; place: number; emptyText: string; isTyped: boolean }) {
   const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
-  const picture = pictureOf(input?.input);
+  const picture = imageOf(input?.input);
   const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
   const boxes: Box[] = [
     ...objects.map((object) => ({ ...object, kind: object.label })),
@@ -28,9 +28,9 @@ function One({ item, input, place, emptyText, isTyped }: { item: Slot; input: Na
   const empty = !entities.length && !objects.length && !relations.length && !classifications.length && !Object.keys(data).length;
   return (
     <div class="extracted">
-      <h3>{`${place + 1} ${short(input?.name ?? "", 80)}`}</h3>
+      <h3>{`${place + 1} ${shorten(input?.name ?? "", 80)}`}</h3>
       {empty && <p class="dim">{emptyText}</p>}
-      {input?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={input.input.text} entities={spans} />}
+      {input?.input.text && (spans.length > 0 || (empty && !picture)) && <MarkedText text={input.input.text} entities={spans} />}
       {picture && <Boxes picture={picture} name={input?.name ?? ""} boxes={boxes} polygons={polygons} />}
       {loose.length > 0 && (
         <>
@@ -49,7 +49,7 @@ function One({ item, input, place, emptyText, isTyped }: { item: Slot; input: Na
 }
 
 /** What is drawn on a picture, in the colour of its kind. */
-interface Box extends Found {
+interface Box extends DetectedObject {
   kind: string;
 }
 
@@ -72,7 +72,7 @@ function pieces(text: string, entities: Span[]): { text: string; entity?: Span }
   return parts;
 }
 
-export function Spans({ text, entities }: { text: string; entities: Span[] }) {
+export function MarkedText({ text, entities }: { text: string; entities: Span[] }) {
   return (
     <p class="spans">
       {pieces(text, entities).map((piece) =>

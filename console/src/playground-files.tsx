@@ -1,11 +1,11 @@
 import { useState } from "preact/hooks";
 import type { Input, Medium } from "./playground-requests";
-import { bytes } from "./units";
+import { formatBytes } from "./format";
 
 type Kind = "image" | "document" | "audio";
 
 /** A file that was attached. `data` is a data URI; `text` stands beside it in its item. */
-export interface Attached {
+export interface Attachment {
   name: string;
   kind: Kind;
   data: string;
@@ -21,7 +21,7 @@ const ACCEPTED: Record<Kind, string> = {
 const OF_TEXT = new Set(["csv", "html", "md", "txt"]); // formats that the content does not tell
 
 /** The kinds of files that a model takes. */
-export const accepted = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
+export const acceptedKinds = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
 
 const kindOf = (file: File): Kind => (file.type.startsWith("image/") ? "image" : file.type.startsWith("audio/") ? "audio" : "document");
 
@@ -34,8 +34,8 @@ const read = (file: File): Promise<string> =>
   });
 
 /** The files of those kinds, and the names of those that cannot be used. */
-export async function attached(files: Iterable<File>, kinds: Kind[]): Promise<{ attachments: Attached[]; refused: string[] }> {
-  const attachments: Attached[] = [];
+export async function readAttachments(files: Iterable<File>, kinds: Kind[]): Promise<{ attachments: Attachment[]; refused: string[] }> {
+  const attachments: Attachment[] = [];
   const refused: string[] = [];
   for (const file of files) {
     const kind = kindOf(file);
@@ -50,7 +50,7 @@ export async function attached(files: Iterable<File>, kinds: Kind[]): Promise<{ 
 }
 
 /** The input that a file is sent as. */
-export function inputOf({ kind, name, data, text }: Attached): Input {
+export function inputOf({ kind, name, data, text }: Attachment): Input {
   const format = name.split(".").at(-1)?.toLowerCase() ?? "";
   const medium: Medium = kind === "document" && OF_TEXT.has(format) ? { data, format } : data;
   const words = text.trim() ? { text: text.trim() } : {};
@@ -62,8 +62,8 @@ export function Files(props: {
   id: string;
   label: string;
   kinds: Kind[];
-  files: Attached[];
-  onChange: (change: (old: Attached[]) => Attached[]) => void;
+  files: Attachment[];
+  onChange: (change: (old: Attachment[]) => Attachment[]) => void;
   refused: string[];
   onFiles: (files: Iterable<File>) => void;
   texts?: boolean;
@@ -107,7 +107,7 @@ export function Files(props: {
           {files.map((file) => (
             <li>
               {file.kind === "image" ? <img src={file.data} alt="" /> : <span class="icon" aria-hidden="true">{file.kind === "audio" ? "♪" : "≡"}</span>}
-              <span class="name">{file.name}<small>{bytes(file.bytes)}</small></span>
+              <span class="name">{file.name}<small>{formatBytes(file.bytes)}</small></span>
               {props.texts && file.kind !== "document" && (
                 <input
                   aria-label={`Text beside ${file.name}`}

@@ -1,8 +1,8 @@
 /** The requests of the playground, and the same as code. */
 
 import { SIEError } from "sie-client";
-import { address, ask, key, type Sent } from "./api";
-import { type Program, pythonic, quoted, serverUrl } from "./code";
+import { urlOf, sendRequest, readKey, type GatewayRequest } from "./api";
+import { type Program, pythonLiteral, shellQuote, serverUrl } from "./code";
 import type { Model, Reply } from "./types";
 
 export type Verb = "encode" | "score" | "extract";
@@ -38,16 +38,16 @@ export interface Outcome {
   refusal?: SIEError;
 }
 
-const sent = ({ verb, model, body }: Call): Sent => ({ method: "POST", path: `/v1/${verb}/${model}`, body, explain: true });
+const sent = ({ verb, model, body }: Call): GatewayRequest => ({ method: "POST", path: `/v1/${verb}/${model}`, body, explain: true });
 
 const LOADING = new Set(["MODEL_LOADING", "PROVISIONING"]); // codes of what is answered once the model is loaded
 const AGAIN_MS = 1_000;
 
 /** Sends the calls, and again while the model is loaded, until the signal. */
-export async function run(model: Model, calls: Call[], signal: AbortSignal): Promise<Outcome> {
+export async function runCalls(model: Model, calls: Call[], signal: AbortSignal): Promise<Outcome> {
   for (;;) {
     try {
-      return { model, calls, replies: await Promise.all(calls.map((call) => ask<Reply>({ ...sent(call), signal }))) };
+      return { model, calls, replies: await Promise.all(calls.map((call) => sendRequest<Reply>({ ...sent(call), signal }))) };
     } catch (error) {
       if (!(error instanceof SIEError)) throw error;
       if (!LOADING.has(error.code) || signal.aborted) return { model, calls, replies: [], refusal: error };
@@ -70,8 +70,8 @@ function shortened(call: Call): Call {
 /** As a command of a shell. The body is a here-document, which may be longer than an argument, and in which nothing is
  * replaced. It is one line of JSON, so no line of it is the one that ends it. */
 function asCurl(call: Call): string {
-  const parts = [`curl -sS ${quoted(address(sent(call).path))}`, "-H 'Content-Type: application/json'"];
-  if (key()) parts.push('-H "Authorization: Bearer $SIE_API_KEY"');
+  const parts = [`curl -sS ${shellQuote(urlOf(sent(call).path))}`, "-H 'Content-Type: application/json'"];
+  if (readKey()) parts.push('-H "Authorization: Bearer $SIE_API_KEY"');
   parts.push("-H 'X-SIE-Explain: 1'", "--data-binary @- <<'END'");
   return `${parts.join(" \\\n  ")}\n${JSON.stringify(call.body)}\nEND\n`;
 }
@@ -92,16 +92,16 @@ const PRINTED: Record<Verb, string[]> = {
 
 function asPython({ verb, model, body }: Call): string {
   const params = Object.entries(body.params ?? {});
-  const named = params.filter(([name]) => NAMED.has(name)).map(([name, value]) => `, ${name}=${pythonic(value)}`);
+  const named = params.filter(([name]) => NAMED.has(name)).map(([name, value]) => `, ${name}=${pythonLiteral(value)}`);
   const rest = Object.fromEntries(params.filter(([name]) => !NAMED.has(name)));
-  const options = Object.keys(rest).length ? `, options=${pythonic(rest)}` : "";
+  const options = Object.keys(rest).length ? `, options=${pythonLiteral(rest)}` : "";
   return [
-    ...(key() ? ["import os", ""] : []),
+    ...(readKey() ? ["import os", ""] : []),
     "from sie_client import SIEClient",
     "",
-    ...(body.query ? [`query = ${pythonic(body.query)}`] : []),
-    `items = ${pythonic(body.items)}`,
-    `with SIEClient(${JSON.stringify(serverUrl())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
+    ...(body.query ? [`query = ${pythonLiteral(body.query)}`] : []),
+    `items = ${pythonLiteral(body.items)}`,
+    `with SIEClient(${JSON.stringify(serverUrl())}${readKey() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
     `    results = client.${verb}(${JSON.stringify(model)}, ${body.query ? "query, " : ""}items${named.join("")}${options}, explain=True)`,
     ...PRINTED[verb],
     "",
@@ -110,7 +110,7 @@ function asPython({ verb, model, body }: Call): string {
 
 /** As a program with the package sie-client. */
 function asTypeScript({ verb, model, body }: Call): string {
-  const client = [`baseUrl: ${JSON.stringify(serverUrl())}`, ...(key() ? ["apiKey: process.env.SIE_API_KEY"] : [])];
+  const client = [`baseUrl: ${JSON.stringify(serverUrl())}`, ...(readKey() ? ["apiKey: process.env.SIE_API_KEY"] : [])];
   const options = [...(body.params ? [`params: ${JSON.stringify(body.params)}`] : []), "explain: true"];
   return [
     'import { SIEClient } from "sie-client";',
@@ -127,5 +127,5 @@ function asTypeScript({ verb, model, body }: Call): string {
 const CODE: [string, (call: Call) => string][] = [["curl", asCurl], ["Python", asPython], ["TypeScript", asTypeScript]];
 
 /** A call as programs. What is shown has its files cut. */
-export const programs = (call: Call): Program[] =>
+export const callPrograms = (call: Call): Program[] =>
   CODE.map(([name, written]) => ({ name, shown: written(shortened(call)), whole: () => written(call) }));

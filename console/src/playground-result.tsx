@@ -1,12 +1,12 @@
 import { useMemo } from "preact/hooks";
-import { Copies } from "./copies";
-import { Extracted } from "./playground-extract";
+import { CodeSamples } from "./code-samples";
+import { ExtractResult } from "./playground-extract";
 import { Chunks } from "./playground-chunks";
-import { Late } from "./playground-late";
-import { Cut } from "./playground-cut";
-import { type NamedInput, Bars, Items, placeOf } from "./playground-parts";
-import { type Outcome, programs } from "./playground-requests";
-import { Dense, Sparse } from "./playground-vectors";
+import { LateInteraction } from "./playground-late-interaction";
+import { TruncatedTexts } from "./playground-truncation";
+import { type NamedInput, Bars, TokenTable, itemIndex } from "./playground-shared";
+import { type Outcome, callPrograms } from "./playground-requests";
+import { DenseVectors, SparseWeights } from "./playground-vectors";
 import { href } from "./routes";
 import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
@@ -18,8 +18,8 @@ export function Result({ outcome, inputs }: { outcome: Outcome; inputs: NamedInp
   const last = calls.at(-1);
   const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
   const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
-  const written = useMemo(() => calls.map(programs), [calls]);
-  const copies = written.map((program, place) => <Copies programs={program} title={titles[place] ?? ""} />);
+  const written = useMemo(() => calls.map(callPrograms), [calls]);
+  const copies = written.map((program, place) => <CodeSamples programs={program} title={titles[place] ?? ""} />);
   if (refusal || !reply) {
     return (
       <article class="panel">
@@ -34,7 +34,7 @@ export function Result({ outcome, inputs }: { outcome: Outcome; inputs: NamedInp
     );
   }
   const places = (reply.items ?? []).flatMap((item, place) => (item.dense ? [place] : []));
-  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((score) => ({ place: placeOf(score.item_id), error: score.error }));
+  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((score) => ({ place: itemIndex(score.item_id), error: score.error }));
   return (
     <article class="panel">
       <h2>{reply.model}</h2>
@@ -43,15 +43,15 @@ export function Result({ outcome, inputs }: { outcome: Outcome; inputs: NamedInp
       {errors?.map(({ place, error }) => error && <p class="bad" role="alert">{`${place + 1} ${inputs[place]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
       {query?.error && <p class="bad" role="alert">{`query: ${query.error.code} ${query.error.message}`}</p>}
       {places.length > 0 && (
-        <Dense vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} inputs={places.map((place) => inputs[place] ?? { name: "", input: {} })} />
+        <DenseVectors vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} inputs={places.map((place) => inputs[place] ?? { name: "", input: {} })} />
       )}
-      {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} inputs={inputs} />}
-      {query?.multivector && <Late model={model} query={query} reply={reply} inputs={inputs} text={calls[0]?.body.items[0]?.text ?? ""} />}
+      {reply.items?.some((item) => item.sparse) && <SparseWeights model={model.id} reply={reply} inputs={inputs} />}
+      {query?.multivector && <LateInteraction model={model} query={query} reply={reply} inputs={inputs} text={calls[0]?.body.items[0]?.text ?? ""} />}
       {query?.dense && reply.items?.map((item, place) => item.chunks && <Chunks key={place} chunks={item.chunks} query={query.dense?.values ?? []} text={last?.body.items[place]?.text ?? ""} />)}
       {reply.scores && <Scores scores={reply.scores} inputs={inputs} scale={model.score_scale} />}
-      {calls[0]?.verb === "extract" && <Extracted reply={reply} inputs={inputs} params={calls[0].body.params ?? {}} />}
-      <Items reply={reply} inputs={inputs} />
-      {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} inputs={inputs} />}
+      {calls[0]?.verb === "extract" && <ExtractResult reply={reply} inputs={inputs} params={calls[0].body.params ?? {}} />}
+      <TokenTable reply={reply} inputs={inputs} />
+      {last?.verb === "encode" && <TruncatedTexts model={model} call={last} reply={reply} inputs={inputs} />}
       <h3>Where the time went</h3>
       <Waterfall timing={reply.timing} />
       {copies}
@@ -86,7 +86,7 @@ function rangeOf(scale: string | null, values: number[]): [number, number] {
 }
 
 function Scores({ scores, inputs, scale }: { scores: NonNullable<Reply["scores"]>; inputs: NamedInput[]; scale: string | null }) {
-  const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: inputs[placeOf(item_id)]?.name ?? item_id, value: score }]));
+  const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: inputs[itemIndex(item_id)]?.name ?? item_id, value: score }]));
   const [least, most] = rangeOf(scale, rows.map(({ value }) => value));
   return (
     <>

@@ -1,8 +1,8 @@
 import { useMemo } from "preact/hooks";
-import { isCut } from "./playground-cut";
-import { type NamedInput, Bars, short, step, useAnswer } from "./playground-parts";
+import { isTruncated } from "./playground-truncation";
+import { type NamedInput, Bars, shorten, scaleStep, useReply } from "./playground-shared";
 import type { Reply, Token } from "./types";
-import { cosines, projected } from "./vectors";
+import { cosines, principalComponents } from "./vectors";
 
 const MOST_WORDS = 2000; // of one request for the words of ids
 const BARS = 12;
@@ -10,7 +10,7 @@ const BARS = 12;
 const NAMED_POINTS = 12; // more have their numbers alone
 
 /** Cosines of all pairs. The colour is that of a pair among the others; an input with itself has none. */
-export function Heat({ matrix, names }: { matrix: number[][]; names: string[] }) {
+export function SimilarityTable({ matrix, names }: { matrix: number[][]; names: string[] }) {
   const pairs = matrix.flatMap((row, i) => row.filter((_, j) => i !== j));
   const [least, most] = [Math.min(...pairs), Math.max(...pairs)];
   return (
@@ -22,9 +22,9 @@ export function Heat({ matrix, names }: { matrix: number[][]; names: string[] })
           <tbody>
             {matrix.map((row, i) => (
               <tr>
-                <th scope="row" title={names[i]}>{`${i + 1} ${short(names[i] ?? "")}`}</th>
+                <th scope="row" title={names[i]}>{`${i + 1} ${shorten(names[i] ?? "")}`}</th>
                 {row.map((value, j) => (
-                  <td class={i === j ? "self" : `heat-${step(value, least, most, 10)}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
+                  <td class={i === j ? "self" : `heat-${scaleStep(value, least, most, 10)}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
                 ))}
               </tr>
             ))}
@@ -36,9 +36,9 @@ export function Heat({ matrix, names }: { matrix: number[][]; names: string[] })
   );
 }
 
-export function Dense({ vectors, inputs }: { vectors: number[][]; inputs: NamedInput[] }) {
+export function DenseVectors({ vectors, inputs }: { vectors: number[][]; inputs: NamedInput[] }) {
   const matrix = useMemo(() => cosines(vectors), [vectors]);
-  const points = useMemo(() => projected(vectors), [vectors]);
+  const points = useMemo(() => principalComponents(vectors), [vectors]);
   const reach = Math.max(1e-9, ...points.flat().map(Math.abs));
   const name = (place: number): string => inputs[place]?.name ?? "";
   const pairs = matrix
@@ -47,12 +47,12 @@ export function Dense({ vectors, inputs }: { vectors: number[][]; inputs: NamedI
     .slice(0, 5);
   return (
     <div class="views">
-      <div><Heat matrix={matrix} names={matrix.map((_, place) => name(place))} /></div>
+      <div><SimilarityTable matrix={matrix} names={matrix.map((_, place) => name(place))} /></div>
       {pairs.length > 1 && (
         <div>
           <h3>Most alike</h3>
           <ol class="pairs">
-            {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${short(name(i))} · ${short(name(j))}`}</li>)}
+            {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${shorten(name(i))} · ${shorten(name(j))}`}</li>)}
           </ol>
         </div>
       )}
@@ -66,7 +66,7 @@ export function Dense({ vectors, inputs }: { vectors: number[][]; inputs: NamedI
                 <g>
                   <title>{name(place)}</title>
                   <circle cx={at} cy={(-0.6 * y) / reach} r="0.025" />
-                  <text x={at + (isRight ? -0.05 : 0.05)} y={(-0.6 * y) / reach + 0.025} font-size="0.075" text-anchor={isRight ? "end" : "start"}>{vectors.length > NAMED_POINTS ? place + 1 : `${place + 1} ${short(name(place), 22)}`}</text>
+                  <text x={at + (isRight ? -0.05 : 0.05)} y={(-0.6 * y) / reach + 0.025} font-size="0.075" text-anchor={isRight ? "end" : "start"}>{vectors.length > NAMED_POINTS ? place + 1 : `${place + 1} ${shorten(name(place), 22)}`}</text>
                 </g>
               );
             })}
@@ -84,16 +84,16 @@ interface Weighted {
 }
 
 /** The weights of each text: the largest as bars, and all of them in the text, by the tokens of its tokenizer. */
-export function Sparse({ model, reply, inputs }: { model: string; reply: Reply; inputs: NamedInput[] }) {
+export function SparseWeights({ model, reply, inputs }: { model: string; reply: Reply; inputs: NamedInput[] }) {
   const weighted = useMemo(() => (reply.items ?? []).flatMap((item, place): Weighted[] => {
     if (!item.sparse) return [];
     const pairs = item.sparse.indices.map((id, at): [number, number] => [id, item.sparse?.values[at] ?? 0]);
     return [{ place, weights: new Map(pairs), best: pairs.sort((a, b) => b[1] - a[1]).slice(0, BARS) }];
   }), [reply]);
   const ids = useMemo(() => [...new Set(weighted.flatMap(({ best }) => best.map(([id]) => id)))].slice(0, MOST_WORDS), [weighted]);
-  const words = useAnswer<string[]>(ids.length ? `/tei/${model}/decode` : "", { ids: ids.map((id) => [id]), skip_special_tokens: false });
+  const words = useReply<string[]>(ids.length ? `/tei/${model}/decode` : "", { ids: ids.map((id) => [id]), skip_special_tokens: false });
   const texts = weighted.map(({ place }) => inputs[place]?.input.text ?? "");
-  const tokens = useAnswer<Token[][]>(texts.length ? `/tei/${model}/tokenize` : "", { inputs: texts });
+  const tokens = useReply<Token[][]>(texts.length ? `/tei/${model}/tokenize` : "", { inputs: texts });
   const names = new Map(ids.map((id, at) => [id, words.value?.[at]]));
   const most = Math.max(...weighted.flatMap(({ best }) => best.map(([, value]) => value))); // of all texts, so that bars of two compare
   return (
@@ -104,7 +104,7 @@ export function Sparse({ model, reply, inputs }: { model: string; reply: Reply; 
         const written = new Set(own?.map((token) => token.id));
         return (
           <>
-            <h3>{`${place + 1} ${short(inputs[place]?.name ?? "")} (${weights.size} weights)`}</h3>
+            <h3>{`${place + 1} ${shorten(inputs[place]?.name ?? "")} (${weights.size} weights)`}</h3>
             {own && <Highlighted text={texts[at] ?? ""} tokens={own} weights={weights} readTokens={reply.items?.[place]?.usage?.truncated ? reply.items[place]?.usage?.prompt_tokens : undefined} />}
             <Bars
               label={`Weights of ${inputs[place]?.name ?? ""}`}
@@ -133,7 +133,7 @@ function Highlighted({ text, tokens, weights, readTokens }: { text: string; toke
   tokens.forEach((token, order) => {
     const weight = weights.get(token.id) ?? 0;
     const title = `token ${token.id}, weight ${weight.toFixed(4)}`;
-    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${readTokens !== undefined && isCut(token, order, readTokens) ? "cut" : ""}`;
+    const strength = `weight-${weight > 0 ? Math.max(1, scaleStep(weight, 0, most, 5)) : 0} ${readTokens !== undefined && isTruncated(token, order, readTokens) ? "cut" : ""}`;
     if (token.start === null || token.stop === null) {
       pieces.push(<mark class={`special ${strength}`} title={title} data-id={token.id}>{token.text}</mark>);
       return;

@@ -1,16 +1,16 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { rank } from "./model-words";
+import { sortRank } from "./model-properties";
 import { noteUse, Picker } from "./picker";
-import { Compared } from "./playground-compare";
-import { AsJson, complaintsOf, Controls, isChunked, isLate, outputOf, outputsOf, paramsOf, refusalsOf, type Settings, UNSET } from "./playground-controls";
+import { Comparison } from "./playground-compare";
+import { JsonParameters, faultsOf, Controls, isChunked, isLateInteraction, outputOf, outputsOf, paramsOf, serverFaults, type Settings, UNSET } from "./playground-controls";
 import { Example, EXAMPLES, QUESTION } from "./playground-example";
-import { type Attached, attached, Files, inputOf, accepted } from "./playground-files";
-import type { NamedInput } from "./playground-parts";
-import { type Call, type Input, type Outcome, run, type Verb } from "./playground-requests";
+import { type Attachment, readAttachments, Files, inputOf, acceptedKinds } from "./playground-files";
+import type { NamedInput } from "./playground-shared";
+import { type Call, type Input, type Outcome, runCalls, type Verb } from "./playground-requests";
 import { Result } from "./playground-result";
-import { parsed } from "./json-fields";
-import { go, href, type Route } from "./routes";
-import { Lacking, useScope } from "./session";
+import { parseMap } from "./json-fields";
+import { navigate, href, type Route } from "./routes";
+import { MissingScope, useScope } from "./session";
 import type { Model } from "./types";
 
 const DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2";
@@ -31,7 +31,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const named = route.parts.slice(1).join("/");
   // what is loaded answers at once; the default model is the next best to begin with
   const fitting = useMemo(() => {
-    const order = (model: Model): number => (model.state === "available" && model.id === DEFAULT_MODEL ? 0.5 : rank(model));
+    const order = (model: Model): number => (model.state === "available" && model.id === DEFAULT_MODEL ? 0.5 : sortRank(model));
     return models.filter((model) => model.tasks.includes(verb)).sort((a, b) => order(a) - order(b));
   }, [models, verb]);
   const begun = useRef<Partial<Record<Verb, string>>>({}); // a model that is loaded later does not take its place
@@ -42,10 +42,10 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
     next.verb ? href("playground", [next.verb]) : href("playground", [verb, next.first ?? first], { with: next.second ?? second });
 
   const [text, setText] = useState(EXAMPLES[verb]);
-  const [files, setFiles] = useState<Attached[]>([]);
+  const [files, setFiles] = useState<Attachment[]>([]);
   const [refused, setRefused] = useState<string[]>([]);
   const [query, setQuery] = useState(QUESTION);
-  const [pictures, setPictures] = useState<Attached[]>([]);
+  const [pictures, setPictures] = useState<Attachment[]>([]);
   const [notPictures, setNotPictures] = useState<string[]>([]);
   const [settings, setSettings] = useState<Settings>(UNSET);
   const [done, setDone] = useState<{ verb: Verb; outcomes: Outcome[]; inputs: NamedInput[]; settings: Settings; turn: number }>({ verb, outcomes: [], inputs: [], settings: UNSET, turn: 0 });
@@ -53,17 +53,17 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const set = (name: keyof Settings, value: string | undefined) => setSettings((old) => ({ ...old, [name]: value }));
 
   const model = fitting.find((model) => model.id === first);
-  const kinds = accepted(model?.inputs ?? []);
+  const kinds = acceptedKinds(model?.inputs ?? []);
   const texts = !model || model.inputs.includes("text");
-  const late = isLate(verb, settings, model);
+  const late = isLateInteraction(verb, settings, model);
   const chunked = isChunked(verb, settings, model);
   const hasQuery = verb === "score" || late || chunked;
   // models of late interaction encode an image as a query, but do not score with it
   const pictured = kinds.includes("image") && (late || (verb === "score" && !outputsOf(model).includes("multivector")));
   const sendable = chunked ? [] : files.filter((file) => kinds.includes(file.kind));
   const hasInput = sendable.length > 0 || (texts && Boolean(text.trim()));
-  const isSound = !Object.keys(complaintsOf(verb, settings, model)).length;
-  const refusals = refusalsOf(done.outcomes.filter((outcome) => [first, second].includes(outcome.model.id)).map(({ refusal }) => refusal), done.settings, settings);
+  const isSound = !Object.keys(faultsOf(verb, settings, model)).length;
+  const refusals = serverFaults(done.outcomes.filter((outcome) => [first, second].includes(outcome.model.id)).map(({ refusal }) => refusal), done.settings, settings);
   const ready = !running && canInfer && model && hasInput && isSound;
 
   useEffect(() => setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[verb] : old)), [verb]); // own texts stay
@@ -77,7 +77,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   function sentInputs(): NamedInput[] {
     if (chunked) return [{ name: text.trim(), input: { text, chunks: { max_tokens: Number(settings.chunks) }, context: settings.context === "true" } }];
     const lines = texts ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
-    const own = verb === "extract" && settings.metadata.trim() ? { metadata: parsed(settings.metadata) } : {};
+    const own = verb === "extract" && settings.metadata.trim() ? { metadata: parseMap(settings.metadata) } : {};
     return [
       ...lines.map((line) => ({ name: line, input: { text: line } })),
       ...sendable.map((file) => ({ name: file.text.trim() ? `${file.name}: ${file.text.trim()}` : file.name, input: inputOf(file) })),
@@ -104,7 +104,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
     const controller = new AbortController();
     setRunning(controller);
     try {
-      const outcomes = await Promise.all(chosen.map((model) => run(model, callsOf(model, inputs.map(({ input }) => input)), controller.signal)));
+      const outcomes = await Promise.all(chosen.map((model) => runCalls(model, callsOf(model, inputs.map(({ input }) => input)), controller.signal)));
       if (event) noteUse(chosen.map((model) => model.id));
       setDone((old) => ({ verb, outcomes, inputs, settings, turn: old.turn + 1 }));
     } finally {
@@ -113,18 +113,18 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   }
 
   function change(next: Verb) {
-    go(address({ verb: next }));
+    navigate(address({ verb: next }));
     setDone({ verb: next, outcomes: [], inputs: [], settings: UNSET, turn: 0 });
   }
 
   async function add(files: Iterable<File>) {
-    const { attachments, refused: refusals } = await attached(files, kinds);
+    const { attachments, refused: refusals } = await readAttachments(files, kinds);
     setRefused(refusals);
     setFiles((old) => [...old, ...attachments].slice(0, MOST));
   }
 
   async function addPictures(files: Iterable<File>) {
-    const { attachments, refused: refusals } = await attached(files, ["image"]);
+    const { attachments, refused: refusals } = await readAttachments(files, ["image"]);
     setNotPictures(refusals);
     setPictures((old) => [...old, ...attachments].slice(0, MOST));
   }
@@ -163,8 +163,8 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           }}
         >
           <div class="pickers">
-            <Picker id="model" label="Model" models={fitting} value={first} onChange={(id) => go(address({ first: id }))} onFind={onFind} />
-            <Picker id="beside" label="Compare with" models={fitting} value={second} onChange={(id) => go(address({ second: id }))} none="nothing" near={model} onFind={onFind} />
+            <Picker id="model" label="Model" models={fitting} value={first} onChange={(id) => navigate(address({ first: id }))} onFind={onFind} />
+            <Picker id="beside" label="Compare with" models={fitting} value={second} onChange={(id) => navigate(address({ second: id }))} none="nothing" near={model} onFind={onFind} />
           </div>
           {named && named !== first && <p class="warn">{`${named} is not among the models that ${verb}: ${first || "none"} is asked instead. `}<a href={href("models", [], { add: named })}>Add it</a></p>}
           <div class="ask">
@@ -189,19 +189,19 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           </div>
           <div class="ask">
           <Controls verb={verb} model={model} settings={settings} set={set} refused={refusals} />
-          <AsJson verb={verb} model={model} settings={settings} set={set} refused={refusals} />
+          <JsonParameters verb={verb} model={model} settings={settings} set={set} refused={refusals} />
           <span class="row">
             <button id="run" type="submit" disabled={!ready}>{running ? "Running" : "Run"}</button>
             {running && <button type="button" id="stop" onClick={() => running.abort()}>Stop</button>}
             {running && model?.state !== "loaded" && <span class="dim">{`${first} is loaded first, which may take a while.`}</span>}
           </span>
-          <Lacking scope="infer" subject="Requests need" />
+          <MissingScope scope="infer" subject="Requests need" />
           {!fitting.length && <p class="warn">{`No model of the catalogue can ${verb}. `}<a href={href("models", [], { add: "ID" })}>Add a model</a></p>}
           </div>
         </form>
         <p class="unseen" role="status">{running ? "Running" : shown.map((outcome) => `${outcome.model.id} ${outcome.refusal ? "refused" : "answered"}`).join(", ")}</p>
         <div class="beside" aria-busy={Boolean(running)}>
-          {left && right && <Compared first={left} second={right} inputs={done.inputs} />}
+          {left && right && <Comparison first={left} second={right} inputs={done.inputs} />}
           {shown.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} inputs={done.inputs} />)}
           {!shown.length && !isIdle && <Example verb={verb} model={model} />}
         </div>

@@ -1,10 +1,10 @@
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
-import { get } from "./api";
-import { usePolled } from "./polled";
-import { go, href } from "./routes";
+import { getJson } from "./api";
+import { usePolling } from "./polling";
+import { navigate, href } from "./routes";
 import { Table } from "./table";
-import type { RequestLog, Slow, SlowRequests } from "./types";
+import type { RequestLog, SlowRequest, SlowRequests } from "./types";
 import { stagesOf } from "./stages";
 import { Waterfall } from "./waterfall";
 
@@ -15,7 +15,7 @@ const KEPT = 1000; // all that a gateway keeps
 /** The slow and failed requests of the last hour, and one by its id. */
 export function Requests({ showsFailed }: { showsFailed: boolean }) {
   const [onlyFailed, setOnlyFailed] = useState(showsFailed); // most of them are fast, and not among the slowest
-  const { value } = usePolled<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
+  const { value } = usePolling<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
   const [search, setSearch] = useState("");
   const requests = (value?.requests ?? []).filter((request) => !onlyFailed || request.code);
   if (onlyFailed) requests.sort((first, second) => second.at - first.at);
@@ -26,7 +26,7 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
         class="row"
         onSubmit={(event) => {
           event.preventDefault();
-          if (search.trim()) go(href("cluster", ["requests", search.trim()]));
+          if (search.trim()) navigate(href("cluster", ["requests", search.trim()]));
         }}
       >
         <label>
@@ -51,7 +51,7 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
 }
 
 /** The stage that took most of a request's time, in words. */
-function mostly(request: Slow): string {
+function mostly(request: SlowRequest): string {
   const stages = stagesOf(request.timing ?? {});
   const [name, ms] = stages.sort((first, second) => second[1] - first[1])[0] ?? ["", 0];
   if (!ms || !request.total_ms) return "";
@@ -70,7 +70,7 @@ const pace = (shares: Share[]): number => {
 
 /** What each worker had of these requests, for each model that several workers ran: only there a slow worker can be told
  * from a slow model. */
-function ByWorker({ requests }: { requests: Slow[] }) {
+function ByWorker({ requests }: { requests: SlowRequest[] }) {
   const models = new Map<string, Map<string, Share>>();
   for (const { model, chunks } of requests) {
     const workers = models.get(model) ?? new Map<string, Share>();
@@ -109,7 +109,7 @@ function ByWorker({ requests }: { requests: Slow[] }) {
   );
 }
 
-function Row({ request }: { request: Slow }) {
+function Row({ request }: { request: SlowRequest }) {
   return (
     <tr>
       <td><a href={href("cluster", ["requests", request.id])}>{request.id}</a></td>
@@ -125,11 +125,11 @@ function Row({ request }: { request: Slow }) {
 
 /** One request: where its time went, and what the log says of it. */
 export function RequestPage({ id }: { id: string }) {
-  const [request, setRequest] = useState<Slow>();
+  const [request, setRequest] = useState<SlowRequest>();
   const [trouble, setTrouble] = useState("");
   useEffect(() => {
     let ended = false;
-    get<Slow>(`/v1/requests/${encodeURIComponent(id)}`).then(
+    getJson<SlowRequest>(`/v1/requests/${encodeURIComponent(id)}`).then(
       (request) => !ended && setRequest(request),
       (error: unknown) => {
         if (!(error instanceof SIEError)) throw error;
@@ -168,14 +168,14 @@ export function RequestPage({ id }: { id: string }) {
 }
 
 /** In how many batches the inputs of a request ran, where they did not run in one. */
-function ran({ items, chunks = [] }: Slow): string {
+function ran({ items, chunks = [] }: SlowRequest): string {
   const batches = new Set(chunks.map(({ worker, batch }) => `${worker} ${batch.id}`)).size;
   const workers = new Set(chunks.map(({ worker }) => worker)).size;
   return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}, each after those before it` : "";
 }
 
 /** The batches that its parts ran in, those that are alike together. */
-function batchesOf({ chunks = [] }: Slow): [string, number][] {
+function batchesOf({ chunks = [] }: SlowRequest): [string, number][] {
   const counts = new Map<string, number>();
   for (const { worker, batch } of chunks) {
     if (!batch.items) continue;
@@ -192,7 +192,7 @@ function Log({ id }: { id: string }) {
     let ended = false;
     async function read() {
       try {
-        const { lines } = await get<RequestLog>(`/v1/requests/${encodeURIComponent(id)}/log`);
+        const { lines } = await getJson<RequestLog>(`/v1/requests/${encodeURIComponent(id)}/log`);
         if (!ended) setText(lines.map((line) => `${new Date(line.at * 1000).toISOString()} ${line.level} ${line.logger}: ${line.message}`).join("\n"));
       } catch (error) {
         if (!(error instanceof SIEError)) throw error;

@@ -1,15 +1,15 @@
 import type { CallOptions } from "sie-client";
-import { client } from "./api";
-import { usePolled } from "./polled";
+import { createClient } from "./api";
+import { usePolling } from "./polling";
 import { Table } from "./table";
 
 const EVERY_MS = 5000;
 
-const listed = async (options: CallOptions) => client().pools.list(options);
+const listed = async (options: CallOptions) => createClient().pools.list(options);
 
 /** Pools and the reservations of workers, with what is left of each lease. */
 export function Reservations() {
-  const { value: pools } = usePolled(listed, EVERY_MS);
+  const { value: pools } = usePolling(listed, EVERY_MS);
   if (!pools) return null;
   if (!pools.length) return <p class="dim">No pool has announced itself.</p>;
   return (

@@ -36,7 +36,7 @@ export function href(view: View, parts: string[] = [], query: Record<string, str
 }
 
 /** `isStep`: back returns from there; else the address takes the place of the present one. */
-export function go(address: string, isStep = true): void {
+export function navigate(address: string, isStep = true): void {
   if (isStep) location.hash = address;
   else location.replace(address);
 }

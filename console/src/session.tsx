@@ -17,7 +17,7 @@ export const useUnread = (): number => useContext(SessionContext).unread;
 export const useScope = (scope: string): boolean => useContext(SessionContext).scopes.includes(scope);
 
 /** That a key of this scope is needed, and the way to sign in with one; nothing where the page has it. */
-export function Lacking({ scope, subject }: { scope: string; subject: string }) {
+export function MissingScope({ scope, subject }: { scope: string; subject: string }) {
   const { scopes, signIn } = useContext(SessionContext);
   if (scopes.includes(scope)) return null;
   return (

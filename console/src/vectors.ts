@@ -12,7 +12,7 @@ export function cosines(vectors: number[][]): number[][] {
 
 /** The first two principal components of the vectors, shape (n, 2): eigenvectors of the centred Gram matrix, by power
  * iteration with deflation. */
-export function projected(vectors: number[][]): [number, number][] {
+export function principalComponents(vectors: number[][]): [number, number][] {
   const count = vectors.length;
   const width = vectors[0]?.length ?? 0;
   const mean = Array.from({ length: width }, (_, place) => vectors.reduce((sum, v) => sum + (v[place] ?? 0), 0) / count);
@@ -38,7 +38,7 @@ export function projected(vectors: number[][]): [number, number][] {
 }
 
 /** Products of all rows of a query with all rows of a document, shape (query rows, document rows). */
-export const products = (query: number[][], document: number[][]): number[][] => query.map((row) => document.map((column) => dot(row, column)));
+export const dotProducts = (query: number[][], document: number[][]): number[][] => query.map((row) => document.map((column) => dot(row, column)));
 
 /** For each row of the query its best row of the document, and the product with it; their sum is the score (MaxSim). */
 export function maxSim(map: number[][]): { best: { at: number; value: number }[]; sum: number } {

@@ -1,14 +1,14 @@
 /** What a job is told with. */
 
 import type { Job } from "sie-client";
-import { duration } from "./units";
+import { formatDuration } from "./format";
 
 const ENDED: readonly string[] = ["completed", "failed", "cancelled", "expired"];
 
 export const hasEnded = ({ state }: Pick<Job, "state">): boolean => ENDED.includes(state);
 
 /** A time of today, or with its day. */
-export function clock(atS: number): string {
+export function formatTime(atS: number): string {
   const at = new Date(atS * 1000);
   const isToday = at.toDateString() === new Date().toDateString();
   return isToday ? at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : at.toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
@@ -17,7 +17,7 @@ export function clock(atS: number): string {
 /** When a job will be done, and what would keep its deadline. Empty while nobody knows. */
 export function forecastOf({ forecast, request }: Job): string {
   if (!forecast) return "";
-  const done = `done at ${clock(forecast.done_at)} ± ${duration(forecast.plus_minus_s)}`;
+  const done = `done at ${formatTime(forecast.done_at)} ± ${formatDuration(forecast.plus_minus_s)}`;
   if (!request.deadline || forecast.workers_needed == null) return done;
   return forecast.done_at <= request.deadline ? `${done}, before its deadline` : `${done}; ${forecast.workers_needed} workers would keep the deadline`;
 }

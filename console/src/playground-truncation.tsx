@@ -1,4 +1,4 @@
-import { type NamedInput, useAnswer } from "./playground-parts";
+import { type NamedInput, useReply } from "./playground-shared";
 import type { Call } from "./playground-requests";
 import type { Model, Reply, Token } from "./types";
 
@@ -16,12 +16,12 @@ function promptOf(model: Model, params: Record<string, unknown>): string | undef
 
 /** Where the texts end that the model read a part of. Nothing is said where more than a prompt before the text is read with
  * it, such as the query of a pair. */
-export function Cut({ model, call, reply, inputs }: { model: Model; call: Call; reply: Reply; inputs: NamedInput[] }) {
+export function TruncatedTexts({ model, call, reply, inputs }: { model: Model; call: Call; reply: Reply; inputs: NamedInput[] }) {
   const places = reply.usage.truncated_items.filter((place) => inputs[place]?.input.text);
   const prompt = promptOf(model, call.body.params ?? {});
   const isKnown = places.length > 0 && prompt !== undefined;
   const texts = places.map((place) => `${prompt}${inputs[place]?.input.text ?? ""}`);
-  const tokens = useAnswer<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
+  const tokens = useReply<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
   if (!tokens.value) return null;
   return (
     <>
@@ -31,10 +31,10 @@ export function Cut({ model, call, reply, inputs }: { model: Model; call: Call; 
 }
 
 /** Whether a model did not read a token: it reads `read` tokens, the last of which is the special one at the end. */
-export const isCut = (token: Token, order: number, read: number): boolean => order >= read - 1 && !token.special;
+export const isTruncated = (token: Token, order: number, read: number): boolean => order >= read - 1 && !token.special;
 
 function One({ place, text, tokens, read }: { place: number; text: string; tokens: Token[]; read: number }) {
-  const first = tokens.find((token, order) => isCut(token, order, read) && token.start !== null);
+  const first = tokens.find((token, order) => isTruncated(token, order, read) && token.start !== null);
   if (!first) return null;
   const written = new TextEncoder().encode(text);
   const decoder = new TextDecoder();

@@ -1,18 +1,18 @@
 /** Sizes and times in words. */
 
-export function bytes(count: number): string {
+export function formatBytes(count: number): string {
   const step = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(1, count)) / 10)));
   return `${(count / 2 ** (10 * step)).toFixed(step > 2 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
 }
 
 /** An estimate: two figures, in powers of 1,000 as the hub counts. */
-export function about(count: number): string {
+export function approximateBytes(count: number): string {
   const rounded = Number(count.toPrecision(2));
   const power = Math.min(3, Math.max(0, Math.floor(Math.log10(Math.max(1, rounded)) / 3)));
   return `about ${+(rounded / 1000 ** power).toPrecision(3)} ${["B", "kB", "MB", "GB"][power]}`;
 }
 
-export function duration(seconds: number): string {
+export function formatDuration(seconds: number): string {
   if (seconds < 100) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
   return seconds < 6000 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }

@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 import { type CallOptions, SIEError } from "sie-client";
-import { get } from "./api";
+import { getJson } from "./api";
 
 const LATE_MS = 3000; // of an answer, after which the page says that there is none
 
@@ -9,7 +9,7 @@ const LATE_MS = 3000; // of an answer, after which the page says that there is n
  * never while the page is hidden. What was answered last stays to be read when an answer is missing; `trouble` says why.
  * Another `look` asks at once.
  */
-export function usePolled<T>(source: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
+export function usePolling<T>(source: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
   const [value, setValue] = useState<T>();
   const [trouble, setTrouble] = useState("");
   useEffect(() => {
@@ -19,7 +19,7 @@ export function usePolled<T>(source: string | ((options: CallOptions) => Promise
       window.clearTimeout(timer);
       if (document.visibilityState === "visible") {
         try {
-          const next = await (typeof source === "string" ? get<T>(source, LATE_MS) : source({ signal: AbortSignal.timeout(LATE_MS) }));
+          const next = await (typeof source === "string" ? getJson<T>(source, LATE_MS) : source({ signal: AbortSignal.timeout(LATE_MS) }));
           if (ended) return;
           setValue(next);
           setTrouble("");

@@ -2,7 +2,7 @@
 
 const KEPT_MS = 60_000; // the browser has read a file from the address by then
 
-export function save(data: Uint8Array, name: string): void {
+export function saveFile(data: Uint8Array, name: string): void {
   const url = URL.createObjectURL(new Blob([data as Uint8Array<ArrayBuffer>]));
   const link = document.createElement("a");
   link.href = url;

@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
-import { ask } from "./api";
+import { sendRequest } from "./api";
 import type { Input } from "./playground-requests";
 import { Table } from "./table";
 import type { Reply } from "./types";
@@ -14,29 +14,29 @@ export interface NamedInput {
   input: Input;
 }
 
-export const short = (text: string, most = 40): string => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+export const shorten = (text: string, most = 40): string => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 /** The image of an input, empty if it has none. */
-export function pictureOf(input: Input | undefined): string {
+export function imageOf(input: Input | undefined): string {
   const image = input?.images?.[0];
   return typeof image === "string" ? image : (image?.data ?? "");
 }
 
 /** The step of a scale of `steps` that a value is at. */
-export const step = (value: number, least: number, most: number, steps: number): number =>
+export const scaleStep = (value: number, least: number, most: number, steps: number): number =>
   Math.max(0, Math.min(steps, Math.round((steps * (value - least)) / (most - least || 1))));
 
-export type Fetched<T> = { value?: T; refusal?: string };
+export type ReplyState<T> = { value?: T; refusal?: string };
 
 /** What the gateway answers to a request, asked again when it changes; nothing is asked for an empty path. */
-export function useAnswer<T>(path: string, body: unknown): Fetched<T> {
-  const [reply, setReply] = useState<Fetched<T>>({});
+export function useReply<T>(path: string, body: unknown): ReplyState<T> {
+  const [reply, setReply] = useState<ReplyState<T>>({});
   const text = JSON.stringify(body);
   useEffect(() => {
     let ended = false;
     setReply({});
     if (path) {
-      ask<T>({ method: "POST", path, body: JSON.parse(text) as unknown }).then(
+      sendRequest<T>({ method: "POST", path, body: JSON.parse(text) as unknown }).then(
         (value) => !ended && setReply({ value }),
         (error) => !ended && setReply({ refusal: error instanceof SIEError ? error.message : String(error) }),
       );
@@ -76,8 +76,8 @@ export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)
 }
 
 /** Tokens, and of vectors how many numbers they have and how long they are, one row for each input. */
-export function Items({ reply, inputs }: { reply: Reply; inputs: NamedInput[] }) {
-  const ofScores = reply.scores && [...reply.scores].sort((a, b) => placeOf(a.item_id) - placeOf(b.item_id));
+export function TokenTable({ reply, inputs }: { reply: Reply; inputs: NamedInput[] }) {
+  const ofScores = reply.scores && [...reply.scores].sort((a, b) => itemIndex(a.item_id) - itemIndex(b.item_id));
   const slots = reply.items ?? ofScores ?? [];
   const vectors = (reply.items ?? []).some((item) => item.dense || item.sparse || item.multivector);
   return (
@@ -86,7 +86,7 @@ export function Items({ reply, inputs }: { reply: Reply; inputs: NamedInput[] })
       <Table label="Tokens of each input" role="group" columns={["input", { number: "tokens" }, "truncated", ...(vectors ? ["shape", { number: "norm" }, "dtype", "first values"] : [])]}>
         {slots.map((slot, place) => (
           <tr>
-            <th scope="row" title={inputs[place]?.name}>{`${place + 1} ${short(inputs[place]?.name ?? "", 28)}`}</th>
+            <th scope="row" title={inputs[place]?.name}>{`${place + 1} ${shorten(inputs[place]?.name ?? "", 28)}`}</th>
             <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
             <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
             {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
@@ -97,7 +97,7 @@ export function Items({ reply, inputs }: { reply: Reply; inputs: NamedInput[] })
   );
 }
 
-export const placeOf = (id: string): number => Number(id.replace("item-", ""));
+export const itemIndex = (id: string): number => Number(id.replace("item-", ""));
 
 const first = (values: number[]): string => values.slice(0, 4).map((value) => value.toFixed(4)).join(", ");
 

@@ -2,7 +2,7 @@ import { useState } from "preact/hooks";
 import type { Program } from "./code";
 
 /** The same as programs to copy. `open`: they are seen at once, without their names. */
-export function Copies({ programs, title, open = false }: { programs: Program[]; title: string; open?: boolean }) {
+export function CodeSamples({ programs, title, open = false }: { programs: Program[]; title: string; open?: boolean }) {
   const [copied, setCopied] = useState("");
   return (
     <div class="row copies">

@@ -3,13 +3,13 @@ import { SIEError } from "sie-client";
 
 /** What a person asks for, one after another: whether it runs, what it said, and why it was refused. `need`: what is said
  * in place of a refusal for want of a key. */
-export function useAttempts(need = "") {
+export function useAction(need = "") {
   const [isBusy, setBusy] = useState(false);
   const [notice, setNotice] = useState("");
   const [refusal, setRefusal] = useState("");
 
   /** `work` returns what is to be said. Returns whether it was done. */
-  async function attempt(work: () => Promise<string>): Promise<boolean> {
+  async function runAction(work: () => Promise<string>): Promise<boolean> {
     setBusy(true);
     setNotice("");
     setRefusal("");
@@ -25,5 +25,5 @@ export function useAttempts(need = "") {
       setBusy(false);
     }
   }
-  return { isBusy, notice, setNotice, refusal, attempt };
+  return { isBusy, notice, setNotice, refusal, runAction };
 }

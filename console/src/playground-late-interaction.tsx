@@ -1,15 +1,15 @@
 import { useMemo, useState } from "preact/hooks";
-import { isMarked, likelyGrid, type Rows, rowNames } from "./late-rows";
-import { type NamedInput, Bars, pictureOf, short, step, useAnswer } from "./playground-parts";
+import { hasMarker, estimateGrid, type RowNames, rowNames } from "./late-interaction-rows";
+import { type NamedInput, Bars, imageOf, shorten, scaleStep, useReply } from "./playground-shared";
 import type { Model, Reply, Slot, Token } from "./types";
-import { maxSim, products } from "./vectors";
+import { maxSim, dotProducts } from "./vectors";
 
 /** A query against documents by late interaction: each token of the query finds its best token of the document. */
-export function Late({ model, query, reply, inputs, text }: { model: Model; query: Slot; reply: Reply; inputs: NamedInput[]; text: string }) {
+export function LateInteraction({ model, query, reply, inputs, text }: { model: Model; query: Slot; reply: Reply; inputs: NamedInput[]; text: string }) {
   const [open, setOpen] = useState(0);
   const rows = query.multivector?.values;
   const scored = useMemo(
-    () => (reply.items ?? []).map((item) => (rows && item.multivector ? products(rows, item.multivector.values) : undefined)).map((map) => map && { map, ...maxSim(map) }),
+    () => (reply.items ?? []).map((item) => (rows && item.multivector ? dotProducts(rows, item.multivector.values) : undefined)).map((map) => map && { map, ...maxSim(map) }),
     [rows, reply],
   );
   const names = useTokens(model, [text], "query");
@@ -19,9 +19,9 @@ export function Late({ model, query, reply, inputs, text }: { model: Model; quer
   const score = scored[shown];
   const item = reply.items?.[shown];
   if (!score || !item?.multivector) return null;
-  const marked = (reply.items ?? []).some((item, place) => isMarked(documents?.[place], item.usage));
+  const marked = (reply.items ?? []).some((item, place) => hasMarker(documents?.[place], item.usage));
   const ofQuery = rowNames(names?.[0], score.map.length, "query", marked, query.usage);
-  const picture = pictureOf(inputs[shown]?.input);
+  const picture = imageOf(inputs[shown]?.input);
   const ofDocument = picture ? undefined : rowNames(documents?.[shown], item.multivector.num_tokens, "document", marked, item.usage);
   return (
     <>
@@ -31,7 +31,7 @@ export function Late({ model, query, reply, inputs, text }: { model: Model; quer
         <label>
           Document
           <select class="document" value={shown} onChange={(event) => setOpen(Number(event.currentTarget.value))}>
-            {order.map(({ place }) => <option value={place}>{`${place + 1} ${short(inputs[place]?.name ?? "", 60)}`}</option>)}
+            {order.map(({ place }) => <option value={place}>{`${place + 1} ${shorten(inputs[place]?.name ?? "", 60)}`}</option>)}
           </select>
         </label>
       )}
@@ -47,14 +47,14 @@ export function Late({ model, query, reply, inputs, text }: { model: Model; quer
 function useTokens(model: Model, texts: string[], side: "query" | "document"): Token[][] | undefined {
   const prompt = model.prompts?.includes(side) ? { prompt_name: side } : {};
   const filled = texts.filter(Boolean);
-  const { value } = useAnswer<Token[][]>(filled.length ? `/tei/${model.id}/tokenize` : "", { inputs: filled, ...prompt });
+  const { value } = useReply<Token[][]>(filled.length ? `/tei/${model.id}/tokenize` : "", { inputs: filled, ...prompt });
   let at = 0;
   return value && texts.map((text) => (text ? (value[at++] ?? []) : []));
 }
 
 type Best = { at: number; value: number }[];
 
-function Best({ best, query, names, sum }: { best: Best; query: Rows; names?: string[]; sum: number }) {
+function Best({ best, query, names, sum }: { best: Best; query: RowNames; names?: string[]; sum: number }) {
   return (
     <details>
       <summary>Best match of each query token</summary>
@@ -79,7 +79,7 @@ const range = (map: number[][]): [number, number] => {
   return [least, most];
 };
 
-function Tokens({ map, best, query, document }: { map: number[][]; best: Best; query: Rows; document: Rows }) {
+function Tokens({ map, best, query, document }: { map: number[][]; best: Best; query: RowNames; document: RowNames }) {
   const [least, most] = range(map);
   return (
     <>
@@ -87,14 +87,14 @@ function Tokens({ map, best, query, document }: { map: number[][]; best: Best; q
       <div class="scroll late" tabIndex={0} role="group" aria-label="Products of tokens">
         <table class="heat">
           <thead>
-            <tr><th scope="col" class="number">MaxSim</th>{document.names.map((name) => <th scope="col" title={name}>{short(name, 12)}</th>)}</tr>
+            <tr><th scope="col" class="number">MaxSim</th>{document.names.map((name) => <th scope="col" title={name}>{shorten(name, 12)}</th>)}</tr>
           </thead>
           <tbody>
             {map.map((row, i) => (
               <tr>
-                <th scope="row"><span class="named">{short(query.names[i] ?? "", 14)}<span class="number">{best[i]?.value.toFixed(2)}</span></span></th>
+                <th scope="row"><span class="named">{shorten(query.names[i] ?? "", 14)}<span class="number">{best[i]?.value.toFixed(2)}</span></span></th>
                 {row.map((value, j) => (
-                  <td class={`heat-${step(value, least, most, 10)} ${best[i]?.at === j ? "best" : ""}`}>{value.toFixed(2)}</td>
+                  <td class={`heat-${scaleStep(value, least, most, 10)} ${best[i]?.at === j ? "best" : ""}`}>{value.toFixed(2)}</td>
                 ))}
               </tr>
             ))}
@@ -114,7 +114,7 @@ function Patches(props: { model: string; map: number[][]; best: Best; names: str
   const [token, setToken] = useState(-1);
   const [size, setSize] = useState<[number, number]>([0, 0]);
   const count = map[0]?.length ?? 0;
-  const likely = likelyGrid(props.model, count, ...size);
+  const likely = estimateGrid(props.model, count, ...size);
   const [own, setOwn] = useState<Partial<typeof likely>>({});
   const { across, down, first } = { ...likely, ...own };
   const values = Array.from({ length: across * down }, (_, place) =>

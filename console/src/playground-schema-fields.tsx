@@ -25,11 +25,11 @@ const GROUPS = written({ subject: DECISIONS.subject.enum, mood: ["calm", "angry"
 const sampleOf = (model: Model | undefined): string =>
   written({ type: "object", properties: { ...(model?.extracts.includes("entities") ? DRAWN : {}), ...DECISIONS } });
 
-export const takes = (model: Model | undefined, option: string): boolean => Boolean(model?.options.includes(option));
+export const hasOption = (model: Model | undefined, option: string): boolean => Boolean(model?.options.includes(option));
 
 /** What is answered: labels by a model that knows nothing else. */
 export const answerOf = ({ answer }: Settings, model: Model | undefined): string =>
-  (answer === "schema" && takes(model, "output_schema")) || (answer === "groups" && takes(model, "label_groups")) ? answer : "labels";
+  (answer === "schema" && hasOption(model, "output_schema")) || (answer === "groups" && hasOption(model, "label_groups")) ? answer : "labels";
 
 export const schemaOf = ({ schema }: Settings, model: Model | undefined): string => schema ?? sampleOf(model);
 export const groupsOf = ({ groups }: Settings): string => groups ?? GROUPS;
@@ -57,7 +57,7 @@ interface Props {
 }
 
 /** The schema or the groups, where the model answers them. */
-export function Answers({ model, settings, faults, prefix, set }: Props) {
+export function SchemaFields({ model, settings, faults, prefix, set }: Props) {
   const [unread, setUnread] = useState("");
   const answer = answerOf(settings, model);
 

@@ -3,7 +3,7 @@
 
 import type { Token, Usage } from "./types";
 
-export interface Rows {
+export interface RowNames {
   names: string[];
   known: boolean;
 }
@@ -12,14 +12,14 @@ const ASCII_PUNCTUATION = /^[!-/:-@[-`{-~]$/;
 const MARKER = { query: "[Q]", document: "[D]" } as const; // as ColBERT writes them
 
 /** Whether the model puts a marker into its rows, told from a text that was not cut. */
-export const isMarked = (tokens: Token[] | undefined, usage: Usage | undefined): boolean =>
+export const hasMarker = (tokens: Token[] | undefined, usage: Usage | undefined): boolean =>
   Boolean(tokens?.length && usage && !usage.truncated && usage.prompt_tokens === tokens.length + 1);
 
 /** `tokens`: of the whole text, with its special tokens. A marker stands behind the first token. A text that is too long is
  * cut before its last token. Models with markers have no rows for punctuation of documents, some others none for the first
  * token. A query is filled up to a length. */
-export function rowNames(tokens: Token[] | undefined, count: number, side: "query" | "document", marked: boolean, usage: Usage | undefined): Rows {
-  const numbered: Rows = { names: Array.from({ length: count }, (_, place) => `row ${place + 1}`), known: false };
+export function rowNames(tokens: Token[] | undefined, count: number, side: "query" | "document", marked: boolean, usage: Usage | undefined): RowNames {
+  const numbered: RowNames = { names: Array.from({ length: count }, (_, place) => `row ${place + 1}`), known: false };
   if (!tokens?.length || !usage) return numbered;
   let names = tokens.map((token) => token.text);
   if (marked) names.splice(1, 0, MARKER[side]);
@@ -45,7 +45,7 @@ const MOST_SQUARES = 768;
 /** The grid of patches that an image of this size probably has in so many rows. PaliGemma (ColPali) scales each image to a
  * square whose side is a power of two patches, with the prompt behind them. Qwen keeps the shape, with four tokens before
  * it. */
-export function likelyGrid(model: string, count: number, width: number, height: number): Grid {
+export function estimateGrid(model: string, count: number, width: number, height: number): Grid {
   if (/qwen/i.test(model) && width && height) {
     const shrunk = Math.min(1, Math.sqrt((MOST_SQUARES * SQUARE * SQUARE) / (width * height)));
     const rounded = shrunk < 1 ? Math.floor : Math.round;
