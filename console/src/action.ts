@@ -1,14 +1,14 @@
 import { useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 
-/** What a person asks for, one after another: whether it runs, what it said, and why it was refused. `need`: what is said
- * in place of a refusal for want of a key. */
-export function useAction(need = "") {
+/** The state of the actions that a user starts by a button, one at a time: `notice` is the result of the last one,
+ * `refusal` its error. `missingScope` replaces the error if the key lacks the scope. */
+export function useAction(missingScope = "") {
   const [isBusy, setBusy] = useState(false);
   const [notice, setNotice] = useState("");
   const [refusal, setRefusal] = useState("");
 
-  /** `work` returns what is to be said. Returns whether it was done. */
+  /** Run `work`, which returns the notice. Return true if it succeeded. */
   async function runAction(work: () => Promise<string>): Promise<boolean> {
     setBusy(true);
     setNotice("");
@@ -18,8 +18,8 @@ export function useAction(need = "") {
       return true;
     } catch (error) {
       if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
-      const isLacking = need && error instanceof SIEError && (error.status === 401 || error.status === 403);
-      setRefusal(isLacking ? need : error.message);
+      const lacksScope = missingScope && error instanceof SIEError && (error.status === 401 || error.status === 403);
+      setRefusal(lacksScope ? missingScope : error.message);
       return false;
     } finally {
       setBusy(false);

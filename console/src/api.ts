@@ -1,10 +1,10 @@
-/** Requests to the gateway that served this page, by the TypeScript client. The key stays in the session storage of the
- * page. */
+/** Requests to the gateway that served this page, by the TypeScript client. The API key is in the session storage of the
+ * tab. */
 
 import { type CallOptions, SIEClient } from "sie-client";
 
-const STORED = "sie.key";
-const LIMIT_MS = 30_000; // of what is read
+const STORAGE_KEY = "sie.key";
+const GET_TIMEOUT_MS = 30_000;
 
 export interface GatewayRequest {
   method: string;
@@ -13,21 +13,24 @@ export interface GatewayRequest {
   explain?: boolean;
 }
 
-export const readKey = (): string => sessionStorage.getItem(STORED) ?? "";
+/** Return the API key of this tab, empty if the user has not signed in. */
+export const readKey = (): string => sessionStorage.getItem(STORAGE_KEY) ?? "";
 
+/** Store the API key of this tab; an empty one removes it. */
 export function storeKey(value: string): void {
-  if (value) sessionStorage.setItem(STORED, value);
-  else sessionStorage.removeItem(STORED);
+  if (value) sessionStorage.setItem(STORAGE_KEY, value);
+  else sessionStorage.removeItem(STORAGE_KEY);
 }
 
-// this script is `console/main.js` below the prefix that the page has behind a proxy. The address of the page does not
-// tell it: it may lack the final slash.
+// This script is `console/main.js` below the root, which has a prefix behind a proxy. The address of the page is no base
+// for relative addresses: it may lack the final slash.
 const ROOT = new URL("..", import.meta.url);
 
-/** The address of a path, below that prefix. */
+/** Return the address of a path of the API. */
 export const urlOf = (path: string): string => new URL(path.replace(/^\//, ""), ROOT).href;
 
-/** A person waits: what is refused for now is shown, and not asked again. Throws SIEError for a key that cannot be sent. */
+/** Return a client that does not repeat a request after a refusal: the page shows the refusal to the user. Throws SIEError
+ * for a key that no header can hold. */
 export const createClient = (): SIEClient =>
   new SIEClient({
     baseUrl: urlOf(""),
@@ -36,8 +39,9 @@ export const createClient = (): SIEClient =>
     fetch: (input, init) => fetch(input, { ...init, cache: "no-store" }),
   });
 
-/** Throws SIEError. */
+/** Send a request and return its JSON reply. Throws SIEError. */
 export const sendRequest = async <T>({ method, path, ...options }: GatewayRequest & CallOptions): Promise<T> => createClient().json<T>(method, path, options);
 
-export const getJson = <T>(path: string, limitMs = LIMIT_MS): Promise<T> =>
-  sendRequest<T>({ method: "GET", path, signal: AbortSignal.timeout(limitMs) });
+/** Return the JSON reply to a GET. Throws SIEError, also after the timeout. */
+export const getJson = <T>(path: string, timeoutMs = GET_TIMEOUT_MS): Promise<T> =>
+  sendRequest<T>({ method: "GET", path, signal: AbortSignal.timeout(timeoutMs) });

@@ -5,25 +5,25 @@ import { usePolling } from "./polling";
 import { useAction } from "./action";
 import { Confirm } from "./confirm";
 import { saveFile } from "./save-file";
-import { formatTime } from "./job-status";
+import { formatTime } from "./format";
+import { isFinal } from "./job-status";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
 import { href } from "./routes";
 import { Table } from "./table";
 
-const PAGE = 10;
+const PAGE_SIZE = 10;
 const TIMES = ["created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled", "expires"] as const;
-const ENDED: readonly string[] = ["completed", "failed", "expired", "cancelled"];
 
-/** Batches of OpenAI's API: each line of a file is a request. */
+/** The batches of OpenAI's API: each line of a file is a request. */
 export function Batches() {
   const pages = usePages();
-  const query = new URLSearchParams({ limit: `${PAGE}`, ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = usePolling<Page>(`/v1/batches?${query}`, EVERY_MS);
+  const query = new URLSearchParams({ limit: `${PAGE_SIZE}`, ...(pages.after ? { after: pages.after } : {}) });
+  const { value, error } = usePolling<Page>(`/v1/batches?${query}`, EVERY_MS);
   return (
     <>
       <h2>Batches</h2>
-      {trouble && <p class="bad" role="alert">{trouble}</p>}
-      {value && value.data.length === 0 && <p class="dim">No batch is here. A client of OpenAI submits one, or POST /v1/batches.</p>}
+      {error && <p class="bad" role="alert">{error}</p>}
+      {value && value.data.length === 0 && <p class="dim">There is no batch yet. A client of OpenAI submits one, by POST /v1/batches.</p>}
       {value && value.data.length > 0 && (
         <Table label="Batches" class="cards" rows={{ id: "batches" }} columns={["batch", "state", "requests", { number: "failed" }, "endpoint", "window", "submitted"]}>
           {value.data.map((batch) => (
@@ -44,15 +44,16 @@ export function Batches() {
   );
 }
 
+/** The page of one batch. */
 export function BatchPage({ id }: { id: string }) {
-  const [look, setLook] = useState(0);
-  const { value, trouble } = usePolling<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
-  if (value) return <BatchDetail batch={value} onChange={() => setLook((old) => old + 1)} />;
-  return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the batch</p>;
+  const [refreshes, setRefreshes] = useState(0);
+  const { value, error } = usePolling<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, refreshes);
+  if (value) return <BatchDetail batch={value} onChange={() => setRefreshes((count) => count + 1)} />;
+  return error ? <p class="bad" role="alert">{error}</p> : <p class="dim" role="status">reading the batch</p>;
 }
 
 function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {
-  const [isAsking, setAsking] = useState(false);
+  const [isConfirming, setConfirming] = useState(false);
   const { isBusy, notice, refusal, runAction } = useAction();
   const files: [string, string | null | undefined][] = [["input", batch.input_file_id], ["output", batch.output_file_id], ["errors", batch.error_file_id]];
   const download = (id: string) =>
@@ -62,21 +63,21 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
       return `${filename} is downloaded`;
     });
   const cancel = () => {
-    setAsking(false);
+    setConfirming(false);
     return runAction(async () => {
       await sendRequest<Batch>({ method: "POST", path: `/v1/batches/${encodeURIComponent(batch.id)}/cancel` });
       onChange();
-      return "It ends.";
+      return "The batch ends.";
     });
   };
-  const canCancel = !ENDED.includes(batch.status) && batch.status !== "cancelling";
+  const canCancel = !isFinal(batch.status) && batch.status !== "cancelling";
   return (
     <article class="detail batch">
       <h2>{batch.id}</h2>
       <p><span class={`state ${batch.status}`}>{batch.status}</span></p>
-      {canCancel && <p><button type="button" class="cancel" disabled={isBusy} onClick={() => setAsking(true)}>Cancel</button></p>}
-      {isAsking && (
-        <Confirm name={`Confirm: cancel ${batch.id}`} question="End this batch for ever? Its answers so far stay." yes="End it" onYes={() => void cancel()} onNo={() => setAsking(false)} />
+      {canCancel && <p><button type="button" class="cancel" disabled={isBusy} onClick={() => setConfirming(true)}>Cancel</button></p>}
+      {isConfirming && (
+        <Confirm name={`Confirm: cancel ${batch.id}`} question="End this batch for ever? Its answers so far stay." yes="End it" onYes={() => void cancel()} onNo={() => setConfirming(false)} />
       )}
       <p role="status">{isBusy ? "working" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}

@@ -15,10 +15,10 @@ import { InlineCode } from "./inline-code";
 
 const EVERY_MS = 1000;
 const HISTORY_EVERY_MS = 10_000;
-const SETTLED_MS = 5_000; // after which the parts of the page have been read
-const LISTED = 8; // findings that are seen at once
+const SETTLED_MS = 5_000; // the parts of the page have loaded by then
+const MAX_FINDINGS = 8; // more are behind a link
 
-/** `route`: of this view, a part of it that is open, or `requests` and an id. */
+/** The state of the cluster. The route has the part to open, or `requests` and the id of a request. */
 export function Cluster({ route: { parts, query } }: { route: Route }) {
   const [part = "", id = ""] = parts;
   if (part === "requests" && id) {
@@ -32,17 +32,18 @@ export function Cluster({ route: { parts, query } }: { route: Route }) {
   return <Overview part={part} showsFailed={query.has("failed")} />;
 }
 
+/** The health of the cluster, its problems, the last hour, the workers, and the folded parts. */
 function Overview({ part, showsFailed }: { part: string; showsFailed: boolean }) {
   const [filter, setFilter] = useState("");
-  const { value: state, trouble } = usePolling<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value: state, error } = usePolling<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   const { value: history } = usePolling<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
-  const words = trouble || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
+  const stateText = error || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
   const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isWanted={part === name}>{content}</Part>;
   return (
     <section>
-      <p><span id="connection" role="status" class={`state ${!trouble && healthy ? "healthy" : "lost"}`}>{words}</span></p>
-      {state && trouble && <p class="warn">What follows was known before that.</p>}
+      <p><span id="connection" role="status" class={`state ${!error && healthy ? "healthy" : "lost"}`}>{stateText}</span></p>
+      {state && error && <p class="warn">The figures below are from the last reply.</p>}
       {state && <Figures state={state} />}
       {state && <Attention state={state} history={history} />}
       <div class="row title"><h2>Last hour, at this gateway</h2>{history?.steps.length ? <a href={href("cluster", ["requests"])}>Slowest requests</a> : null}</div>
@@ -68,15 +69,15 @@ function Overview({ part, showsFailed }: { part: string; showsFailed: boolean })
   );
 }
 
-/** A part that asks for nothing while it is folded. */
+/** A folded part of the page. It sends no requests while it is folded. */
 function Part({ name, title, isWanted, children }: { name: string; title: string; isWanted: boolean; children: () => ComponentChildren }) {
   const [isOpen, setOpen] = useState(isWanted);
-  const place = useRef<HTMLDetailsElement>(null);
+  const details = useRef<HTMLDetailsElement>(null);
   useEffect(() => {
     if (!isWanted) return;
     setOpen(true);
-    // what is above it grows while it is read: the part stays in view until somebody moves
-    const observer = new ResizeObserver(() => place.current?.scrollIntoView());
+    // The parts above grow while they load, so this part is scrolled into view until the user scrolls or presses a key.
+    const observer = new ResizeObserver(() => details.current?.scrollIntoView());
     const end = () => observer.disconnect();
     observer.observe(document.body);
     const timer = window.setTimeout(end, SETTLED_MS);
@@ -89,10 +90,10 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
   }, [isWanted]);
   return (
     <details
-      class="part" data-part={name} ref={place} open={isOpen}
+      class="part" data-part={name} ref={details} open={isOpen}
       onToggle={(event) => {
         const { currentTarget } = event;
-        if (event.target !== currentTarget) return; // details within it
+        if (event.target !== currentTarget) return; // an element inside this part
         setOpen(currentTarget.open);
       }}
     >
@@ -102,6 +103,7 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
   );
 }
 
+/** The figures of the whole cluster. */
 function Figures({ state }: { state: State }) {
   const waiting = state.queues?.reduce((sum, lane) => sum + lane.messages, 0);
   const rows: [string, string][] = [
@@ -116,8 +118,9 @@ function Figures({ state }: { state: State }) {
   return <dl class="figures" id="figures">{rows.map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>;
 }
 
-interface Trouble {
-  words: string;
+/** A problem of the cluster, with its remedy and a link to the part that shows more. */
+interface Problem {
+  text: string;
   remedy?: string;
   address: string;
   link: string;
@@ -125,37 +128,38 @@ interface Trouble {
 
 const FAILED = href("cluster", ["requests"], { failed: "yes" });
 const DOCTOR = { address: href("cluster", ["doctor"]), link: "Ask the doctor" };
-/** Where more is told of a finding, by its check. */
-const PLACES: Record<string, { address: string; link: string }> = {
+/** The part that shows more about the findings of a check. */
+const CHECK_LINKS: Record<string, { address: string; link: string }> = {
   loads: { address: href("models", [], { state: "failed" }), link: "Models that failed" },
   queue: { address: href("cluster", ["queue"]), link: "Queue" },
   refusals: { address: FAILED, link: "Failed requests" },
 };
 
-/** What somebody should look at, the worst first. */
-function troublesOf({ queues, findings, counts }: State, history: History | undefined): Trouble[] {
-  // each cause once: a finding names the code of what it is about, and what could not be loaded has findings of its own
-  const isFound = (code: string): boolean => findings.some(({ check, wrong }) => wrong.includes(code) || (check === "loads" && code === "MODEL_LOAD_FAILED"));
-  const errors = history ? errorsOf(history).filter(([code]) => !isFound(code)) : [];
+/** Return the problems of the cluster, the worst first. */
+function problemsOf({ queues, findings, counts }: State, history: History | undefined): Problem[] {
+  // An error that a finding names is not listed again. The check `loads` covers all failed loads.
+  const hasFinding = (code: string): boolean => findings.some(({ check, wrong }) => wrong.includes(code) || (check === "loads" && code === "MODEL_LOAD_FAILED"));
+  const errors = history ? errorsOf(history).filter(([code]) => !hasFinding(code)) : [];
   return [
-    ...(queues ? [] : [{ words: "The broker did not answer: what waits is not known.", ...DOCTOR }]),
-    ...findings.slice(0, LISTED).map(({ check, wrong, fix }) => ({ words: wrong, remedy: fix, ...(PLACES[check] ?? DOCTOR) })),
-    ...(findings.length > LISTED ? [{ words: `${findings.length - LISTED} more findings.`, ...DOCTOR }] : []),
-    ...(errors.length ? [{ words: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: FAILED, link: "Failed requests" }] : []),
-    ...(counts.dead_letters ? [{ words: `${counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
+    ...(queues ? [] : [{ text: "The broker did not answer: the queue is not known.", ...DOCTOR }]),
+    ...findings.slice(0, MAX_FINDINGS).map(({ check, wrong, fix }) => ({ text: wrong, remedy: fix, ...(CHECK_LINKS[check] ?? DOCTOR) })),
+    ...(findings.length > MAX_FINDINGS ? [{ text: `${findings.length - MAX_FINDINGS} more findings.`, ...DOCTOR }] : []),
+    ...(errors.length ? [{ text: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: FAILED, link: "Failed requests" }] : []),
+    ...(counts.dead_letters ? [{ text: `${counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
   ];
 }
 
+/** The problems that need a look. */
 function Attention({ state, history }: { state: State; history: History | undefined }) {
-  const troubles = troublesOf(state, history);
+  const problems = problemsOf(state, history);
   return (
     <>
       <h2>What needs a look</h2>
-      {!troubles.length && <p class="good">✓ Nothing.</p>}
+      {!problems.length && <p class="good">✓ Nothing.</p>}
       <ul id="attention">
-        {troubles.map(({ words, remedy, address, link }) => (
+        {problems.map(({ text, remedy, address, link }) => (
           <li>
-            <InlineCode text={words} /> <a href={address}>{link}</a>
+            <InlineCode text={text} /> <a href={address}>{link}</a>
             {remedy && <p class="about">Remedy: <InlineCode text={remedy} /></p>}
           </li>
         ))}
@@ -164,9 +168,10 @@ function Attention({ state, history }: { state: State; history: History | undefi
   );
 }
 
+/** The messages that wait in each lane. */
 function Lanes({ state }: { state: State }) {
   const rows = (state.queues ?? []).filter((lane) => lane.messages);
-  if (!rows.length) return <p class="dim">{state.queues ? "Nothing waits." : "What waits is not known: the broker did not answer."}</p>;
+  if (!rows.length) return <p class="dim">{state.queues ? "Nothing waits." : "The broker did not answer: the queue is not known."}</p>;
   return (
     <Table label="Queue" columns={["lane", "priority", { number: "messages" }, { number: "oldest, s" }]}>
       {rows.map((lane) => (
@@ -183,7 +188,7 @@ function Lanes({ state }: { state: State }) {
 
 type DeviceInfo = NonNullable<State["workers"][number]["devices"]>[number];
 
-/** One device of a worker that has several. */
+/** A device of a worker that has several. */
 function Device({ device }: { device: DeviceInfo }) {
   const models = `${device.loaded_models.length} ${device.loaded_models.length === 1 ? "model" : "models"}`;
   return (
@@ -198,11 +203,12 @@ function Device({ device }: { device: DeviceInfo }) {
   );
 }
 
-const WORKERS = 8; // that are seen at once
+const MAX_WORKERS = 8; // more are behind a button
 
+/** The workers, with a button for those beyond the first. */
 function Workers({ state }: { state: State }) {
   const [showsAll, setShowsAll] = useState(false);
-  const shown = showsAll ? state.workers : state.workers.slice(0, WORKERS);
+  const shown = showsAll ? state.workers : state.workers.slice(0, MAX_WORKERS);
   const rest = state.counts.workers - shown.length;
   if (!state.workers.length) return <p class="dim">No worker has announced itself. Requests wait until one does.</p>;
   return (
@@ -234,12 +240,13 @@ function Workers({ state }: { state: State }) {
           );
         })}
       </Table>
-      {rest > 0 && !showsAll && state.workers.length > WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - WORKERS} more workers`}</button>}
-      {rest > 0 && (showsAll || state.workers.length <= WORKERS) && <p class="dim">{`${rest} more workers`}</p>}
+      {rest > 0 && !showsAll && state.workers.length > MAX_WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - MAX_WORKERS} more workers`}</button>}
+      {rest > 0 && (showsAll || state.workers.length <= MAX_WORKERS) && <p class="dim">{`${rest} more workers`}</p>}
     </>
   );
 }
 
+/** The models in use, as `state` has them for the present filter. */
 function Models({ state }: { state: State }) {
   const rest = state.counts.models - state.models.length;
   return (
@@ -258,7 +265,7 @@ function Models({ state }: { state: State }) {
           </tr>
         ))}
       </Table>
-      {!state.models.length && <p class="dim">No model has this in its name.</p>}
+      {!state.models.length && <p class="dim">No model in use has this in its name.</p>}
       {rest > 0 && <p class="dim">{`${rest} more models`}</p>}
     </>
   );

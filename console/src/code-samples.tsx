@@ -1,27 +1,27 @@
 import { useState } from "preact/hooks";
 import type { Program } from "./code";
 
-/** The same as programs to copy. `open`: they are seen at once, without their names. */
+/** Show programs, each with a button that copies it. `open` shows them unfolded and without their names. */
 export function CodeSamples({ programs, title, open = false }: { programs: Program[]; title: string; open?: boolean }) {
-  const [copied, setCopied] = useState("");
+  const [result, setResult] = useState<{ name: string; isCopied: boolean }>();
   return (
     <div class="row copies">
       {title && <span class="dim">{title}</span>}
-      {programs.map(({ name, shown, whole }) => {
+      {programs.map(({ name, preview, full }) => {
         const button = (
-          <button type="button" data-copies={name} onClick={() => copy(whole()).then((done) => setCopied(done ? name : `no ${name}`))}>
-            {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : open ? "Copy" : `Copy as ${name}`}
+          <button type="button" data-copies={name} onClick={() => copyText(full()).then((isCopied) => setResult({ name, isCopied }))}>
+            {result?.name === name ? (result.isCopied ? "Copied" : "The browser does not allow it") : open ? "Copy" : `Copy as ${name}`}
           </button>
         );
-        const text = <pre class="code" data-kind={name}>{shown}</pre>;
-        return open ? <>{text}{button}</> : <details><summary>{name}</summary>{button}{text}</details>;
+        const code = <pre class="code" data-kind={name}>{preview}</pre>;
+        return open ? <>{code}{button}</> : <details><summary>{name}</summary>{button}{code}</details>;
       })}
     </div>
   );
 }
 
-/** Whether a text is on the clipboard now. A page that came over plain HTTP has no `navigator.clipboard`. */
-async function copy(text: string): Promise<boolean> {
+/** Copy a text to the clipboard. Return true if it succeeded. A page over plain HTTP has no `navigator.clipboard`. */
+async function copyText(text: string): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text);
     return true;
@@ -32,8 +32,8 @@ async function copy(text: string): Promise<boolean> {
     document.body.append(area);
     area.focus();
     area.select();
-    const done = document.execCommand("copy");
+    const isCopied = document.execCommand("copy");
     area.remove();
-    return done;
+    return isCopied;
   }
 }

@@ -1,26 +1,26 @@
-/** What programs that a person may copy are written with. */
+/** Programs that a user may copy, and the literals in them. */
 
 import { urlOf } from "./api";
 
-/** `shown`: on the page, where it may be cut. `whole`: what is copied. */
+/** A program. The page shows `preview`, whose long texts may be shortened; the button copies `full()`. */
 export interface Program {
   name: string;
-  shown: string;
-  whole: () => string;
+  preview: string;
+  full: () => string;
 }
 
-/** A command of a shell, by its first words. */
-export const shellCommand = (text: string, name = text): Program => ({ name, shown: `${text}\n`, whole: () => `${text}\n` });
+/** Return a shell command as a program. */
+export const shellCommand = (text: string, name = text): Program => ({ name, preview: `${text}\n`, full: () => `${text}\n` });
 
-/** A word of a shell, in which nothing is replaced. */
+/** Quote a text as one word of a shell, without expansion. */
 export const shellQuote = (text: string): string => (/^[\w./:@%+,-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-/** Where this gateway is, as clients name it. */
+/** Return the base address of this gateway for a client. */
 export const serverUrl = (): string => urlOf("").replace(/\/$/, "");
 
-const NAMES = { true: "True", false: "False", null: "None" } as const;
+const CONSTANTS = { true: "True", false: "False", null: "None" } as const;
 
-/** A literal of Python. Strings of JSON are strings of Python. */
+/** Return a JSON value as a literal of Python. A JSON string is also a Python string. */
 export function pythonLiteral(value: unknown, indent = ""): string {
   const inner = `${indent}    `;
   if (Array.isArray(value)) {
@@ -31,5 +31,5 @@ export function pythonLiteral(value: unknown, indent = ""): string {
     return `{${Object.entries(value).map(([name, member]) => `${JSON.stringify(name)}: ${pythonLiteral(member, indent)}`).join(", ")}}`;
   }
   const text = JSON.stringify(value);
-  return text in NAMES ? NAMES[text as keyof typeof NAMES] : text;
+  return text in CONSTANTS ? CONSTANTS[text as keyof typeof CONSTANTS] : text;
 }

@@ -1,13 +1,13 @@
 import { useEffect, useRef } from "preact/hooks";
 
-/** A question before what cannot be taken back. It has the focus, which goes back when it is gone; Escape says no. */
+/** Ask before an action that cannot be undone. The question takes the focus and gives it back at its end; Escape answers no. */
 export function Confirm({ name, question, yes, id, onYes, onNo }: { name: string; question: string; yes: string; id?: string; onYes: () => void; onNo: () => void }) {
   const button = useRef<HTMLButtonElement>(null);
   useEffect(() => {
-    const before = document.activeElement;
+    const focused = document.activeElement;
     button.current?.focus();
     return () => {
-      if (before instanceof HTMLElement) before.focus();
+      if (focused instanceof HTMLElement) focused.focus();
     };
   }, []);
   return (

@@ -8,13 +8,13 @@ import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
 
-/** Work that was given up: the list, one letter, its replay and its removal. Inputs are never told. */
+/** Work that was given up: the list, one dead letter, its replay and its removal. The inputs are not shown. */
 export function DeadLetters() {
   const mayRead = useScope("admin");
   const [page, setPage] = useState<DeadLetterPage>();
-  const [shownFilter, setShownFilter] = useState<Record<string, string>>({}); // the filter of the list on screen
-  const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
-  const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
+  const [listFilter, setListFilter] = useState<Record<string, string>>({}); // the filter of the list on the page
+  const [after, setAfter] = useState(""); // the next replay of a filter continues after this letter
+  const [typedFilter, setTypedFilter] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
   const [open, setOpen] = useState("");
   const [purging, setPurging] = useState(""); // an id, or "all"
   const { isBusy, notice, refusal, ...action } = useAction();
@@ -22,19 +22,19 @@ export function DeadLetters() {
     setPurging("");
     return action.runAction(work);
   };
-  const query = (more: Record<string, string> = {}, filter = shownFilter) => {
-    const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
-    return new URLSearchParams(named.filter(([, value]) => value));
+  const query = (more: Record<string, string> = {}, filter = listFilter) => {
+    const fields = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
+    return new URLSearchParams(fields.filter(([, value]) => value));
   };
-  const isShown = `${query({}, chosen)}` === `${query()}`; // else what is typed is not what "all that fit" means
-  const filter = [...query()].filter(([name]) => name !== "pool").map(([name, value]) => `, ${name} ${value}`).join("");
+  const isListed = `${query({}, typedFilter)}` === `${query()}`; // "all that fit" means the filter of the list
+  const filterText = [...query()].filter(([name]) => name !== "pool").map(([name, value]) => `, ${name} ${value}`).join("");
   const letterPath = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
-  const read = async (more: Record<string, string> = {}, filter = shownFilter) => setPage(await getJson<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
-  const older = (before: number) => runAction(async () => (await read({ before: `${before}` }), ""));
+  const read = async (more: Record<string, string> = {}, filter = listFilter) => setPage(await getJson<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
+  const showOlder = (before: number) => runAction(async () => (await read({ before: `${before}` }), ""));
   const show = () =>
     runAction(async () => {
-      await read({}, chosen);
-      setShownFilter(chosen);
+      await read({}, typedFilter);
+      setListFilter(typedFilter);
       setAfter("");
       return "";
     });
@@ -59,7 +59,7 @@ export function DeadLetters() {
   const field = (name: string, title: string) => (
     <label>
       {title}
-      <input value={chosen[name]} spellcheck={false} autocomplete="off" onInput={(event) => setChosen({ ...chosen, [name]: event.currentTarget.value })} />
+      <input value={typedFilter[name]} spellcheck={false} autocomplete="off" onInput={(event) => setTypedFilter({ ...typedFilter, [name]: event.currentTarget.value })} />
     </label>
   );
   return (
@@ -76,7 +76,7 @@ export function DeadLetters() {
           key={purging}
           id="purge"
           name="Confirm the purge"
-          question={purging === "all" ? `Forget all dead letters of pool ${page?.pool ?? ""}${filter}, with their inputs, for ever?` : `Forget dead letter ${purging}, with its inputs, for ever?`}
+          question={purging === "all" ? `Forget all dead letters of pool ${page?.pool ?? ""}${filterText}, with their inputs, for ever?` : `Forget dead letter ${purging}, with its inputs, for ever?`}
           yes="Purge"
           onYes={() => void purge()}
           onNo={() => setPurging("")}
@@ -89,10 +89,10 @@ export function DeadLetters() {
           {page.letters.length > 0 && (
             <>
               <p class="row">
-                <button type="button" disabled={isBusy || !isShown} onClick={() => replay(`${PATH}/replay?${query(after ? { after } : {})}`)}>{after ? "Replay the next 20" : "Replay 20 that fit"}</button>
-                <button type="button" disabled={isBusy || !isShown} onClick={() => setPurging("all")}>Purge all that fit</button>
-                {!isShown && <span class="dim">Show what is typed first</span>}
-                {page.next !== null && <button type="button" disabled={isBusy} onClick={() => older(page.next ?? 0)}>Older</button>}
+                <button type="button" disabled={isBusy || !isListed} onClick={() => replay(`${PATH}/replay?${query(after ? { after } : {})}`)}>{after ? "Replay the next 20" : "Replay 20 that fit"}</button>
+                <button type="button" disabled={isBusy || !isListed} onClick={() => setPurging("all")}>Purge all that fit</button>
+                {!isListed && <span class="dim">Press Show first: the filter has changed</span>}
+                {page.next !== null && <button type="button" disabled={isBusy} onClick={() => showOlder(page.next ?? 0)}>Older</button>}
               </p>
               <Table label="Dead letters" rows={{ id: "dead-letters" }} columns={["time", "id", "model", "lane", "error", { number: "inputs" }, { number: "deliveries" }, { number: "deaths" }, "actions"]}>
                 {page.letters.map((letter) => (

@@ -5,18 +5,18 @@ import { Table } from "./table";
 import type { DoctorReport } from "./types";
 import { InlineCode } from "./inline-code";
 
-const LIMIT_MS = 60_000;
-const WORDS = { fine: "fine", wrong: "wrong", absent: "not there", blind: "not seen" } as const;
-const CLASSES = { fine: "healthy", wrong: "failed", absent: "", blind: "loading" } as const;
+const TIMEOUT_MS = 60_000;
+const STATE_LABELS = { fine: "fine", wrong: "wrong", absent: "not there", blind: "not seen" } as const;
+const STATE_CLASSES = { fine: "healthy", wrong: "failed", absent: "", blind: "loading" } as const;
 
-/** What `sie doctor` finds, each with its remedy, when it is asked for: it connects to the broker and to each part. */
+/** A button that runs the checks of `sie doctor`, and their findings with remedies. */
 export function Doctor() {
   const [report, setReport] = useState<DoctorReport>();
-  const { isBusy, refusal, runAction } = useAction("The doctor needs a key with the scope admin: sign in above.");
-  const run = () => runAction(async () => (setReport(await getJson<DoctorReport>("/v1/doctor", LIMIT_MS)), ""));
+  const { isBusy, refusal, runAction } = useAction("The doctor needs a key with the scope admin: sign in at the top of the page.");
+  const run = () => runAction(async () => (setReport(await getJson<DoctorReport>("/v1/doctor", TIMEOUT_MS)), ""));
   return (
     <>
-      <p class="dim">It connects to the broker and to each part, as <code>sie doctor</code> does.</p>
+      <p class="dim">The doctor connects to the broker and to each part of the cluster, as <code>sie doctor</code> does.</p>
       <button type="button" id="doctor" disabled={isBusy} onClick={run}>{isBusy ? "examining" : "Examine the cluster"}</button>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {report && (
@@ -24,7 +24,7 @@ export function Doctor() {
           {report.checks.map((check) => (
             <tr key={check.check}>
               <td>{check.check}</td>
-              <td data-label="state"><span class={`state ${CLASSES[check.state]}`}>{WORDS[check.state]}</span></td>
+              <td data-label="state"><span class={`state ${STATE_CLASSES[check.state]}`}>{STATE_LABELS[check.state]}</span></td>
               <td class="wide">
                 {check.says}
                 {check.findings.map((finding) => <p><b><InlineCode text={finding.wrong} /></b><br />Remedy: <InlineCode text={finding.fix} /></p>)}

@@ -1,2 +1,2 @@
-/** A text of the gateway with its commands, which stand between backticks, as code. */
-export const InlineCode = ({ text }: { text: string }) => <>{text.split("`").map((part, place) => (place % 2 ? <code>{part}</code> : part))}</>;
+/** Show a text of the gateway. The commands between backticks in it are code. */
+export const InlineCode = ({ text }: { text: string }) => <>{text.split("`").map((part, index) => (index % 2 ? <code>{part}</code> : part))}</>;

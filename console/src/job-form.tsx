@@ -18,10 +18,10 @@ type Boundary = (typeof BOUNDARIES)[number];
 type OutputFormat = NonNullable<NonNullable<JobRequest["output"]>["format"]>;
 
 const OPERATIONS: Operation[] = ["encode", "score", "extract"];
-const BOUNDARIES = ["sentence", "paragraph", "token"] as const; // at which a chunk may end
+const BOUNDARIES = ["sentence", "paragraph", "token"] as const; // a chunk ends at one of these
 const INPUTS: InputFormat[] = ["jsonl", "csv", "parquet", "images"];
 const OUTPUTS: OutputFormat[] = ["parquet", "jsonl", "npy"];
-const FILE_LIFE_S = 30 * 86_400; // the longest that the server takes; no job lasts as long
+const FILE_LIFE_S = 30 * 86_400; // the longest life that the server allows
 const EMPTY = {
   url: "", model: "", operation: "encode" as Operation, text: "{text}", query: "{query}", document: "{document}", image: "",
   chunk: "", overlap: "", least: "", boundary: "sentence" as Boundary, alone: false, documents: "", parser: "",
@@ -29,11 +29,12 @@ const EMPTY = {
   expires: false, windows: "", zone: Intl.DateTimeFormat().resolvedOptions().timeZone, tokens: "", rows: "", pool: "", sink: "", collection: "",
 };
 type JobFields = typeof EMPTY;
-type Written = { [Name in keyof JobFields]: string extends JobFields[Name] ? Name : never }[keyof JobFields]; // what is any text
+type TextField = { [Name in keyof JobFields]: string extends JobFields[Name] ? Name : never }[keyof JobFields]; // fields that hold any text
 
-const listed = (text: string): string[] => text.split(",").map((name) => name.trim()).filter(Boolean);
+/** Split a list at its commas. */
+const splitList = (text: string): string[] => text.split(",").map((name) => name.trim()).filter(Boolean);
 
-/** Whether each text is encoded in chunks. */
+/** Return true if each text is encoded in chunks. */
 const isChunked = ({ operation, image, chunk }: JobFields): boolean => operation === "encode" && !image.trim() && Boolean(chunk);
 
 function chunksOf({ chunk, overlap, least, boundary }: JobFields) {
@@ -45,19 +46,19 @@ function chunksOf({ chunk, overlap, least, boundary }: JobFields) {
   };
 }
 
-/** The request of what was filled in; fields that are empty are left to the gateway. */
+/** Return the request of the form. It leaves out empty fields, for which the gateway has defaults. */
 function requestOf(fields: JobFields, settings: Settings, model: Model | undefined): JobRequest {
   const { operation, image } = fields;
-  // as `sie jobs submit` reads a template, so that the same words are the same job
+  // `sie jobs submit` also replaces `\\n`, so that equal templates make equal jobs.
   const [text, query, document] = [fields.text, fields.query, fields.document].map((template) => template.replaceAll("\\n", "\n")) as [string, string, string];
   const [documents, parser] = [fields.documents.trim(), fields.parser.trim()];
   const chunks = isChunked(fields) ? { chunks: chunksOf(fields), ...(fields.alone ? { context: false } : {}) } : {};
-  const read = "chunks" in chunks && documents ? { documents, ...(parser ? { parser } : {}) } : { text };
-  const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { ...read, ...chunks };
-  const [keep, windows] = [listed(fields.keep), listed(fields.windows)];
+  const source = "chunks" in chunks && documents ? { documents, ...(parser ? { parser } : {}) } : { text };
+  const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { ...source, ...chunks };
+  const [keep, windows] = [splitList(fields.keep), splitList(fields.windows)];
   const [sink, collection] = [fields.sink.trim(), fields.collection.trim()];
   const params = model ? paramsOf(operation, settings, model) : {};
-  if (String(params["output_types"]) === outputsOf(model)[0]) delete params["output_types"]; // what it gives by itself
+  if (String(params["output_types"]) === outputsOf(model)[0]) delete params["output_types"]; // the default output of the model
   return {
     model: fields.model,
     operation,
@@ -86,57 +87,57 @@ function requestOf(fields: JobFields, settings: Settings, model: Model | undefin
   };
 }
 
-/** Sends the file first. A file of a job that is refused is deleted, as nothing reads it. */
-async function submitted(request: JobRequest, file: File | undefined): Promise<string> {
+/** Upload the file, if any, and submit the job. Return its id. If the server refuses the job, the file is deleted. */
+async function submitJob(request: JobRequest, file: File | undefined): Promise<string> {
   const { files, jobs } = createClient();
   if (!file) return (await jobs.submit(request)).id;
-  const sent = await files.upload(file, file.name, "jobs", { expiresAfterS: FILE_LIFE_S });
+  const upload = await files.upload(file, file.name, "jobs", { expiresAfterS: FILE_LIFE_S });
   try {
-    return (await jobs.submit({ ...request, input: { ...request.input, file: sent.id } })).id;
+    return (await jobs.submit({ ...request, input: { ...request.input, file: upload.id } })).id;
   } catch (error) {
-    if (error instanceof SIEError && error.status >= 400 && error.status < 500) await files.delete(sent.id);
+    if (error instanceof SIEError && error.status >= 400 && error.status < 500) await files.delete(upload.id);
     throw error;
   }
 }
 
-const COLUMNS_OF_TEXT = ["text", "body", "content", "description", "title"];
+const TEXT_COLUMNS = ["text", "body", "content", "description", "title"];
 
-/** A job in three steps. `onDone`: called with the id of a job that was submitted. */
+/** The form for a new job, in three steps. `onDone` is called with the id of the job. */
 export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (id: string) => void; onFind: (text: string) => void }) {
   const [fields, setFields] = useState<JobFields>(EMPTY);
   const [settings, setSettings] = useState<Settings>({ ...UNSET, labels: "" });
   const [file, setFile] = useState<File>();
   const [rowsPreview, setRowsPreview] = useState<Preview>();
-  const [unread, setUnread] = useState("");
+  const [previewError, setPreviewError] = useState("");
   const { isBusy, notice, refusal, runAction } = useAction();
   const fitting = useMemo(() => models.filter((model) => model.tasks.includes(fields.operation)), [models, fields.operation]);
   useEffect(() => {
     setFields((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((first, second) => sortRank(first) - sortRank(second))[0]?.id ?? "" }));
   }, [fitting]);
   const model = fitting.find((model) => model.id === fields.model);
-  const isSound = !Object.values(faultsOf(fields.operation, settings, model)).some(Boolean);
+  const isValid = !Object.values(faultsOf(fields.operation, settings, model)).some(Boolean);
   const hasData = Boolean(file) !== Boolean(fields.url.trim());
-  const isUnread = Boolean(unread) && !fields.input; // whoever names the format knows better than the name of the file
-  const isReady = !isBusy && isSound && Boolean(fields.model) && hasData && !isUnread;
-  const request = useMemo(() => (isSound ? requestOf(fields, settings, model) : undefined), [fields, settings, model, isSound]);
+  const isUnreadable = Boolean(previewError) && !fields.input; // a named format overrides the ending of the file's name
+  const isReady = !isBusy && isValid && Boolean(fields.model) && hasData && !isUnreadable;
+  const request = useMemo(() => (isValid ? requestOf(fields, settings, model) : undefined), [fields, settings, model, isValid]);
 
   async function pick(next: File | undefined) {
     setFile(next);
     setRowsPreview(undefined);
-    setUnread("");
+    setPreviewError("");
     if (!next) return;
     try {
       const nextPreview = await preview(next);
       setRowsPreview(nextPreview);
-      const text = COLUMNS_OF_TEXT.find((name) => nextPreview.columns.includes(name)) ?? nextPreview.columns[0];
+      const text = TEXT_COLUMNS.find((name) => nextPreview.columns.includes(name)) ?? nextPreview.columns[0];
       setFields((old) => ({
-        ...old, // what was typed stays
+        ...old, // edited fields stay
         text: old.text === EMPTY.text && text ? `{${text}}` : old.text,
         id: old.id || (nextPreview.columns.includes("id") ? "id" : ""),
         name: old.name || next.name,
       }));
     } catch (error) {
-      setUnread((error as Error).message);
+      setPreviewError((error as Error).message);
     }
   }
 
@@ -144,13 +145,13 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
     event.preventDefault();
     if (!request) return;
     await runAction(async () => {
-      const id = await submitted(request, file);
+      const id = await submitJob(request, file);
       onDone(id);
       return `Submitted as ${id}.`;
     });
   }
   const set = <N extends keyof JobFields>(name: N, value: JobFields[N]) => setFields((old) => ({ ...old, [name]: value }));
-  const field = (name: Written, title: string, placeholder = "", isNumber = false) => (
+  const field = (name: TextField, title: string, placeholder = "", isNumber = false) => (
     <label>
       {title}
       <input id={`job-${name}`} inputmode={isNumber ? "numeric" : "text"} pattern={isNumber ? "[0-9]*" : undefined} value={fields[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
@@ -162,7 +163,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
       {title}
     </label>
   );
-  const written = (name: "text" | "query" | "document", title: string) => (
+  const template = (name: "text" | "query" | "document", title: string) => (
     <label class="wide">
       {title}
       <textarea id={`job-${name}`} rows={2} spellcheck={false} value={fields[name]} onInput={(event) => set(name, event.currentTarget.value)} />
@@ -178,8 +179,8 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
   );
   const isImage = Boolean(fields.image.trim());
   const isDocument = isChunked(fields) && Boolean(fields.documents.trim());
-  const columns = listed(fields.keep);
-  const target = fields.operation === "score" ? "document" : "text";
+  const copiedColumns = splitList(fields.keep);
+  const templateField = fields.operation === "score" ? "document" : "text";
   return (
     <form class="steps" id="job-form" aria-label="New job" onSubmit={submit}>
       <fieldset class="panel">
@@ -193,8 +194,8 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {choice("input", "Format of the input", ["", ...INPUTS], { "": "by its name" })}
         </div>
         {file && fields.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
-        {unread && <p class="bad" role="alert">{`${file?.name}: ${unread}`}</p>}
-        {rowsPreview && <Rows preview={rowsPreview} onColumn={isImage || isDocument ? undefined : (name) => set(target, fields[target] === EMPTY[target] || !fields[target].trim() ? `{${name}}` : `${fields[target]}\n{${name}}`)} />}
+        {previewError && <p class="bad" role="alert">{`${file?.name}: ${previewError}`}</p>}
+        {rowsPreview && <PreviewRows preview={rowsPreview} onColumn={isImage || isDocument ? undefined : (name) => set(templateField, fields[templateField] === EMPTY[templateField] || !fields[templateField].trim() ? `{${name}}` : `${fields[templateField]}\n{${name}}`)} />}
         <div class="fields">{field("id", "Column of ids", "by default the number of the row")}</div>
       </fieldset>
       <fieldset class="panel">
@@ -210,7 +211,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
             {isChunked(fields) && (
               <>
                 {choice("boundary", "A chunk ends at the end of a", BOUNDARIES)}
-                {field("overlap", "Tokens that a chunk repeats of the one before", "0", true)}
+                {field("overlap", "Tokens that a chunk repeats from the one before", "0", true)}
                 {field("least", "Fewest tokens of a chunk", "0", true)}
                 {field("documents", "Column of documents (PDF, Word ..), in place of the text")}
                 {fields.documents.trim() && field("parser", "Model that parses them", "docling")}
@@ -219,9 +220,9 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
             )}
           </div>
         )}
-        {!isImage && !isDocument && fields.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
-        {!isImage && !isDocument && rowsPreview && <FirstText preview={rowsPreview} template={fields[target].replaceAll("\\n", "\n")} />}
-        {!isImage && fields.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
+        {!isImage && !isDocument && fields.operation !== "score" && template("text", "Text: columns in braces, \\n is a line break")}
+        {!isImage && !isDocument && rowsPreview && <FirstText preview={rowsPreview} template={fields[templateField].replaceAll("\\n", "\n")} />}
+        {!isImage && fields.operation === "score" && <>{template("query", "Query: columns in braces")}{template("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
         <JsonParameters prefix="job-with-" verb={fields.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
       </fieldset>
@@ -236,7 +237,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         {rowsPreview && (
           <p class="row" id="job-copied">
             <span class="dim">Press a column to copy it:</span>
-            {rowsPreview.columns.map((name) => <button type="button" class={`chip ${columns.includes(name) ? "on" : ""}`} aria-pressed={columns.includes(name)} onClick={() => set("keep", (columns.includes(name) ? columns.filter((column) => column !== name) : [...columns, name]).join(", "))}>{name}</button>)}
+            {rowsPreview.columns.map((name) => <button type="button" class={`chip ${copiedColumns.includes(name) ? "on" : ""}`} aria-pressed={copiedColumns.includes(name)} onClick={() => set("keep", (copiedColumns.includes(name) ? copiedColumns.filter((column) => column !== name) : [...copiedColumns, name]).join(", "))}>{name}</button>)}
           </p>
         )}
         <details id="job-more">
@@ -246,15 +247,15 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
               Deadline
               <input id="job-deadline" type="datetime-local" value={fields.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
             </label>
-            {fields.deadline && check("expires", "Rows that are late do not run")}
+            {fields.deadline && check("expires", "Skip rows that have not run by then")}
             {field("windows", "Times of the day at which it works", "22:00-06:00")}
             {field("zone", "Their time zone", "UTC")}
             {field("tokens", "At most tokens per second", "no limit", true)}
-            {field("rows", "Rows of a part of the output", "10000", true)}
+            {field("rows", "Rows of each part of the output", "10000", true)}
             {field("pool", "Pool of workers", "the default")}
             {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
             {fields.sink.trim() && field("collection", "Its collection or table")}
-            {check("cache", "Take answers of earlier jobs")}
+            {check("cache", "Reuse answers of earlier jobs")}
           </div>
         </details>
       </fieldset>
@@ -262,33 +263,33 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <span class="row">
           <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
           {!hasData && <span class="dim">Step 1 needs a file or an address.</span>}
-          {isUnread && <span class="dim">Step 1 needs a file whose rows can be read, or its format.</span>}
+          {isUnreadable && <span class="dim">Step 1 needs a file whose rows can be read, or its format.</span>}
         </span>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : notice}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}
-        {request && hasData && <CodeSamples programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
+        {request && hasData && <CodeSamples programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same job as" />}
       </div>
     </form>
   );
 }
 
 const COLUMN = /\{([^{}]+)\}/g;
-const SHOWN = 300; // characters of a text
+const MAX_SHOWN = 300; // characters
 
-/** The text of the first row, as it will be read. */
+/** The text of the first row, as the model will read it. */
 function FirstText({ preview: { columns, rows: [first] }, template }: { preview: Preview; template: string }) {
   if (!first) return null;
   const text = template.replace(COLUMN, (whole, name: string) => first[columns.indexOf(name)] ?? whole);
   return (
     <div id="job-first-text">
       <p class="dim">The first row reads:</p>
-      <pre class="code">{shorten(text, SHOWN)}</pre>
+      <pre class="code">{shorten(text, MAX_SHOWN)}</pre>
     </div>
   );
 }
 
-/** The first rows of a file. `onColumn`: called with a column that is pressed. */
-function Rows({ preview: { columns, rows, count }, onColumn }: { preview: Preview; onColumn?: ((name: string) => void) | undefined }) {
+/** The columns and the first rows of a file. `onColumn` is called with a pressed column. */
+function PreviewRows({ preview: { columns, rows, count }, onColumn }: { preview: Preview; onColumn?: ((name: string) => void) | undefined }) {
   return (
     <div id="job-preview">
       <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>

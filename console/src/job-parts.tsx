@@ -3,51 +3,51 @@ import { type Job, type JobManifest, type JobPart, type JobRow, SIEError } from 
 import { createClient, getJson } from "./api";
 import { useAction } from "./action";
 import { saveFile } from "./save-file";
-import { hasEnded } from "./job-status";
+import { isFinal } from "./job-status";
 import { Table } from "./table";
 import { formatBytes } from "./format";
 
-const PAGE = 50; // parts
-const ROWS = 20; // of a sample
+const PAGE_SIZE = 50;
+const SAMPLE_SIZE = 20;
 
-/** The files of a job's output so far. A job that keeps them itself has its parts downloaded here. */
+/** The output files that a job has written so far, with a download of those that are stored with the job. */
 export function JobParts({ job }: { job: Job }) {
   const [manifest, setManifest] = useState<JobManifest>();
   const [after, setAfter] = useState(0);
-  const [trouble, setTrouble] = useState("");
-  const [look, setLook] = useState(0);
+  const [readError, setReadError] = useState("");
+  const [refreshes, setRefreshes] = useState(0);
   const { isBusy, notice, refusal, runAction } = useAction();
-  // a page that has a next one stays as it is until the job ends; each look costs the gateway the records of all parts
-  const isFull = manifest?.next != null && !hasEnded(job);
-  const written = isFull ? "" : `${job.counts.shards_done} ${hasEnded(job)}`;
+  // Each request costs the gateway the records of all parts, so a full page is not read again until the job ends.
+  const isFull = manifest?.next != null && !isFinal(job.state);
+  const progress = isFull ? "" : `${job.counts.shards_done} ${isFinal(job.state)}`;
   useEffect(() => {
     let ended = false;
     async function read() {
       try {
-        const manifest = await getJson<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
+        const manifest = await getJson<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE_SIZE}&after=${after}`);
         if (ended) return;
         setManifest(manifest);
-        setTrouble("");
+        setReadError("");
       } catch (error) {
         if (!(error instanceof SIEError)) throw error;
-        if (!ended) setTrouble(error.message);
+        if (!ended) setReadError(error.message);
       }
     }
     void read();
     return () => {
       ended = true;
     };
-  }, [job.id, written, after, look]);
+  }, [job.id, progress, after, refreshes]);
   const download = (part: JobPart) =>
     runAction(async () => {
       saveFile(await createClient().jobs.part(job.id, part), part.name);
       return `${part.name}: ${formatBytes(part.bytes)} downloaded`;
     });
-  if (trouble) {
+  if (readError) {
     return (
       <p class="row">
-        <span class="bad" role="alert">{trouble}</span>
-        <button type="button" onClick={() => setLook(look + 1)}>Try again</button>
+        <span class="bad" role="alert">{readError}</span>
+        <button type="button" onClick={() => setRefreshes(refreshes + 1)}>Try again</button>
       </p>
     );
   }
@@ -58,7 +58,7 @@ export function JobParts({ job }: { job: Job }) {
       {job.request.output?.url && <p class="dim">{`The files are at ${job.output_url || job.request.output.url}`}</p>}
       {manifest.parts.length === 0 && <p class="dim">No part is written yet.</p>}
       {manifest.parts.length > 0 && (
-        <Table label={`Output of ${job.id}`} class="parts" isTall columns={["file", { number: "rows" }, { number: "failed" }, { number: "size" }, "of the input", "sha256"]}>
+        <Table label={`Output of ${job.id}`} class="parts" isTall columns={["file", { number: "rows" }, { number: "failed" }, { number: "size" }, "input", "sha256"]}>
           {manifest.parts.map((part) => (
             <tr key={part.name}>
               <td>{job.request.output?.url ? part.name : <button type="button" class="link" disabled={isBusy} aria-label={`Download ${part.name}`} onClick={() => download(part)}>{part.name}</button>}</td>
@@ -70,7 +70,7 @@ export function JobParts({ job }: { job: Job }) {
       )}
       {(after > 0 || manifest.next != null) && (
         <p class="row">
-          <button type="button" disabled={after === 0} onClick={() => setAfter(Math.max(0, after - PAGE))}>Parts before</button>
+          <button type="button" disabled={after === 0} onClick={() => setAfter(Math.max(0, after - PAGE_SIZE))}>Parts before</button>
           <button type="button" disabled={manifest.next == null} onClick={() => setAfter(manifest.next ?? 0)}>Further parts</button>
         </p>
       )}
@@ -80,13 +80,13 @@ export function JobParts({ job }: { job: Job }) {
   );
 }
 
-/** Some rows that are answered, without their values. */
+/** A sample of the rows that have an answer or an error, without their values. */
 export function JobRows({ job }: { job: Job }) {
   const [rows, setRows] = useState<JobRow[]>();
   const { isBusy, notice, refusal, runAction } = useAction();
   const show = (failed: boolean) =>
     runAction(async () => {
-      const rows = await createClient().jobs.rows(job.id, { limit: ROWS, failed });
+      const rows = await createClient().jobs.rows(job.id, { limit: SAMPLE_SIZE, failed });
       setRows(rows);
       return rows.length ? `${rows.length} ${failed ? "rows that failed" : "answered rows"}` : `no ${failed ? "row that failed" : "answered row"} is written yet`;
     });

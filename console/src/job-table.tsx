@@ -1,22 +1,22 @@
-/** What the tables of jobs and of batches share. */
+/** Pages and progress bars for the tables of jobs and batches. */
 
 import { useState } from "preact/hooks";
 
 export const EVERY_MS = 2_000;
 
 export interface Paging {
-  /** The id behind which the page begins, empty for the first. */
+  /** The id after which the page begins, empty for the first page. */
   after: string;
   setSteps: (change: (old: string[]) => string[]) => void;
 }
 
-/** Pages of a list that is read on from an id: the ids of all pages up to this one. */
+/** The present page of a list whose pages begin after an id. */
 export function usePages(): Paging {
-  const [steps, setSteps] = useState<string[]>([]);
+  const [steps, setSteps] = useState<string[]>([]); // the ids of the pages up to this one
   return { after: steps.at(-1) ?? "", setSteps };
 }
 
-/** `next`: where the page that follows begins, empty on the last one. */
+/** The buttons for newer and older pages. `next` is the id after which the next page begins, empty on the last page. */
 export function Pages({ noun, pages, next }: { noun: string; pages: Paging; next: string }) {
   if (!pages.after && !next) return null;
   return (
@@ -27,7 +27,7 @@ export function Pages({ noun, pages, next }: { noun: string; pages: Paging; next
   );
 }
 
-/** A bar, with the same in words. `of` null: nobody knows it yet, or never will where it `isOver`. */
+/** A progress bar with its figures. `of` is null while the rows are not counted. */
 export function Progress({ name, done, of, isOver = false }: { name: string; done: number; of: number | null | undefined; isOver?: boolean }) {
   const share = of == null ? "" : of ? ` (${Math.floor((100 * done) / of)} %)` : "";
   return (

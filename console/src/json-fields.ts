@@ -1,27 +1,27 @@
-/** Parameters that a person writes as JSON. */
+/** Parameters that a user types as JSON. */
 
 const isMap = (value: unknown): value is Record<string, unknown> => value !== null && typeof value === "object" && !Array.isArray(value);
 
-/** A map that was written as JSON, undefined where nothing was. Raises SyntaxError. */
+/** Parse a JSON map; an empty text is undefined. Throws SyntaxError. */
 export function parseMap(text: string): Record<string, unknown> | undefined {
-  const value = json(text);
+  const value = parseJson(text);
   if (value === undefined || isMap(value)) return value;
   throw new SyntaxError('expected a map, such as {"threshold": 0.3}');
 }
 
-/** A list that was written as JSON, undefined where nothing was. Raises SyntaxError. */
+/** Parse a JSON list; an empty text is undefined. Throws SyntaxError. */
 export function parseList(text: string): unknown[] | undefined {
-  const value = json(text);
+  const value = parseJson(text);
   if (value === undefined || Array.isArray(value)) return value;
   throw new SyntaxError('expected a list, such as [{"text": "Now!", "labels": ["urgent"]}]');
 }
 
-const json = (text: string): unknown => (text.trim() ? (JSON.parse(text) as unknown) : undefined);
+const parseJson = (text: string): unknown => (text.trim() ? (JSON.parse(text) as unknown) : undefined);
 
-/** Why a text is not what `read` expects, empty where it is. */
-export function jsonFault(text: string, read: (text: string) => unknown = parseMap): string {
+/** Return the error of `parse` for a text, empty if there is none. */
+export function jsonFault(text: string, parse: (text: string) => unknown = parseMap): string {
   try {
-    read(text);
+    parse(text);
     return "";
   } catch (error) {
     return (error as SyntaxError).message;

@@ -1,55 +1,57 @@
-/** What the rows of a late-interaction vector stand for. The reply does not say it, so it is told from the tokens of the
- * text and the number of rows; what does not add up gets numbers, not guesses. */
+/** The tokens or patches behind the rows of a late-interaction vector. The reply does not name them, so they are inferred
+ * from the tokens of the text and the number of rows. Rows that do not match the tokens get numbers. */
 
 import type { Token, Usage } from "./types";
 
+/** The names of the rows: tokens, or numbers unless `isCertain`. */
 export interface RowNames {
   names: string[];
-  known: boolean;
+  isCertain: boolean;
 }
 
 const ASCII_PUNCTUATION = /^[!-/:-@[-`{-~]$/;
-const MARKER = { query: "[Q]", document: "[D]" } as const; // as ColBERT writes them
+const MARKERS = { query: "[Q]", document: "[D]" } as const; // of ColBERT
 
-/** Whether the model puts a marker into its rows, told from a text that was not cut. */
+/** Return true if the model adds a marker to the tokens of a text. A truncated text does not show it. */
 export const hasMarker = (tokens: Token[] | undefined, usage: Usage | undefined): boolean =>
   Boolean(tokens?.length && usage && !usage.truncated && usage.prompt_tokens === tokens.length + 1);
 
-/** `tokens`: of the whole text, with its special tokens. A marker stands behind the first token. A text that is too long is
- * cut before its last token. Models with markers have no rows for punctuation of documents, some others none for the first
- * token. A query is filled up to a length. */
-export function rowNames(tokens: Token[] | undefined, count: number, side: "query" | "document", marked: boolean, usage: Usage | undefined): RowNames {
-  const numbered: RowNames = { names: Array.from({ length: count }, (_, place) => `row ${place + 1}`), known: false };
+/** Return the names of the rows of a text. `tokens` are those of the whole text, with its special tokens. A marker is behind
+ * the first token. A text that is too long is cut before its last token. Models with markers have no rows for punctuation in
+ * documents, and some other models have no row for the first token. A query is padded to a length. */
+export function rowNames(tokens: Token[] | undefined, count: number, side: "query" | "document", isMarked: boolean, usage: Usage | undefined): RowNames {
+  const numbered: RowNames = { names: Array.from({ length: count }, (_, index) => `row ${index + 1}`), isCertain: false };
   if (!tokens?.length || !usage) return numbered;
   let names = tokens.map((token) => token.text);
-  if (marked) names.splice(1, 0, MARKER[side]);
-  const read = usage.prompt_tokens;
-  if (usage.truncated && read < names.length) names = [...names.slice(0, read - 1), names.at(-1) ?? ""];
-  const words = names.filter((name) => !ASCII_PUNCTUATION.test(name));
-  for (const order of marked ? [names, words, names.slice(1)] : [names, names.slice(1), words]) {
-    if (order.length === count) return { names: order, known: true };
+  if (isMarked) names.splice(1, 0, MARKERS[side]);
+  const tokensRead = usage.prompt_tokens;
+  if (usage.truncated && tokensRead < names.length) names = [...names.slice(0, tokensRead - 1), names.at(-1) ?? ""];
+  const withoutPunctuation = names.filter((name) => !ASCII_PUNCTUATION.test(name));
+  for (const candidate of isMarked ? [names, withoutPunctuation, names.slice(1)] : [names, names.slice(1), withoutPunctuation]) {
+    if (candidate.length === count) return { names: candidate, isCertain: true };
   }
   if (side === "document" || count < names.length) return numbered;
-  return { names: [...names, ...Array.from({ length: count - names.length }, () => "[fill]")], known: true };
+  return { names: [...names, ...Array.from({ length: count - names.length }, () => "[fill]")], isCertain: true };
 }
 
-export interface Grid {
+/** A grid of patches: its columns, its rows, and the number of rows of the vector before it. */
+interface Grid {
   across: number;
   down: number;
   first: number;
 }
 
-const SQUARE = 28; // pixels of an image that are one row, and the most rows, of ColQwen2.5
-const MOST_SQUARES = 768;
+const PATCH_PIXELS = 28; // edge of a patch of ColQwen2.5
+const MAX_PATCHES = 768; // of an image, of ColQwen2.5
 
-/** The grid of patches that an image of this size probably has in so many rows. PaliGemma (ColPali) scales each image to a
- * square whose side is a power of two patches, with the prompt behind them. Qwen keeps the shape, with four tokens before
- * it. */
+/** Return the probable grid of patches of an image, from its size in pixels and the number of rows of its vector. PaliGemma
+ * (ColPali) scales each image to a square whose side is a power of two patches, with the prompt behind them. Qwen keeps the
+ * shape, with four tokens before the patches. */
 export function estimateGrid(model: string, count: number, width: number, height: number): Grid {
   if (/qwen/i.test(model) && width && height) {
-    const shrunk = Math.min(1, Math.sqrt((MOST_SQUARES * SQUARE * SQUARE) / (width * height)));
-    const rounded = shrunk < 1 ? Math.floor : Math.round;
-    const [across, down] = [width, height].map((edge) => Math.max(1, rounded((edge * shrunk) / SQUARE))) as [number, number];
+    const scale = Math.min(1, Math.sqrt((MAX_PATCHES * PATCH_PIXELS * PATCH_PIXELS) / (width * height)));
+    const round = scale < 1 ? Math.floor : Math.round;
+    const [across, down] = [width, height].map((edge) => Math.max(1, round((edge * scale) / PATCH_PIXELS))) as [number, number];
     if (across * down + 4 <= count) return { across, down, first: 4 };
   }
   const side = 2 ** Math.floor(Math.log2(Math.sqrt(Math.max(1, count - 1))));

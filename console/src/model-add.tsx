@@ -13,24 +13,25 @@ const EXAMPLE = "BAAI/bge-small-en-v1.5";
 const EVERY_MS = 60_000;
 const ENTRY = '{"id": "my/model", "weights": {"path": "/models/my-model"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 512}';
 
-/** How a model is added: by a command, which reads its files, or by its entry. `wished`: the model that somebody looked for. */
-export function ModelAdd({ models, wished }: { models: Model[]; wished: string }) {
-  const [name, setName] = useState(wished);
+/** Add a model by a command, which reads its files, or by its entry. `initialName` is the name of a model that a search
+ * did not find. */
+export function ModelAdd({ models, initialName }: { models: Model[]; initialName: string }) {
+  const [name, setName] = useState(initialName);
   const [entry, setEntry] = useState("");
-  const { isBusy, notice, refusal, runAction } = useAction("a key with the scope config adds models");
+  const { isBusy, notice, refusal, runAction } = useAction("To add a model, sign in with a key with the scope config.");
   const { value: cluster } = usePolling<Cluster>("/v1/cluster", EVERY_MS);
   const example = shellQuote(name.trim() || EXAMPLE);
-  const wrong = jsonFault(entry);
+  const fault = jsonFault(entry);
   const mayWrite = useScope("config");
-  const there = models.find(({ id }) => name.trim() && (id === name.trim() || id === name.trim().split("/").filter(Boolean).at(-1)));
+  const existing = models.find(({ id }) => name.trim() && (id === name.trim() || id === name.trim().split("/").filter(Boolean).at(-1)));
   const write = () =>
     runAction(async () => {
       const { revision, warnings } = await sendRequest<WrittenConfig>({ method: "POST", path: "/console/configs", body: parseMap(entry) });
-      return [`It is at revision ${revision}.`, ...warnings].join(" ");
+      return [`The entry is written as revision ${revision}.`, ...warnings].join(" ");
     });
-  const id = parseMap(wrong ? "" : entry)?.["id"];
+  const id = parseMap(fault ? "" : entry)?.["id"];
   return (
-    <details id="add-model" open={Boolean(wished)}>
+    <details id="add-model" open={Boolean(initialName)}>
       <summary>Add a model</summary>
       <div class="panel">
         <label>
@@ -39,17 +40,17 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
         </label>
         <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. Its name here is the id, or the name of the folder.</p>
         <CodeSamples title="" programs={[shellCommand(`sie pull ${example}${cluster?.data_dir ? ` --data-dir ${shellQuote(cluster.data_dir)}` : ""}`, "sie pull")]} open />
-        <p role="status">{there && <>It is there: <a href={href("models", [there.id])}>{there.id}</a></>}</p>
+        <p role="status">{existing && <>The catalogue has this model: <a href={href("models", [existing.id])}>{existing.id}</a></>}</p>
         <details>
           <summary>By its entry, as JSON</summary>
           <label>
             Entry
-            <textarea id="add-entry" class="entry" rows={5} spellcheck={false} placeholder={ENTRY} value={entry} aria-invalid={Boolean(wrong)} onInput={(event) => setEntry(event.currentTarget.value)} />
+            <textarea id="add-entry" class="entry" rows={5} spellcheck={false} placeholder={ENTRY} value={entry} aria-invalid={Boolean(fault)} onInput={(event) => setEntry(event.currentTarget.value)} />
           </label>
-          {wrong && <p class="bad" role="alert">{wrong}</p>}
+          {fault && <p class="bad" role="alert">{fault}</p>}
           <MissingScope scope="config" subject="This needs" />
           <span class="row">
-            <button type="button" id="add-write" disabled={isBusy || Boolean(wrong) || !entry.trim() || !mayWrite} onClick={write}>Add</button>
+            <button type="button" id="add-write" disabled={isBusy || Boolean(fault) || !entry.trim() || !mayWrite} onClick={write}>Add</button>
             {mayWrite && !entry.trim() && <span class="dim">The entry is empty.</span>}
           </span>
           <p role="status">{isBusy ? "working" : notice}{notice && typeof id === "string" && <> <a href={href("models", [id])}>{id}</a></>}</p>

@@ -1,87 +1,87 @@
 import { useEffect, useState } from "preact/hooks";
 import { sendRequest, getJson } from "./api";
 import { useAction } from "./action";
+import { formatValue } from "./format";
 import { MissingScope, useScope } from "./session";
 import { Table } from "./table";
 import type { ModelDocument, ModelHistory as History, WrittenConfig } from "./types";
 
 type Revision = History["revisions"][number];
 
-const valueText = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-
-/** A change as one line: its field, and what it was and is. */
-function line(change: Revision["changes"][number]): string {
+/** Return a change as one line: the operation, the field, its old and its new value. */
+function changeText(change: Revision["changes"][number]): string {
   const { op, path, ...rest } = change;
-  const values = Object.entries(rest).map(([name, value]) => `${name} ${valueText(value)}`);
+  const values = Object.entries(rest).map(([name, value]) => `${name} ${formatValue(value)}`);
   return [op, path, ...values].filter(Boolean).join("  ");
 }
 
 const AUTHORS: Record<string, string> = { packaged: "the packaged catalogue", overlay: "a file of the models folder" };
 const OPERATIONS: Record<string, string> = { seed: "read at the start", create: "added", put: "replaced", patch: "changed", delete: "removed", rollback: "rolled back", restore: "put back: the change did not load" };
 
-const pathOf = (model: string): string => `/console/configs/${model.split("/").map(encodeURIComponent).join("/")}`;
+/** Return the path by which the gateway passes changes of a model on to the config service. */
+const configPath = (model: string): string => `/console/configs/${model.split("/").map(encodeURIComponent).join("/")}`;
 
-/** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
+/** The revisions of a model with their authors and changes, a rollback, and the entry to read and to change. */
 export function ModelHistory({ model }: { model: string }) {
   const [revisions, setRevisions] = useState<Revision[]>();
   const { isBusy, notice, refusal, runAction } = useAction();
-  const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
+  const [confirming, setConfirming] = useState(0); // the revision whose rollback needs a confirmation
   const [document, setDocument] = useState<string>();
-  const own = pathOf(model);
+  const path = configPath(model);
   const mayChange = useScope("config");
 
-  const load = async (words: string) => {
-    setRevisions((await getJson<History>(`${own}/history`)).revisions);
-    return words;
+  const reload = async (notice: string) => {
+    setRevisions((await getJson<History>(`${path}/history`)).revisions);
+    return notice;
   };
   const show = () =>
     runAction(async () => {
-      setDocument(JSON.stringify(await getJson<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2));
+      setDocument(JSON.stringify(await getJson<ModelDocument>(path.replace("/console/configs", "/v1/configs/models")), null, 2));
       return "";
     });
   const rollback = (revision: number) =>
     runAction(async () => {
-      const written = await sendRequest<WrittenConfig>({ method: "POST", path: `${own}/rollback`, body: { revision } });
-      setAsking(0);
-      return load(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
+      const written = await sendRequest<WrittenConfig>({ method: "POST", path: `${path}/rollback`, body: { revision } });
+      setConfirming(0);
+      return reload(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
     });
   const write = () =>
     runAction(async () => {
       const entry: unknown = JSON.parse(document ?? "");
-      const written = await sendRequest<WrittenConfig>({ method: "PUT", path: own, body: entry });
-      return load([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
+      const written = await sendRequest<WrittenConfig>({ method: "PUT", path, body: entry });
+      return reload([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
     });
   useEffect(() => {
-    void runAction(() => load(""));
+    void runAction(() => reload(""));
   }, [model]);
 
   return (
     <div class="history">
       <h3>History</h3>
       {revisions && (
-        <Table label={`History of ${model}`} class="cards" rows={{ class: "revisions" }} columns={[{ number: "revision" }, "when", "author", "operation", "what changed", <span class="unseen">way back</span>]}>
-          {revisions.map((entry, place) => (
+        <Table label={`History of ${model}`} class="cards" rows={{ class: "revisions" }} columns={[{ number: "revision" }, "when", "author", "operation", "what changed", <span class="unseen">rollback</span>]}>
+          {revisions.map((entry, index) => (
             <tr key={entry.revision}>
               <td data-label="revision" class="number">{entry.revision}</td>
               <td data-label="when">{new Date(entry.created_at).toLocaleString()}</td>
               <td data-label="author">{AUTHORS[entry.author] ?? entry.author}</td>
               <td data-label="operation">{OPERATIONS[entry.operation] ?? entry.operation}</td>
-              <td data-label="what changed" class="wide">{entry.note}{entry.changes.map((change) => <code>{line(change)}</code>)}</td>
+              <td data-label="what changed" class="wide">{entry.note}{entry.changes.map((change) => <code>{changeText(change)}</code>)}</td>
               <td>
-                {place > 0 && mayChange && (asking === entry.revision ? (
+                {index > 0 && mayChange && (confirming === entry.revision ? (
                   <>
                     <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(entry.revision)}>{`Make revision ${entry.revision} the newest`}</button>
-                    <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
+                    <button type="button" onClick={() => setConfirming(0)}>Keep as it is</button>
                   </>
                 ) : (
-                  <button type="button" class="rollback" onClick={() => setAsking(entry.revision)}>Roll back</button>
+                  <button type="button" class="rollback" onClick={() => setConfirming(entry.revision)}>Roll back</button>
                 ))}
               </td>
             </tr>
           ))}
         </Table>
       )}
-      <MissingScope scope="config" subject="To change it, or to go back to an earlier revision, takes" />
+      <MissingScope scope="config" subject="To change it, or to go back to an earlier revision, you need" />
       <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (

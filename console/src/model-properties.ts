@@ -1,18 +1,19 @@
-/** What the views say of a model in a word or two. */
+/** Properties of a model as text, its kinds and its place in lists. */
 
 import type { Model } from "./types";
 import { approximateBytes } from "./format";
 
-/** The path of a model in the API. */
+/** Return the path of a model in the API. */
 export const modelPath = (id: string): string => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
 
+/** Return the id of the model of a profile, or the id of the model itself. */
 export const baseId = (model: Model): string => model.variant_of ?? model.id;
 
-/** What is in use or in trouble comes first, then what is on the disk, such as folders of one's own. */
 const RANKS: Record<Model["state"], number> = { loaded: 0, loading: 1, unloading: 1, failed: 2, available: 3 };
+/** Return the place of a model in lists: loaded, loading, failed, on disk, to download. */
 export const sortRank = (model: Model): number => RANKS[model.state] + (model.state === "available" && !model.on_disk ? 1 : 0);
 
-/** The state, of a download how far it is, and of what is not loaded where its weights are. */
+/** Return the state of a model: the progress of its download too, and for a model that is not loaded where its weights are. */
 export function stateText(model: Model): string {
   const { state, downloads } = model;
   const [done, total] = downloads.reduce(([done, total], download) => [done + download.done_bytes, total + download.total_bytes], [0, 0]);
@@ -22,7 +23,7 @@ export function stateText(model: Model): string {
   return model.download_bytes ? `to download, ${approximateBytes(model.download_bytes)}` : "to download";
 }
 
-/** The size that its description names. */
+/** Return the number of parameters in the description of a model, such as 22M. */
 export const parameterCount = ({ description }: Model): string => /[\d.]+[MB](?= parameters)/.exec(description)?.[0] ?? "";
 
 const KINDS: [string, (model: Model) => boolean][] = [
@@ -34,14 +35,18 @@ const KINDS: [string, (model: Model) => boolean][] = [
   ["Takes documents", ({ inputs }) => inputs.includes("document")],
 ];
 
-/** The kinds that tell these models apart. */
+/** Return the kinds that some of these models have and others lack. */
 export const kindsOf = (models: Model[]): string[] =>
   KINDS.filter(([, fits]) => models.some(fits) && !models.every(fits)).map(([name]) => name);
 
+/** Return true if a model is of a kind. The empty kind is that of all models. */
 export const isOfKind = (model: Model, kind: string): boolean => KINDS.find(([name]) => name === kind)?.[1](model) ?? true;
 
-/** Whether each word is somewhere in what is known of a model. */
+/** Return true if each word of a search is in the properties of a model. */
 export function matchesSearch(model: Model, text: string): boolean {
   const content = [model.id, model.description, model.license, stateText(model), ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
   return text.toLowerCase().split(/\s+/).every((word) => content.includes(word));
 }
+
+/** Return the outputs of a model, each with its dimensions. */
+export const outputsText = ({ outputs, dims }: Model): string => outputs.map((name) => (dims[name] ? `${name} ${dims[name]}` : name)).join(", ");

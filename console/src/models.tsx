@@ -2,13 +2,13 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { usePolling } from "./polling";
 import { ModelDetail } from "./model-detail";
 import { ModelAdd } from "./model-add";
-import { baseId, matchesSearch, isOfKind, kindsOf, modelPath, sortRank, parameterCount, stateText } from "./model-properties";
+import { baseId, matchesSearch, isOfKind, kindsOf, modelPath, sortRank, outputsText, parameterCount, stateText } from "./model-properties";
 import { href, type Route } from "./routes";
 import { Table } from "./table";
 import type { Model } from "./types";
 import { InlineCode } from "./inline-code";
 
-const PAGE = 16; // models of a page
+const PAGE_SIZE = 16;
 const TASKS = ["encode", "score", "extract"] as const;
 const STATES = ["loaded", "loading", "failed", "on disk", "to download"];
 const EVERY_MS = 2_000;
@@ -21,7 +21,7 @@ interface Props {
   onFind: (text: string) => void;
 }
 
-/** `route`: of this view, the id of a model behind it. */
+/** The list of models, or the page of the model whose id is in the route. */
 export function Models(props: Props) {
   const id = props.route.parts.join("/");
   if (!id) return <ModelList {...props} />;
@@ -34,11 +34,11 @@ export function Models(props: Props) {
   );
 }
 
-/** A model that is not among those that the page has read. */
+/** The page of a model that is not in `models`. */
 function Unlisted({ id }: { id: string }) {
-  const { value, trouble } = usePolling<Model>(modelPath(id), EVERY_MS);
+  const { value, error } = usePolling<Model>(modelPath(id), EVERY_MS);
   if (value) return <ModelDetail model={value} />;
-  return trouble ? <p class="bad" role="alert"><InlineCode text={trouble} />{trouble.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
+  return error ? <p class="bad" role="alert"><InlineCode text={error} />{error.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
 }
 
 function ModelList({ models, total, route, onFind }: Props) {
@@ -48,11 +48,11 @@ function ModelList({ models, total, route, onFind }: Props) {
     onFind(find);
     return () => onFind("");
   }, []);
-  /** The address changes here, not in an effect: an effect that runs late would undo the step to a model. */
+  /** Change the filters and the address. An effect would be too late: it could undo a step to the page of a model. */
   const filter = (change: Partial<typeof FILTERS>) => {
     const next = { ...filters, page: "", ...change };
     setFilters(next);
-    history.replaceState(null, "", href("models", [], next)); // no step of the way back
+    history.replaceState(null, "", href("models", [], next)); // not a step in the history of the browser
     onFind(next.find);
   };
   const kinds = useMemo(() => kindsOf(models), [models]);
@@ -60,18 +60,18 @@ function ModelList({ models, total, route, onFind }: Props) {
     const groups = new Map<string, Model[]>();
     for (const model of models) groups.set(baseId(model), [...(groups.get(baseId(model)) ?? []), model]);
     const fits = (model: Model): boolean =>
-      matchesSearch(model, find.trim()) && (!task || model.tasks.some((own) => own === task)) && isOfKind(model, kind) && (!state || stateText(model).startsWith(state));
+      matchesSearch(model, find.trim()) && (!task || model.tasks.some((name) => name === task)) && isOfKind(model, kind) && (!state || stateText(model).startsWith(state));
     const order = (group: Model[]): number => Math.min(...group.map(sortRank));
     return [...groups.values()].filter((group) => group.some(fits)).sort((first, second) => order(first) - order(second));
   }, [models, find, task, kind, state]);
-  const pages = Math.max(1, Math.ceil(groups.length / PAGE));
+  const pages = Math.max(1, Math.ceil(groups.length / PAGE_SIZE));
   const page = Math.min(pages, Math.max(1, Number(filters.page) || 1));
   const choice = (name: "task" | "kind" | "state", label: string, options: [string, string][]) => (
     <label>
       {label}
       <select id={`model-${name}`} value={filters[name]} onChange={(event) => filter({ [name]: event.currentTarget.value })}>
         <option value="">all</option>
-        {options.map(([value, words]) => <option value={value}>{words}</option>)}
+        {options.map(([value, title]) => <option value={value}>{title}</option>)}
       </select>
     </label>
   );
@@ -86,7 +86,7 @@ function ModelList({ models, total, route, onFind }: Props) {
         {choice("kind", "Kind", kinds.map((name) => [name, name]))}
         {choice("state", "State", STATES.map((name) => [name, name]))}
       </div>
-      <ModelAdd key={route.query.get("add")} models={models} wished={route.query.get("add") ?? ""} />
+      <ModelAdd key={route.query.get("add")} models={models} initialName={route.query.get("add") ?? ""} />
       <p class="dim">{`${groups.length} ${groups.length === 1 ? "model" : "models"}${total > models.length && !task && !kind && !state ? `. ${total - models.length} more names, of models and profiles, are not listed: a search finds them` : ""}`}</p>
       {!groups.length && (
         <p>
@@ -96,7 +96,7 @@ function ModelList({ models, total, route, onFind }: Props) {
       )}
       {groups.length > 0 && (
         <Table label="Models" class="cards models" rows={{ id: "catalogue" }} columns={["model", "state", "does", "takes", "gives", { number: "tokens" }, { number: "parameters" }]}>
-          {groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && baseId(group[0])} group={group} />)}
+          {groups.slice((page - 1) * PAGE_SIZE, page * PAGE_SIZE).map((group) => <Row key={group[0] && baseId(group[0])} group={group} />)}
         </Table>
       )}
       {pages > 1 && (
@@ -110,7 +110,7 @@ function ModelList({ models, total, route, onFind }: Props) {
   );
 }
 
-/** A model with its profiles. */
+/** A row for a model with its profiles. */
 function Row({ group }: { group: Model[] }) {
   const model = group.find((model) => !model.variant_of) ?? group[0];
   if (!model) return null;
@@ -125,7 +125,7 @@ function Row({ group }: { group: Model[] }) {
         {profiles.length > 0 && (
           <p class="about">
             {"Profiles: "}
-            {profiles.map((profile, place) => <>{place > 0 && ", "}<a href={href("models", [profile.id])} aria-label={profile.id}>{profile.id.slice(model.id.length + 1) || profile.id}</a></>)}
+            {profiles.map((profile, index) => <>{index > 0 && ", "}<a href={href("models", [profile.id])} aria-label={profile.id}>{profile.id.slice(model.id.length + 1) || profile.id}</a></>)}
           </p>
         )}
       </td>
@@ -135,7 +135,7 @@ function Row({ group }: { group: Model[] }) {
       </td>
       <td data-label="does">{model.tasks.join(", ")}</td>
       <td data-label="takes">{model.inputs.join(", ")}</td>
-      <td data-label="gives" class="wrap">{model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")}</td>
+      <td data-label="gives" class="wrap">{outputsText(model)}</td>
       <td data-label="tokens" class="number">{model.max_sequence_length}</td>
       <td data-label="parameters" class="number">{parameterCount(model)}</td>
     </tr>

@@ -1,30 +1,30 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { baseId, matchesSearch, isOfKind, kindsOf, sortRank, stateText } from "./model-properties";
 import { href } from "./routes";
-import { useUnread } from "./session";
+import { useUnlisted } from "./session";
 import type { Model } from "./types";
 
-const SHOWN = 60; // options; a search finds the rest
-const RECENT = 5;
+const MAX_OPTIONS = 60; // a search finds the rest
+const MAX_RECENT = 5;
 const FAILED = "Could not be loaded: the page of the model says why";
-const STORED = "sie.recent"; // names of models, which are no secret
+const STORAGE_KEY = "sie.recent"; // names of models, which are no secret
 
-/** The names of the models that were used last. */
-export function recent(): string[] {
+/** Return the names of the models that the user used last. */
+export function readRecent(): string[] {
   try {
-    const names: unknown = JSON.parse(localStorage.getItem(STORED) ?? "[]");
+    const names: unknown = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
     return Array.isArray(names) ? names.filter((name) => typeof name === "string") : [];
   } catch {
-    return []; // a browser that stores nothing
+    return []; // the browser stores nothing
   }
 }
 
-/** Note that these models were used, the newest first. */
-export function noteUse(names: string[]): void {
+/** Store the names of models that the user has used, before the earlier ones. */
+export function storeRecent(names: string[]): void {
   try {
-    localStorage.setItem(STORED, JSON.stringify([...new Set([...names, ...recent()])].slice(0, RECENT)));
+    localStorage.setItem(STORAGE_KEY, JSON.stringify([...new Set([...names, ...readRecent()])].slice(0, MAX_RECENT)));
   } catch {
-    // a browser that stores nothing
+    // the browser stores nothing
   }
 }
 
@@ -34,20 +34,20 @@ interface Props {
   models: Model[];
   value: string;
   onChange: (id: string) => void;
-  /** The choice of no model, if there is one. */
+  /** The text of the option for no model, if there is such an option. */
   none?: string;
   /** The model whose profiles come first. */
   near?: Model | undefined;
-  /** Called with what was typed, for a catalogue of which only a part is read. */
+  /** Search the catalogue on the server, of which `models` may be a part. */
   onFind: (text: string) => void;
 }
 
-/** A model, chosen from a list that is searched. */
+/** A button that opens a list of models with a search. */
 export function Picker(props: Props) {
   const { id, label, models, value, none } = props;
   const [isOpen, setOpen] = useState(false);
   const button = useRef<HTMLButtonElement>(null);
-  const chosen = models.find((model) => model.id === value);
+  const selected = models.find((model) => model.id === value);
   const close = () => {
     setOpen(false);
     button.current?.focus();
@@ -56,8 +56,8 @@ export function Picker(props: Props) {
     <div
       class="picker"
       onFocusOut={(event) => {
-        const to = event.relatedTarget;
-        if (to instanceof Node && !event.currentTarget.contains(to)) setOpen(false);
+        const target = event.relatedTarget;
+        if (target instanceof Node && !event.currentTarget.contains(target)) setOpen(false);
       }}
       onKeyDown={(event) => {
         if (event.key !== "Escape" || !isOpen) return;
@@ -68,10 +68,10 @@ export function Picker(props: Props) {
       <span id={`${id}-label`}>{label}</span>
       <button type="button" id={id} ref={button} value={value} aria-haspopup="listbox" aria-expanded={isOpen} aria-labelledby={`${id}-label ${id}`} onClick={() => setOpen(!isOpen)}>
         <span class="chosen">{value || none || "no model"}</span>
-        {chosen && <span class={`state ${chosen.state}`}>{stateText(chosen)}</span>}
+        {selected && <span class={`state ${selected.state}`}>{stateText(selected)}</span>}
       </button>
       {isOpen && (
-        <Choices
+        <Options
           {...props}
           onChange={(next) => {
             props.onChange(next);
@@ -83,11 +83,12 @@ export function Picker(props: Props) {
   );
 }
 
-function Choices({ id, label, models, value, onChange, none, near, onFind }: Props) {
+/** The search, the choice of a kind, and the options in groups. */
+function Options({ id, label, models, value, onChange, none, near, onFind }: Props) {
   const [text, setText] = useState("");
   const [kind, setKind] = useState("");
-  const [at, setAt] = useState(0);
-  const unread = useUnread();
+  const [position, setPosition] = useState(0);
+  const unlisted = useUnlisted();
   const list = useRef<HTMLDivElement>(null);
   const search = useRef<HTMLInputElement>(null);
   useEffect(() => {
@@ -96,36 +97,36 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
   }, []);
   const kinds = useMemo(() => kindsOf(models), [models]);
   const { groups, rest } = useMemo(() => {
-    const used = recent();
-    const fitting = models.filter((model) => isOfKind(model, kind) && matchesSearch(model, text.trim()));
+    const recent = readRecent();
+    const matching = models.filter((model) => isOfKind(model, kind) && matchesSearch(model, text.trim()));
     const group = (model: Model): string =>
       near && model.id !== near.id && baseId(model) === baseId(near) ? `Profiles of ${baseId(near)}`
-      : used.includes(model.id) ? "Recently used"
+      : recent.includes(model.id) ? "Recently used"
       : model.state === "failed" ? FAILED
       : sortRank(model) < 2 ? "Loaded"
       : model.on_disk ? "On this disk: loaded by the first request"
       : "To download by the first request";
     const order = [near ? `Profiles of ${baseId(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
-    const shown = fitting.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, SHOWN);
-    return { groups: order.map((name) => ({ name, models: shown.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), rest: fitting.length - shown.length };
+    const shown = matching.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, MAX_OPTIONS);
+    return { groups: order.map((name) => ({ name, models: shown.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), rest: matching.length - shown.length };
   }, [models, kind, text, near]);
   const options = [...(none ? [""] : []), ...groups.flatMap((group) => group.models.map((model) => model.id))];
-  const active = Math.min(at, options.length - 1);
-  const optionId = (place: number) => `${id}-option-${place}`;
+  const active = Math.min(position, options.length - 1);
+  const optionId = (index: number) => `${id}-option-${index}`;
   useEffect(() => list.current?.querySelector("[data-active]")?.scrollIntoView({ block: "nearest" }), [active]);
 
   function onKey(event: KeyboardEvent) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const option = options[active];
-    if (step) setAt(Math.max(0, Math.min(options.length - 1, active + step)));
+    if (step) setPosition(Math.max(0, Math.min(options.length - 1, active + step)));
     else if (event.key === "Enter" && option !== undefined) onChange(option);
     else return;
     event.preventDefault();
   }
   const option = (name: string, content: preact.ComponentChildren) => {
-    const place = options.indexOf(name);
+    const index = options.indexOf(name);
     return (
-      <div role="option" id={optionId(place)} class="option" data-model={name} data-active={place === active || undefined} aria-selected={name === value} onMouseDown={(event) => event.preventDefault()} onClick={() => onChange(name)}>
+      <div role="option" id={optionId(index)} class="option" data-model={name} data-active={index === active || undefined} aria-selected={name === value} onMouseDown={(event) => event.preventDefault()} onClick={() => onChange(name)}>
         {content}
       </div>
     );
@@ -139,7 +140,7 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
           ref={search} value={text} onKeyDown={onKey}
           onInput={(event) => {
             setText(event.currentTarget.value);
-            setAt(0);
+            setPosition(0);
             onFind(event.currentTarget.value);
           }}
         />
@@ -166,7 +167,7 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
         ))}
       </div>
       {!groups.length && <p class="dim">{`No model for this task has "${text}" in its name or description. `}<a href={href("models", [], { add: text.trim() })}>Add it</a></p>}
-      {(text.trim() ? rest : rest + unread) > 0 && <p class="dim">{text.trim() ? "More fit: type another word." : `${rest + unread} more: type a part of a name, a task or a language.`}</p>}
+      {(text.trim() ? rest : rest + unlisted) > 0 && <p class="dim">{text.trim() ? "More fit: type another word." : `${rest + unlisted} more: type a part of a name, a task or a language.`}</p>}
     </div>
   );
 }

@@ -1,33 +1,33 @@
 import { useState } from "preact/hooks";
 import { usePolling } from "./polling";
 import { Table } from "./table";
-import type { PlacedModel, Placement as DoctorReport } from "./types";
+import type { PlacedModel, Placement as PlacementView } from "./types";
 import { formatBytes } from "./format";
 
 const EVERY_MS = 3000;
 
-/** Why a model is where it is, of what decides it: the work that waits, what comes in, and when a host was added. */
-export function placementReason(row: PlacedModel, workers: number): string {
+/** Return why a model is on its workers, from the waiting work, the incoming work and the time of the last new host. */
+function placementReason(row: PlacedModel, workers: number): string {
   const hosts = Object.keys(row.hosts).length;
   const states = new Set(Object.values(row.hosts));
-  if (states.has("failed")) return "its load failed there: the model's own page says why";
-  if (states.has("loading")) return "it is being loaded for the work that waits";
-  if (!states.has("loaded")) return "chosen for it; loaded as soon as there is work";
+  if (states.has("failed")) return "the load failed there: the page of the model has the reason";
+  if (states.has("loading")) return "the worker loads it now, for the requests that wait";
+  if (!states.has("loaded")) return "the worker is chosen, and loads it for the first request";
   if (hosts > 1) {
-    const since = row.raised_s === null ? "" : `, the last one ${Math.round(row.raised_s)} s ago`;
-    const most = hosts === workers ? " (all that there are)" : "";
-    return `${hosts} hosts${most}: more work came than one serves in time${since}`;
+    const since = row.raised_s === null ? "" : `, the last worker was added ${Math.round(row.raised_s)} s ago`;
+    const all = hosts === workers ? " (all of them)" : "";
+    return `${hosts} workers${all}: more requests came than one worker answers in time${since}`;
   }
-  if (row.waiting || row.tokens_per_s) return "it has it loaded, and keeps up with what comes in";
-  return "it has it loaded, and nobody needs the memory";
+  if (row.waiting || row.tokens_per_s) return "the worker has it loaded and keeps up with the requests";
+  return "the worker has it loaded, and no other model needs the memory";
 }
 
 /** The placement table of each lane. */
 export function Placement() {
   const [filter, setFilter] = useState("");
-  const { value, trouble } = usePolling<DoctorReport>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
-  if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
-  if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
+  const { value, error } = usePolling<PlacementView>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  if (!value) return error ? <p class="bad">{error}</p> : null;
+  if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for a model places it.</p>;
   return (
     <>
       <label class="row">

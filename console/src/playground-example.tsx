@@ -1,4 +1,4 @@
-/** What a result looks like, before a model was asked: computed once, with the models that are named. */
+/** The example on the page before the first result. Its figures were computed once, with all-MiniLM-L6-v2. */
 
 import { Bars } from "./playground-shared";
 import { MarkedText } from "./playground-extract";
@@ -17,20 +17,21 @@ const COSINES = [[1, 0.65, 0.07, 0.01], [0.65, 1, 0.1, -0.03], [0.07, 0.1, 1, 0.
 const SCORES = [0.86, 0.4, 0.17];
 const ENTITIES: [string, string][] = [["Ada Lovelace", "person"], ["Charles Babbage", "person"], ["London", "place"], ["1833", "date"]];
 
-const lines = (verb: Verb): string[] => EXAMPLES[verb].split("\n");
+const exampleLines = (verb: Verb): string[] => EXAMPLES[verb].split("\n");
 
+/** An example of a result, and the model that Run would use. */
 export function Example({ verb, model }: { verb: Verb; model?: Model | undefined }) {
-  const next = !model ? "Run asks a model" : model.state === "failed" ? `${model.id} could not be loaded${model.last_error ? `: ${model.last_error.message}` : ""}` : `Run asks ${model.id}, which is loaded first`;
+  const note = !model ? "Run sends it to a model" : model.state === "failed" ? `${model.id} could not be loaded${model.last_error ? `: ${model.last_error.message}` : ""}` : `Run sends it to ${model.id}, which is loaded first`;
   return (
     <article class="panel example">
       <h2>Example</h2>
-      <p class="dim">{`What a result looks like; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}.`}</p>
-      <p class={model?.state === "failed" ? "bad" : "dim"}>{`${next}.`}</p>
-      {verb === "encode" && <SimilarityTable matrix={COSINES} names={lines("encode")} />}
+      <p class="dim">{`An example of a result; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}.`}</p>
+      <p class={model?.state === "failed" ? "bad" : "dim"}>{`${note}.`}</p>
+      {verb === "encode" && <SimilarityTable matrix={COSINES} names={exampleLines("encode")} />}
       {verb === "score" && (
         <>
           <h3>{`Documents, best first: ${QUESTION}`}</h3>
-          <Bars label="Scores of the example" least={0} most={1} rows={lines("score").map((name, place) => ({ name, value: SCORES[place] ?? 0 }))} />
+          <Bars label="Scores of the example" least={0} most={1} rows={exampleLines("score").map((name, index) => ({ name, value: SCORES[index] ?? 0 }))} />
         </>
       )}
       {verb === "extract" && <MarkedText text={EXAMPLES.extract} entities={ENTITIES.map(([text, label]) => ({ text, label, score: 1, bbox: null, start: EXAMPLES.extract.indexOf(text), end: EXAMPLES.extract.indexOf(text) + text.length }))} />}

@@ -4,7 +4,7 @@ import { formatBytes } from "./format";
 
 type Kind = "image" | "document" | "audio";
 
-/** A file that was attached. `data` is a data URI; `text` stands beside it in its item. */
+/** An attached file. `data` is a data URI; `text` goes into the same item as the file. */
 export interface Attachment {
   name: string;
   kind: Kind;
@@ -18,14 +18,14 @@ const ACCEPTED: Record<Kind, string> = {
   document: ".pdf,.docx,.pptx,.xlsx,.odt,.ods,.odp,.html,.md,.csv,.txt",
   audio: "audio/*",
 };
-const OF_TEXT = new Set(["csv", "html", "md", "txt"]); // formats that the content does not tell
+const TEXT_FORMATS = new Set(["csv", "html", "md", "txt"]); // the server cannot detect these from the content
 
-/** The kinds of files that a model takes. */
+/** Return the kinds of files that a model takes. */
 export const acceptedKinds = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
 
 const kindOf = (file: File): Kind => (file.type.startsWith("image/") ? "image" : file.type.startsWith("audio/") ? "audio" : "document");
 
-const read = (file: File): Promise<string> =>
+const readDataUri = (file: File): Promise<string> =>
   new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(String(reader.result));
@@ -33,7 +33,7 @@ const read = (file: File): Promise<string> =>
     reader.readAsDataURL(file);
   });
 
-/** The files of those kinds, and the names of those that cannot be used. */
+/** Read the files of these kinds. Return them, and the names of the others and of unreadable files. */
 export async function readAttachments(files: Iterable<File>, kinds: Kind[]): Promise<{ attachments: Attachment[]; refused: string[] }> {
   const attachments: Attachment[] = [];
   const refused: string[] = [];
@@ -41,7 +41,7 @@ export async function readAttachments(files: Iterable<File>, kinds: Kind[]): Pro
     const kind = kindOf(file);
     try {
       if (!kinds.includes(kind)) throw new TypeError(kind);
-      attachments.push({ name: file.name, kind, data: await read(file), bytes: file.size, text: "" });
+      attachments.push({ name: file.name, kind, data: await readDataUri(file), bytes: file.size, text: "" });
     } catch {
       refused.push(file.name);
     }
@@ -49,15 +49,16 @@ export async function readAttachments(files: Iterable<File>, kinds: Kind[]): Pro
   return { attachments, refused };
 }
 
-/** The input that a file is sent as. */
+/** Return the input of a request for a file. */
 export function inputOf({ kind, name, data, text }: Attachment): Input {
   const format = name.split(".").at(-1)?.toLowerCase() ?? "";
-  const medium: Medium = kind === "document" && OF_TEXT.has(format) ? { data, format } : data;
-  const words = text.trim() ? { text: text.trim() } : {};
-  return kind === "image" ? { ...words, images: [medium] } : kind === "audio" ? { ...words, audio: medium } : { document: medium };
+  const medium: Medium = kind === "document" && TEXT_FORMATS.has(format) ? { data, format } : data;
+  const caption = text.trim() ? { text: text.trim() } : {};
+  return kind === "image" ? { ...caption, images: [medium] } : kind === "audio" ? { ...caption, audio: medium } : { document: medium };
 }
 
-/** Files to pick or to drop. `texts`: whether a text may stand beside each; `pasted`: whether what is pasted comes here. */
+/** A field for files to pick or to drop. `hasTexts` adds a field for a text to each file; `acceptsPaste` says in the label
+ * that files can be pasted. */
 export function Files(props: {
   id: string;
   label: string;
@@ -66,14 +67,14 @@ export function Files(props: {
   onChange: (change: (old: Attachment[]) => Attachment[]) => void;
   refused: string[];
   onFiles: (files: Iterable<File>) => void;
-  texts?: boolean;
-  pasted?: boolean;
+  hasTexts?: boolean;
+  acceptsPaste?: boolean;
 }) {
-  const [over, setOver] = useState(false);
+  const [isOver, setOver] = useState(false);
   const { files, onChange } = props;
   return (
     <div
-      class={`drop ${over ? "on" : ""}`}
+      class={`drop ${isOver ? "on" : ""}`}
       role="group"
       aria-label={props.label}
       onDragOver={(event) => {
@@ -89,7 +90,7 @@ export function Files(props: {
       }}
     >
       <label>
-        <span>{props.label}<small>{props.pasted ? " · pick, drop or paste" : " · pick or drop"}</small></span>
+        <span>{props.label}<small>{props.acceptsPaste ? " · pick, drop or paste" : " · pick or drop"}</small></span>
         <input
           id={props.id}
           type="file"
@@ -97,7 +98,7 @@ export function Files(props: {
           accept={props.kinds.map((kind) => ACCEPTED[kind]).join(",")}
           onChange={(event) => {
             props.onFiles([...(event.currentTarget.files ?? [])]);
-            event.currentTarget.value = ""; // so that the same file can be picked again
+            event.currentTarget.value = ""; // allows the user to pick the same file again
           }}
         />
       </label>
@@ -108,7 +109,7 @@ export function Files(props: {
             <li>
               {file.kind === "image" ? <img src={file.data} alt="" /> : <span class="icon" aria-hidden="true">{file.kind === "audio" ? "♪" : "≡"}</span>}
               <span class="name">{file.name}<small>{formatBytes(file.bytes)}</small></span>
-              {props.texts && file.kind !== "document" && (
+              {props.hasTexts && file.kind !== "document" && (
                 <input
                   aria-label={`Text beside ${file.name}`}
                   placeholder="text beside it"

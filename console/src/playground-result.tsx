@@ -11,54 +11,55 @@ import { href } from "./routes";
 import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
 
-/** What a model answered, its last reply being that to the inputs; a reply before it is that to the query. */
+/** The result of a model. The last reply is that to the inputs; a reply before it is that to the query. */
 export function Result({ outcome, inputs }: { outcome: Outcome; inputs: NamedInput[] }) {
   const { model, calls, replies, refusal } = outcome;
   const reply = replies.at(-1);
-  const last = calls.at(-1);
+  const call = calls.at(-1); // with the inputs
   const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
   const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
-  const written = useMemo(() => calls.map(callPrograms), [calls]);
-  const copies = written.map((program, place) => <CodeSamples programs={program} title={titles[place] ?? ""} />);
+  const programs = useMemo(() => calls.map(callPrograms), [calls]);
+  const samples = programs.map((callSamples, index) => <CodeSamples programs={callSamples} title={titles[index] ?? ""} />);
   if (refusal || !reply) {
     return (
       <article class="panel">
         <h2>{model.id}</h2>
         <p class="bad" role="alert">{refusal?.message}</p>
         <p class="row">
-          {refusal?.requestId && <a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: what is known of this request`}</a>}
+          {refusal?.requestId && <a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: details of this request`}</a>}
           <a href={href("models", [model.id])}>{`About ${model.id}`}</a>
         </p>
-        {copies}
+        {samples}
       </article>
     );
   }
-  const places = (reply.items ?? []).flatMap((item, place) => (item.dense ? [place] : []));
-  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((score) => ({ place: itemIndex(score.item_id), error: score.error }));
+  const denseIndices = (reply.items ?? []).flatMap((item, index) => (item.dense ? [index] : []));
+  const errors = reply.items?.map((item, index) => ({ index, error: item.error })) ?? reply.scores?.map((score) => ({ index: itemIndex(score.item_id), error: score.error }));
   return (
     <article class="panel">
       <h2>{reply.model}</h2>
       <p class="dim">{summary(reply)}</p>
       {replies.flatMap((reply) => reply.warnings ?? []).map((warning) => <p class="warn">{warning}</p>)}
-      {errors?.map(({ place, error }) => error && <p class="bad" role="alert">{`${place + 1} ${inputs[place]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
+      {errors?.map(({ index, error }) => error && <p class="bad" role="alert">{`${index + 1} ${inputs[index]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
       {query?.error && <p class="bad" role="alert">{`query: ${query.error.code} ${query.error.message}`}</p>}
-      {places.length > 0 && (
-        <DenseVectors vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} inputs={places.map((place) => inputs[place] ?? { name: "", input: {} })} />
+      {denseIndices.length > 0 && (
+        <DenseVectors vectors={denseIndices.map((index) => reply.items?.[index]?.dense?.values ?? [])} inputs={denseIndices.map((index) => inputs[index] ?? { name: "", input: {} })} />
       )}
       {reply.items?.some((item) => item.sparse) && <SparseWeights model={model.id} reply={reply} inputs={inputs} />}
       {query?.multivector && <LateInteraction model={model} query={query} reply={reply} inputs={inputs} text={calls[0]?.body.items[0]?.text ?? ""} />}
-      {query?.dense && reply.items?.map((item, place) => item.chunks && <Chunks key={place} chunks={item.chunks} query={query.dense?.values ?? []} text={last?.body.items[place]?.text ?? ""} />)}
+      {query?.dense && reply.items?.map((item, index) => item.chunks && <Chunks key={index} chunks={item.chunks} query={query.dense?.values ?? []} text={call?.body.items[index]?.text ?? ""} />)}
       {reply.scores && <Scores scores={reply.scores} inputs={inputs} scale={model.score_scale} />}
       {calls[0]?.verb === "extract" && <ExtractResult reply={reply} inputs={inputs} params={calls[0].body.params ?? {}} />}
       <TokenTable reply={reply} inputs={inputs} />
-      {last?.verb === "encode" && <TruncatedTexts model={model} call={last} reply={reply} inputs={inputs} />}
+      {call?.verb === "encode" && <TruncatedTexts model={model} call={call} reply={reply} inputs={inputs} />}
       <h3>Where the time went</h3>
       <Waterfall timing={reply.timing} />
-      {copies}
+      {samples}
     </article>
   );
 }
 
+/** Return the tokens, images, time, fingerprint and truncated inputs of a reply, as text. */
 function summary(reply: Reply): string {
   const { total_tokens, truncated_items, images } = reply.usage;
   return [
@@ -66,7 +67,7 @@ function summary(reply: Reply): string {
     ...(images ? [`${images} ${images === 1 ? "image" : "images"}`] : []),
     `${(reply.timing["total_time"] ?? 0).toFixed(1)} ms`,
     `fingerprint ${reply.fingerprint}`,
-    ...(truncated_items.length ? [`truncated: ${truncated_items.map((place) => place + 1).join(", ")}`] : []),
+    ...(truncated_items.length ? [`truncated: ${truncated_items.map((index) => index + 1).join(", ")}`] : []),
   ].join(", ");
 }
 
@@ -77,7 +78,7 @@ const SCALES: Record<string, string> = {
   maxsim: "A sum over the tokens of the query: it compares documents of one query",
 };
 
-/** The range that the scores of a scale have. What has no bounds is drawn around 0. */
+/** Return the range of the bars for the scores of a scale. A scale without bounds has a range around 0. */
 function rangeOf(scale: string | null, values: number[]): [number, number] {
   const reach = Math.max(1e-9, ...values.map(Math.abs));
   const isNegative = values.some((value) => value < 0);
@@ -85,6 +86,7 @@ function rangeOf(scale: string | null, values: number[]): [number, number] {
   return scale === "logit" ? [-reach, reach] : [isNegative ? -reach : 0, reach];
 }
 
+/** The scores of the documents as bars, with their scale. */
 function Scores({ scores, inputs, scale }: { scores: NonNullable<Reply["scores"]>; inputs: NamedInput[]; scale: string | null }) {
   const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: inputs[itemIndex(item_id)]?.name ?? item_id, value: score }]));
   const [least, most] = rangeOf(scale, rows.map(({ value }) => value));

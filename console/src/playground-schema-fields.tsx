@@ -1,40 +1,41 @@
-/** The fields that say what an extraction answers: labels, the values of a JSON Schema, or groups of labels. */
+/** The fields for the answer of an extraction: the values of a JSON Schema, or groups of labels. */
 
 import { useState } from "preact/hooks";
 import type { Settings } from "./playground-controls";
 import type { Model } from "./types";
 
-/** Why a field cannot be sent, or was refused. */
+/** The faults of fields: of the page's own checks, or of the server. */
 export type Faults = Partial<Record<keyof Settings, string>>;
 
-const MOST_BYTES = 65_536; // of a schema, as the server has it
+const MAX_SCHEMA_BYTES = 65_536; // the limit of the server
 
-const DECISIONS = {
+const CLASS_FIELDS = {
   subject: { enum: ["science", "sport", "politics"] },
   is_meeting: { type: "boolean", description: "people met each other" },
 };
-const DRAWN = {
+const ENTITY_FIELDS = {
   people: { type: "array", items: { type: "string" }, description: "names of persons" },
   place: { type: "string" },
   year: { type: "integer", minimum: 1000, maximum: 2100 },
 };
-const written = (value: unknown): string => JSON.stringify(value, null, 1);
-const GROUPS = written({ subject: DECISIONS.subject.enum, mood: ["calm", "angry"] });
+const indented = (value: unknown): string => JSON.stringify(value, null, 1);
+const GROUPS = indented({ subject: CLASS_FIELDS.subject.enum, mood: ["calm", "angry"] });
 
-/** A schema that the model can answer. */
+/** Return a sample of a schema that the model can answer. */
 const sampleOf = (model: Model | undefined): string =>
-  written({ type: "object", properties: { ...(model?.extracts.includes("entities") ? DRAWN : {}), ...DECISIONS } });
+  indented({ type: "object", properties: { ...(model?.extracts.includes("entities") ? ENTITY_FIELDS : {}), ...CLASS_FIELDS } });
 
+/** Return true if a model has an option. */
 export const hasOption = (model: Model | undefined, option: string): boolean => Boolean(model?.options.includes(option));
 
-/** What is answered: labels by a model that knows nothing else. */
+/** Return the kind of answer: `schema`, `groups` or `labels`. A model without the chosen kind answers labels. */
 export const answerOf = ({ answer }: Settings, model: Model | undefined): string =>
   (answer === "schema" && hasOption(model, "output_schema")) || (answer === "groups" && hasOption(model, "label_groups")) ? answer : "labels";
 
 export const schemaOf = ({ schema }: Settings, model: Model | undefined): string => schema ?? sampleOf(model);
 export const groupsOf = ({ groups }: Settings): string => groups ?? GROUPS;
 
-/** A field for JSON, with what is wrong with it below. */
+/** A field for JSON, with its fault below. */
 export function JsonField({ id, label, value, fault, rows = 2, placeholder = "", onValue }: { id: string; label: string; value: string; fault?: string | undefined; rows?: number; placeholder?: string; onValue: (value: string) => void }) {
   return (
     <>
@@ -51,22 +52,22 @@ interface Props {
   model: Model | undefined;
   settings: Settings;
   faults: Faults;
-  /** Before the ids of the fields. */
+  /** The prefix of the ids of the fields. */
   prefix: string;
   set: (name: keyof Settings, value: string | undefined) => void;
 }
 
-/** The schema or the groups, where the model answers them. */
+/** The field for the schema or for the groups, if the chosen answer has one. */
 export function SchemaFields({ model, settings, faults, prefix, set }: Props) {
-  const [unread, setUnread] = useState("");
+  const [fileFault, setFileFault] = useState("");
   const answer = answerOf(settings, model);
 
   async function open(field: HTMLInputElement) {
     const file = field.files?.[0];
-    field.value = ""; // the same file may be opened again after a change
+    field.value = ""; // allows the user to open the same file again after a change
     if (!file) return;
-    const isSmall = file.size <= MOST_BYTES;
-    setUnread(isSmall ? "" : `${file.name} has ${file.size} bytes: a schema has at most ${MOST_BYTES}.`);
+    const isSmall = file.size <= MAX_SCHEMA_BYTES;
+    setFileFault(isSmall ? "" : `${file.name} has ${file.size} bytes: a schema has at most ${MAX_SCHEMA_BYTES}.`);
     if (isSmall) set("schema", await file.text());
   }
 
@@ -82,7 +83,7 @@ export function SchemaFields({ model, settings, faults, prefix, set }: Props) {
         </label>
         <button type="button" id={`${prefix}schema-sample`} onClick={() => set("schema", undefined)}>Use the sample</button>
       </span>
-      {unread && <p class="bad" role="alert">{unread}</p>}
+      {fileFault && <p class="bad" role="alert">{fileFault}</p>}
     </>
   );
 }

@@ -1,4 +1,4 @@
-/** Parts that several views of the playground share. */
+/** Components and functions that several views of the playground share. */
 
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
@@ -8,29 +8,28 @@ import { Table } from "./table";
 import type { Reply } from "./types";
 import { norm } from "./vectors";
 
-/** An input as it was sent, by the name that views call it. */
+/** An input of a request, and its name in the views. */
 export interface NamedInput {
   name: string;
   input: Input;
 }
 
+/** Shorten a text to at most `most` characters. */
 export const shorten = (text: string, most = 40): string => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-/** The image of an input, empty if it has none. */
+/** Return the data URI of the first image of an input, empty if it has none. */
 export function imageOf(input: Input | undefined): string {
   const image = input?.images?.[0];
   return typeof image === "string" ? image : (image?.data ?? "");
 }
 
-/** The step of a scale of `steps` that a value is at. */
+/** Return the step of a value on a scale from 0 to `steps`. */
 export const scaleStep = (value: number, least: number, most: number, steps: number): number =>
   Math.max(0, Math.min(steps, Math.round((steps * (value - least)) / (most - least || 1))));
 
-export type ReplyState<T> = { value?: T; refusal?: string };
-
-/** What the gateway answers to a request, asked again when it changes; nothing is asked for an empty path. */
-export function useReply<T>(path: string, body: unknown): ReplyState<T> {
-  const [reply, setReply] = useState<ReplyState<T>>({});
+/** The reply to a POST, or its refusal. The request is sent again when it changes; an empty path sends none. */
+export function useReply<T>(path: string, body: unknown): { value?: T; refusal?: string } {
+  const [reply, setReply] = useState<{ value?: T; refusal?: string }>({});
   const text = JSON.stringify(body);
   useEffect(() => {
     let ended = false;
@@ -48,17 +47,17 @@ export function useReply<T>(path: string, body: unknown): ReplyState<T> {
   return reply;
 }
 
-export interface Bar {
+interface Bar {
   name: string;
   value: number;
   title?: string;
   note?: string;
 }
 
-/** Bars over a range, which is that of the values where none is given. */
-export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)), most: highest, label }: { rows: Bar[]; least?: number; most?: number; label: string }) {
-  const most = highest ?? Math.max(...rows.map((row) => row.value), least + 1e-9);
-  const noted = rows.some((row) => row.note);
+/** Bars over a range, by default from 0 or the least value to the largest value. */
+export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)), most: maximum, label }: { rows: Bar[]; least?: number; most?: number; label: string }) {
+  const most = maximum ?? Math.max(...rows.map((row) => row.value), least + 1e-9);
+  const hasNotes = rows.some((row) => row.note);
   return (
     <table class="bars" aria-label={label}>
       <tbody>
@@ -67,7 +66,7 @@ export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)
             <th scope="row" title={title ?? name}>{name}</th>
             <td><meter min={least} max={most} value={value} aria-label={name} /></td>
             <td class="number">{value.toFixed(4)}</td>
-            {noted && <td class="dim">{note}</td>}
+            {hasNotes && <td class="dim">{note}</td>}
           </tr>
         ))}
       </tbody>
@@ -75,21 +74,21 @@ export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)
   );
 }
 
-/** Tokens, and of vectors how many numbers they have and how long they are, one row for each input. */
+/** The tokens of each input, and the shape, norm and first values of its vectors. */
 export function TokenTable({ reply, inputs }: { reply: Reply; inputs: NamedInput[] }) {
-  const ofScores = reply.scores && [...reply.scores].sort((a, b) => itemIndex(a.item_id) - itemIndex(b.item_id));
-  const slots = reply.items ?? ofScores ?? [];
-  const vectors = (reply.items ?? []).some((item) => item.dense || item.sparse || item.multivector);
+  const sortedScores = reply.scores && [...reply.scores].sort((a, b) => itemIndex(a.item_id) - itemIndex(b.item_id));
+  const results = reply.items ?? sortedScores ?? [];
+  const hasVectors = (reply.items ?? []).some((item) => item.dense || item.sparse || item.multivector);
   return (
-    <details class="items" open={slots.length <= 8}>
-      <summary>Tokens{vectors ? " and vectors" : ""}</summary>
-      <Table label="Tokens of each input" role="group" columns={["input", { number: "tokens" }, "truncated", ...(vectors ? ["shape", { number: "norm" }, "dtype", "first values"] : [])]}>
-        {slots.map((slot, place) => (
+    <details class="items" open={results.length <= 8}>
+      <summary>Tokens{hasVectors ? " and vectors" : ""}</summary>
+      <Table label="Tokens of each input" role="group" columns={["input", { number: "tokens" }, "truncated", ...(hasVectors ? ["shape", { number: "norm" }, "dtype", "first values"] : [])]}>
+        {results.map((result, index) => (
           <tr>
-            <th scope="row" title={inputs[place]?.name}>{`${place + 1} ${shorten(inputs[place]?.name ?? "", 28)}`}</th>
-            <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
-            <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
-            {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
+            <th scope="row" title={inputs[index]?.name}>{`${index + 1} ${shorten(inputs[index]?.name ?? "", 28)}`}</th>
+            <td class="number">{result.usage?.prompt_tokens ?? ""}</td>
+            <td>{result.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
+            {hasVectors && vectorCells(reply.items?.[index]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
           </tr>
         ))}
       </Table>
@@ -97,16 +96,18 @@ export function TokenTable({ reply, inputs }: { reply: Reply; inputs: NamedInput
   );
 }
 
+/** Return the index of an input from the id that the gateway gave it. */
 export const itemIndex = (id: string): number => Number(id.replace("item-", ""));
 
-const first = (values: number[]): string => values.slice(0, 4).map((value) => value.toFixed(4)).join(", ");
+const firstValues = (values: number[]): string => values.slice(0, 4).map((value) => value.toFixed(4)).join(", ");
 
-function shape(item: NonNullable<Reply["items"]>[number] | undefined): string[] {
-  if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`, first(item.dense.values)];
+/** Return the shape, the norm, the data type and the first values of the vector of an item. */
+function vectorCells(item: NonNullable<Reply["items"]>[number] | undefined): string[] {
+  if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`, firstValues(item.dense.values)];
   if (item?.chunks) return [`${item.chunks.length} chunks`, "", item.chunks[0]?.dense?.dtype ?? "", ""];
-  if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32", first(item.sparse.values)];
+  if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32", firstValues(item.sparse.values)];
   if (!item?.multivector) return ["", "", "", ""];
   const norms = item.multivector.values.map(norm);
   const [least, most] = [Math.min(...norms).toFixed(3), Math.max(...norms).toFixed(3)];
-  return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype, first(item.multivector.values[0] ?? [])];
+  return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype, firstValues(item.multivector.values[0] ?? [])];
 }

@@ -2,11 +2,13 @@ import { type NamedInput, useReply } from "./playground-shared";
 import type { Call } from "./playground-requests";
 import type { Model, Reply, Token } from "./types";
 
-const SHOWN = 600; // characters of what was cut
+const MAX_SHOWN = 600; // characters of the part that was cut
 
-const SHIFTING = ["instruction", "default_instruction", "input_type", "truncate", "query_template", "doc_template"]; // parameters that change what is read
+// Parameters that change the text before the model reads it.
+const SHIFTING = ["instruction", "default_instruction", "input_type", "truncate", "query_template", "doc_template"];
 
-/** What a model puts before a text, none where it puts something behind it too or where the request decides. */
+/** Return the prompt that a model puts before a text. Undefined if the request changes the prompt, or if the model puts
+ * other text behind the input too. */
 function promptOf(model: Model, params: Record<string, unknown>): string | undefined {
   if (SHIFTING.some((name) => name in params) || "default_instruction" in model.prompt_texts) return undefined;
   const template = model.prompt_texts[params["is_query"] === true ? "query" : "document"] ?? "{text}";
@@ -14,37 +16,38 @@ function promptOf(model: Model, params: Record<string, unknown>): string | undef
   return after === "" && !before.includes("{instruction}") ? before : undefined;
 }
 
-/** Where the texts end that the model read a part of. Nothing is said where more than a prompt before the text is read with
- * it, such as the query of a pair. */
+/** The places at which texts were truncated. Shows nothing if the model reads more with a text than a prompt before it. */
 export function TruncatedTexts({ model, call, reply, inputs }: { model: Model; call: Call; reply: Reply; inputs: NamedInput[] }) {
-  const places = reply.usage.truncated_items.filter((place) => inputs[place]?.input.text);
+  const indices = reply.usage.truncated_items.filter((index) => inputs[index]?.input.text);
   const prompt = promptOf(model, call.body.params ?? {});
-  const isKnown = places.length > 0 && prompt !== undefined;
-  const texts = places.map((place) => `${prompt}${inputs[place]?.input.text ?? ""}`);
+  const isKnown = indices.length > 0 && prompt !== undefined;
+  const texts = indices.map((index) => `${prompt}${inputs[index]?.input.text ?? ""}`);
   const tokens = useReply<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
   if (!tokens.value) return null;
   return (
     <>
-      {places.map((place, at) => <One key={place} place={place} text={texts[at] ?? ""} tokens={tokens.value?.[at] ?? []} read={reply.items?.[place]?.usage?.prompt_tokens ?? 0} />)}
+      {indices.map((index, at) => <TruncatedText key={index} index={index} text={texts[at] ?? ""} tokens={tokens.value?.[at] ?? []} tokensRead={reply.items?.[index]?.usage?.prompt_tokens ?? 0} />)}
     </>
   );
 }
 
-/** Whether a model did not read a token: it reads `read` tokens, the last of which is the special one at the end. */
-export const isTruncated = (token: Token, order: number, read: number): boolean => order >= read - 1 && !token.special;
+/** Return true if a model did not read a token. It reads `tokensRead` tokens, the last of which is the special token at the
+ * end of the text. */
+export const isTruncated = (token: Token, index: number, tokensRead: number): boolean => index >= tokensRead - 1 && !token.special;
 
-function One({ place, text, tokens, read }: { place: number; text: string; tokens: Token[]; read: number }) {
-  const first = tokens.find((token, order) => isTruncated(token, order, read) && token.start !== null);
+/** The end of the part that the model read, and the beginning of the part that was cut. */
+function TruncatedText({ index, text, tokens, tokensRead }: { index: number; text: string; tokens: Token[]; tokensRead: number }) {
+  const first = tokens.find((token, index) => isTruncated(token, index, tokensRead) && token.start !== null);
   if (!first) return null;
-  const written = new TextEncoder().encode(text);
+  const bytes = new TextEncoder().encode(text);
   const decoder = new TextDecoder();
-  const [head, cut] = [decoder.decode(written.slice(0, first.start ?? 0)), decoder.decode(written.slice(first.start ?? 0))];
+  const [head, cut] = [decoder.decode(bytes.slice(0, first.start ?? 0)), decoder.decode(bytes.slice(first.start ?? 0))];
   return (
     <>
-      <h3>{`What was cut of text ${place + 1}: the model reads ${read} of its ${tokens.length} tokens`}</h3>
+      <h3>{`The part of text ${index + 1} that was cut: the model reads ${tokensRead} of its ${tokens.length} tokens`}</h3>
       <p class="tokens">
-        {`${head.length > SHOWN / 4 ? "…" : ""}${head.slice(-SHOWN / 4)}`}
-        <mark class="cut">{`${cut.slice(0, SHOWN)}${cut.length > SHOWN ? `… ${cut.length - SHOWN} more characters` : ""}`}</mark>
+        {`${head.length > MAX_SHOWN / 4 ? "…" : ""}${head.slice(-MAX_SHOWN / 4)}`}
+        <mark class="cut">{`${cut.slice(0, MAX_SHOWN)}${cut.length > MAX_SHOWN ? `… ${cut.length - MAX_SHOWN} more characters` : ""}`}</mark>
       </p>
     </>
   );

@@ -2,40 +2,38 @@ import { useEffect, useState } from "preact/hooks";
 import { type CallOptions, SIEError } from "sie-client";
 import { getJson } from "./api";
 
-const LATE_MS = 3000; // of an answer, after which the page says that there is none
+const TIMEOUT_MS = 3000; // of each request
 
-/**
- * What a path answers, or a call of the client (always the same function), asked again `everyMs` after each answer, and
- * never while the page is hidden. What was answered last stays to be read when an answer is missing; `trouble` says why.
- * Another `look` asks at once.
- */
-export function usePolling<T>(source: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
+/** Request a path, or call the client, again and again: `everyMs` after each reply, never while the page is hidden, and at
+ * once when `refreshes` changes. `source` is a path or a function that is the same in each render. `value` is the last
+ * reply; it stays when a later request fails, and `error` then has the reason. */
+export function usePolling<T>(source: string | ((options: CallOptions) => Promise<T>), everyMs: number, refreshes = 0): { value?: T; error: string } {
   const [value, setValue] = useState<T>();
-  const [trouble, setTrouble] = useState("");
+  const [error, setError] = useState("");
   useEffect(() => {
     let timer = 0;
     let ended = false;
-    async function turn() {
+    async function poll() {
       window.clearTimeout(timer);
       if (document.visibilityState === "visible") {
         try {
-          const next = await (typeof source === "string" ? getJson<T>(source, LATE_MS) : source({ signal: AbortSignal.timeout(LATE_MS) }));
+          const next = await (typeof source === "string" ? getJson<T>(source, TIMEOUT_MS) : source({ signal: AbortSignal.timeout(TIMEOUT_MS) }));
           if (ended) return;
           setValue(next);
-          setTrouble("");
-        } catch (error) {
-          if (!(error instanceof SIEError)) throw error;
+          setError("");
+        } catch (failure) {
+          if (!(failure instanceof SIEError)) throw failure;
           if (ended) return;
-          setTrouble(error.status ? error.message : "no connection, trying again");
+          setError(failure.status ? failure.message : "no connection, trying again");
         }
       }
-      if (!ended) timer = window.setTimeout(turn, everyMs);
+      if (!ended) timer = window.setTimeout(poll, everyMs);
     }
-    void turn();
+    void poll();
     return () => {
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [source, everyMs, look]);
-  return { value, trouble };
+  }, [source, everyMs, refreshes]);
+  return { value, error };
 }

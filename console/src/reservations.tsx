@@ -5,11 +5,11 @@ import { Table } from "./table";
 
 const EVERY_MS = 5000;
 
-const listed = async (options: CallOptions) => createClient().pools.list(options);
+const listPools = async (options: CallOptions) => createClient().pools.list(options);
 
-/** Pools and the reservations of workers, with what is left of each lease. */
+/** The pools and the reservations of workers, with the time until each lease ends. */
 export function Reservations() {
-  const { value: pools } = usePolling(listed, EVERY_MS);
+  const { value: pools } = usePolling(listPools, EVERY_MS);
   if (!pools) return null;
   if (!pools.length) return <p class="dim">No pool has announced itself.</p>;
   return (

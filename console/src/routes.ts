@@ -1,19 +1,19 @@
-/** The address of what the page shows: a view and its parts behind the `#`, so that reload and back keep it. */
+/** The view that the page shows is in its address behind the `#`, so that reload and back keep it. */
 
 import { useEffect, useState } from "preact/hooks";
 
 export const VIEWS = { playground: "Playground", models: "Models", jobs: "Jobs", cluster: "Cluster" } as const;
 export type View = keyof typeof VIEWS;
 
-/** `parts`: behind the view. The last part of a model's address is its id, which has slashes of its own. */
+/** An address: the view, the parts behind it, and the query. The id of a model has slashes, so it is several parts. */
 export interface Route {
   view: View;
   parts: string[];
   query: URLSearchParams;
 }
 
-/** A part of an address; as it stands where its percent signs are no escapes. */
-function decoded(part: string): string {
+/** Decode a part of an address. A part whose percent signs are no escapes stays unchanged. */
+function decodePart(part: string): string {
   try {
     return decodeURIComponent(part);
   } catch {
@@ -21,32 +21,33 @@ function decoded(part: string): string {
   }
 }
 
-export function routeOf(hash: string): Route {
+/** Parse the part of an address behind the `#`. */
+function parseRoute(hash: string): Route {
   const [path = "", query = ""] = hash.slice(1).split("?");
-  const [name = "", ...parts] = path.split("/").map(decoded);
+  const [name = "", ...parts] = path.split("/").map(decodePart);
   return { view: name in VIEWS ? (name as View) : "playground", parts, query: new URLSearchParams(query) };
 }
 
-const written = (text: string): string => text.split("/").map((part) => encodeURIComponent(part).replaceAll("%3A", ":")).join("/");
+const encodePart = (text: string): string => text.split("/").map((part) => encodeURIComponent(part).replaceAll("%3A", ":")).join("/");
 
-/** The address of a view with its parts, any of which may have slashes. */
+/** Return the address of a view with its parts, any of which may have slashes. */
 export function href(view: View, parts: string[] = [], query: Record<string, string> = {}): string {
-  const named = new URLSearchParams(Object.entries(query).filter(([, value]) => value));
-  return `#${[view, ...parts.filter(Boolean).map(written)].join("/")}${named.size ? `?${named}` : ""}`;
+  const params = new URLSearchParams(Object.entries(query).filter(([, value]) => value));
+  return `#${[view, ...parts.filter(Boolean).map(encodePart)].join("/")}${params.size ? `?${params}` : ""}`;
 }
 
-/** `isStep`: back returns from there; else the address takes the place of the present one. */
-export function navigate(address: string, isStep = true): void {
-  if (isStep) location.hash = address;
-  else location.replace(address);
+/** Go to an address of `href`, as a step in the history of the browser. */
+export function navigate(address: string): void {
+  location.hash = address;
 }
 
+/** The route of the present address. */
 export function useRoute(): Route {
   const [hash, setHash] = useState(location.hash);
   useEffect(() => {
-    const changed = () => setHash(location.hash);
-    window.addEventListener("hashchange", changed);
-    return () => window.removeEventListener("hashchange", changed);
+    const update = () => setHash(location.hash);
+    window.addEventListener("hashchange", update);
+    return () => window.removeEventListener("hashchange", update);
   }, []);
-  return routeOf(hash);
+  return parseRoute(hash);
 }

@@ -1,126 +1,126 @@
-/** The first rows of a file that a job is to read, and its columns. */
+/** A preview of the input file of a job: its columns and first rows. */
+
+import { formatValue } from "./format";
 
 export interface Preview {
   columns: string[];
-  /** The first rows, cell by cell; none of a file whose rows only the server reads. */
+  /** The cells of the first rows; empty for Parquet, whose rows only the server reads. */
   rows: string[][];
-  /** How many rows there are, undefined where only the server counts them. */
+  /** The number of rows, undefined if only the server counts them. */
   count?: number;
 }
 
-const READ = 1 << 16; // bytes of the beginning
-const ROWS = 3;
-const FOOTER = 8; // bytes at the end of a Parquet file: the length of its metadata, and its mark
-const MOST_METADATA = 1 << 24;
+const MAX_BYTES = 1 << 16; // of CSV and JSON Lines
+const MAX_ROWS = 3;
+const FOOTER_BYTES = 8; // of a Parquet file: the length of its metadata, and its magic number
+const MAX_METADATA_BYTES = 1 << 24;
 
-/** Throws Error, with what is wrong with the file. */
+/** Return the preview of a file. Throws Error with the fault of a file that cannot be read. */
 export async function preview(file: File): Promise<Preview> {
   const kind = file.name.split(".").at(-1)?.toLowerCase();
-  if (kind === "parquet") return ofParquet(file);
-  const text = await file.slice(0, READ).text();
-  return kind === "csv" ? ofCsv(text) : ofLines(text, file.size <= READ);
+  if (kind === "parquet") return previewParquet(file);
+  const text = await file.slice(0, MAX_BYTES).text();
+  return kind === "csv" ? previewCsv(text) : previewJsonLines(text, file.size <= MAX_BYTES);
 }
 
-const cell = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-
-function ofLines(text: string, isWhole: boolean): Preview {
+function previewJsonLines(text: string, isComplete: boolean): Preview {
   const lines = text.split("\n").filter((line) => line.trim());
-  const whole = isWhole || lines.length < 2 ? lines : lines.slice(0, -1); // the last one may be cut
-  const rows = whole.slice(0, ROWS).map((line, place) => {
+  const complete = isComplete || lines.length < 2 ? lines : lines.slice(0, -1); // the last line may be cut
+  const rows = complete.slice(0, MAX_ROWS).map((line, index) => {
     try {
       const value: unknown = JSON.parse(line);
       if (value !== null && typeof value === "object" && !Array.isArray(value)) return value as Record<string, unknown>;
     } catch {
-      // told below
+      // the error below names the line
     }
-    throw new Error(`Line ${place + 1} is no JSON map.`);
+    throw new Error(`Line ${index + 1} is no JSON map.`);
   });
   const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  return { columns, rows: rows.map((row) => columns.map((name) => cell(row[name]))), ...(isWhole ? { count: lines.length } : {}) };
+  return { columns, rows: rows.map((row) => columns.map((name) => formatValue(row[name]))), ...(isComplete ? { count: lines.length } : {}) };
 }
 
-function ofCsv(text: string): Preview {
+function previewCsv(text: string): Preview {
   const rows: string[][] = [[]];
   const pattern = /"((?:[^"]|"")*)"|([^,\r\n"]*)/y;
-  for (let at = 0; at < text.length && rows.length <= ROWS + 1; ) {
+  for (let at = 0; at < text.length && rows.length <= MAX_ROWS + 1; ) {
     pattern.lastIndex = at;
     const [match = "", quoted, plain = ""] = pattern.exec(text) ?? [];
     rows.at(-1)?.push(quoted?.replaceAll('""', '"') ?? plain);
     at += match.length;
-    const end = /\r?\n|,/y;
-    end.lastIndex = at;
-    const [mark = " "] = end.exec(text) ?? [];
-    if (mark.endsWith("\n") && at + mark.length < text.length) rows.push([]);
-    at += mark.length;
+    const separators = /\r?\n|,/y;
+    separators.lastIndex = at;
+    const [separator = " "] = separators.exec(text) ?? [];
+    if (separator.endsWith("\n") && at + separator.length < text.length) rows.push([]);
+    at += separator.length;
   }
   const [columns = [], ...rest] = rows;
-  return { columns, rows: rest.slice(0, ROWS) };
+  return { columns, rows: rest.slice(0, MAX_ROWS) };
 }
 
-async function ofParquet(file: File): Promise<Preview> {
-  const end = new DataView(await file.slice(-FOOTER).arrayBuffer());
-  const isParquet = end.byteLength === FOOTER && end.getUint32(4) === 0x50415231; // PAR1
-  const length = isParquet ? end.getUint32(0, true) : 0;
-  if (!length || length > Math.min(file.size, MOST_METADATA)) throw new Error("This is no Parquet file.");
-  const metadata = compact(new DataView(await file.slice(file.size - FOOTER - length, file.size - FOOTER).arrayBuffer()));
+async function previewParquet(file: File): Promise<Preview> {
+  const footer = new DataView(await file.slice(-FOOTER_BYTES).arrayBuffer());
+  const isParquet = footer.byteLength === FOOTER_BYTES && footer.getUint32(4) === 0x50415231; // PAR1
+  const length = isParquet ? footer.getUint32(0, true) : 0;
+  if (!length || length > Math.min(file.size, MAX_METADATA_BYTES)) throw new Error("This is no Parquet file.");
+  const metadata = parseThrift(new DataView(await file.slice(file.size - FOOTER_BYTES - length, file.size - FOOTER_BYTES).arrayBuffer()));
   const [root, ...elements] = (metadata.get(2) ?? []) as Fields[];
   const columns: string[] = [];
-  /** Elements of the tree that begins at a place, which are written one after another. */
-  const size = (place: number): number => {
-    let all = 1;
-    for (let child = 0; child < Number(elements[place]?.get(5) ?? 0) && place + all < elements.length; child++) all += size(place + all);
-    return all;
+  /** Return the number of elements of a subtree of the schema, which lie one after another from `start`. */
+  const subtreeSize = (start: number): number => {
+    let count = 1;
+    for (let child = 0; child < Number(elements[start]?.get(5) ?? 0) && start + count < elements.length; child++) count += subtreeSize(start + count);
+    return count;
   };
-  for (let place = 0; place < elements.length && columns.length < Number(root?.get(5) ?? 0); place += size(place)) {
-    columns.push(String(elements[place]?.get(4) ?? ""));
+  for (let start = 0; start < elements.length && columns.length < Number(root?.get(5) ?? 0); start += subtreeSize(start)) {
+    columns.push(String(elements[start]?.get(4) ?? ""));
   }
   return { columns, rows: [], count: Number(metadata.get(3) ?? 0) };
 }
 
-type Fields = Map<number, unknown>;
+type Fields = Map<number, unknown>; // values by the number of their field
 
-/** A struct of Thrift's compact protocol, by the numbers of its fields. */
-function compact(view: DataView): Fields {
+/** Parse a struct in the compact protocol of Thrift. */
+function parseThrift(view: DataView): Fields {
   let at = 0;
-  const byte = () => view.getUint8(at++);
-  const varint = (): number => {
+  const readByte = () => view.getUint8(at++);
+  const readVarint = (): number => {
     let [value, factor] = [0, 1];
     for (;;) {
-      const next = byte();
+      const next = readByte();
       value += (next & 127) * factor;
       if (next < 128) return value;
       factor *= 128;
     }
   };
-  const zigzag = (): number => {
-    const value = varint();
+  const readZigzag = (): number => {
+    const value = readVarint();
     return value % 2 ? -(value + 1) / 2 : value / 2;
   };
-  const text = (): string => {
-    const length = varint();
+  const readText = (): string => {
+    const length = readVarint();
     at += length;
     return new TextDecoder().decode(new Uint8Array(view.buffer, at - length, length));
   };
-  const read = (kind: number): unknown => {
-    if (kind === 3) return byte();
-    if (kind <= 6) return zigzag();
+  const readValue = (kind: number): unknown => {
+    if (kind === 3) return readByte();
+    if (kind <= 6) return readZigzag();
     if (kind === 7) return view.getFloat64((at += 8) - 8, true);
-    if (kind === 8) return text();
-    if (kind === 12) return struct();
+    if (kind === 8) return readText();
+    if (kind === 12) return readStruct();
     if (kind > 10) throw new Error("This Parquet file has metadata that the page cannot read.");
-    const head = byte();
-    const count = head >> 4 === 15 ? varint() : head >> 4;
-    return Array.from({ length: count }, () => ((head & 15) < 3 ? byte() : read(head & 15)));
+    const head = readByte();
+    const count = head >> 4 === 15 ? readVarint() : head >> 4;
+    return Array.from({ length: count }, () => ((head & 15) < 3 ? readByte() : readValue(head & 15)));
   };
-  function struct(): Fields {
+  function readStruct(): Fields {
     const fields: Fields = new Map();
     for (let number = 0; ; ) {
-      const head = byte();
+      const head = readByte();
       if (head === 0) return fields;
-      number = head >> 4 ? number + (head >> 4) : zigzag();
+      number = head >> 4 ? number + (head >> 4) : readZigzag();
       const kind = head & 15;
-      fields.set(number, kind < 3 ? kind === 1 : read(kind));
+      fields.set(number, kind < 3 ? kind === 1 : readValue(kind));
     }
   }
-  return struct();
+  return readStruct();
 }

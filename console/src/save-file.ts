@@ -1,12 +1,11 @@
-/** Bytes that the gateway gives only to a key, as a file of whoever reads the page: a link would send no key. */
+const URL_LIFE_MS = 60_000; // the browser has read the file by then
 
-const KEPT_MS = 60_000; // the browser has read a file from the address by then
-
+/** Save bytes as a file on the machine of the user. Files that need a key are fetched first: a link would send no key. */
 export function saveFile(data: Uint8Array, name: string): void {
   const url = URL.createObjectURL(new Blob([data as Uint8Array<ArrayBuffer>]));
   const link = document.createElement("a");
   link.href = url;
   link.download = name;
   link.click();
-  window.setTimeout(() => URL.revokeObjectURL(url), KEPT_MS);
+  window.setTimeout(() => URL.revokeObjectURL(url), URL_LIFE_MS);
 }

@@ -1,4 +1,4 @@
-/** What the key of this page may do, and how to sign in with another. */
+/** The scopes of the API key of this page, and the way to sign in with another key. */
 
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
@@ -6,17 +6,18 @@ import { useContext } from "preact/hooks";
 interface Session {
   scopes: string[];
   signIn: () => void;
-  /** Models of the catalogue that the page has not read; a search finds them. */
-  unread: number;
+  /** The number of models of the catalogue that are not on the page; a search finds them. */
+  unlisted: number;
 }
 
-export const SessionContext = createContext<Session>({ scopes: [], signIn: () => undefined, unread: 0 });
+export const SessionContext = createContext<Session>({ scopes: [], signIn: () => undefined, unlisted: 0 });
 
-export const useUnread = (): number => useContext(SessionContext).unread;
+export const useUnlisted = (): number => useContext(SessionContext).unlisted;
 
+/** Return true if the key has a scope. */
 export const useScope = (scope: string): boolean => useContext(SessionContext).scopes.includes(scope);
 
-/** That a key of this scope is needed, and the way to sign in with one; nothing where the page has it. */
+/** Say that an action needs a scope, with a button that signs in. Shows nothing if the key has the scope. */
 export function MissingScope({ scope, subject }: { scope: string; subject: string }) {
   const { scopes, signIn } = useContext(SessionContext);
   if (scopes.includes(scope)) return null;

@@ -1,4 +1,4 @@
-/** The stages of a request, by the same words and colours everywhere: those of `sie_contracts.stages`. */
+/** The stages of a request, with the names of `sie_contracts.stages` and their colours. All views use these. */
 
 const STAGES: Record<string, [string, string]> = {
   queue_time: ["queue", "#d08b00"],
@@ -11,9 +11,9 @@ const STAGES: Record<string, [string, string]> = {
   unattributed_time: ["rest", "#888888"],
 };
 
-/** The word and the colour for a time of a reply. */
+/** Return the name and the colour of a stage. */
 export const stageOf = (name: string): [string, string] => STAGES[name] ?? [name, "#888888"];
 
-/** The stages of a request in order, each with its milliseconds and its colour. */
+/** Return the stages of a request in their order, each with its milliseconds and its colour. */
 export const stagesOf = (timing: Record<string, number>): [string, number, string][] =>
-  Object.entries(STAGES).map(([name, [word, colour]]) => [word, timing[name] ?? 0, colour]);
+  Object.entries(STAGES).map(([name, [label, colour]]) => [label, timing[name] ?? 0, colour]);

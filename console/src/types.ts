@@ -1,11 +1,11 @@
-/** What the console reads of the gateway's replies: schemas of its OpenAPI document. */
+/** Names of the schemas of replies, from the OpenAPI document of the gateway. */
 
 import type { components } from "sie-client";
 
 type Schemas = components["schemas"];
 
 export type Model = Schemas["ModelInfo"];
-export type Models = Schemas["Models"];
+export type ModelPage = Schemas["Models"];
 export type Cluster = Schemas["ClusterView"];
 export type Placement = Schemas["PlacementView"];
 export type PlacedModel = Schemas["PlacedModel"];
@@ -21,7 +21,6 @@ export type Purged = Schemas["Purged"];
 export type Whoami = Schemas["Whoami"];
 export type ModelHistory = Schemas["ModelHistory"];
 export type ModelResidency = Schemas["ModelResidency"];
-export type WorkerResidency = Schemas["WorkerResidency"];
 export type ModelDocument = Schemas["ModelDocument"];
 export type WrittenConfig = Schemas["Written"];
 export type Token = Schemas["TeiToken"];
@@ -32,6 +31,7 @@ export type Relation = Schemas["Relation"];
 export type Chunk = Schemas["EncodedChunk"];
 export type Score = Schemas["ScoredItem"];
 
+/** A result of encode or extract for one input. */
+export type ItemResult = Schemas["EncodedItem"] & Partial<Schemas["ExtractedItem"]>;
 /** The reply of any verb: `items` of encode and extract, `scores` of score. */
-export type Slot = Schemas["EncodedItem"] & Partial<Schemas["ExtractedItem"]>;
-export type Reply = Omit<Schemas["Encoded"], "items"> & { items?: Slot[]; scores?: Score[] };
+export type Reply = Omit<Schemas["Encoded"], "items"> & { items?: ItemResult[]; scores?: Score[] };
