@@ -39,7 +39,7 @@ function Overview({ part, showsFailed }: { part: string; showsFailed: boolean })
   const { value: history } = usePolling<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
   const stateText = error || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
-  const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isWanted={part === name}>{content}</Part>;
+  const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isTarget={part === name}>{content}</Part>;
   return (
     <section>
       <p><span id="connection" role="status" class={`state ${!error && healthy ? "healthy" : "lost"}`}>{stateText}</span></p>
@@ -70,13 +70,13 @@ function Overview({ part, showsFailed }: { part: string; showsFailed: boolean })
 }
 
 /** A folded part of the page. It sends no requests while it is folded. */
-function Part({ name, title, isWanted, children }: { name: string; title: string; isWanted: boolean; children: () => ComponentChildren }) {
-  const [isOpen, setOpen] = useState(isWanted);
+function Part({ name, title, isTarget, children }: { name: string; title: string; isTarget: boolean; children: () => ComponentChildren }) {
+  const [isOpen, setOpen] = useState(isTarget);
   const details = useRef<HTMLDetailsElement>(null);
   useEffect(() => {
-    if (!isWanted) return;
+    if (!isTarget) return;
     setOpen(true);
-    // The parts above grow while they load, so this part is scrolled into view until the user scrolls or presses a key.
+    // The parts above grow while they load, so this part is scrolled into view until the user acts or SETTLED_MS is over.
     const observer = new ResizeObserver(() => details.current?.scrollIntoView());
     const end = () => observer.disconnect();
     observer.observe(document.body);
@@ -87,7 +87,7 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
       window.clearTimeout(timer);
       for (const event of ["wheel", "keydown", "pointerdown"]) window.removeEventListener(event, end);
     };
-  }, [isWanted]);
+  }, [isTarget]);
   return (
     <details
       class="part" data-part={name} ref={details} open={isOpen}
@@ -135,7 +135,7 @@ const CHECK_LINKS: Record<string, { address: string; link: string }> = {
   refusals: { address: FAILED, link: "Failed requests" },
 };
 
-/** Return the problems of the cluster, the worst first. */
+/** Return the problems of the cluster: the broker, findings, failed requests, dead letters. */
 function problemsOf({ queues, findings, counts }: State, history: History | undefined): Problem[] {
   // An error that a finding names is not listed again. The check `loads` covers all failed loads.
   const hasFinding = (code: string): boolean => findings.some(({ check, wrong }) => wrong.includes(code) || (check === "loads" && code === "MODEL_LOAD_FAILED"));
@@ -209,7 +209,7 @@ const MAX_WORKERS = 8; // more are behind a button
 function Workers({ state }: { state: State }) {
   const [showsAll, setShowsAll] = useState(false);
   const shown = showsAll ? state.workers : state.workers.slice(0, MAX_WORKERS);
-  const rest = state.counts.workers - shown.length;
+  const hidden = state.counts.workers - shown.length;
   if (!state.workers.length) return <p class="dim">No worker has announced itself. Requests wait until one does.</p>;
   return (
     <>
@@ -240,15 +240,15 @@ function Workers({ state }: { state: State }) {
           );
         })}
       </Table>
-      {rest > 0 && !showsAll && state.workers.length > MAX_WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - MAX_WORKERS} more workers`}</button>}
-      {rest > 0 && (showsAll || state.workers.length <= MAX_WORKERS) && <p class="dim">{`${rest} more workers`}</p>}
+      {hidden > 0 && !showsAll && state.workers.length > MAX_WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - MAX_WORKERS} more workers`}</button>}
+      {hidden > 0 && (showsAll || state.workers.length <= MAX_WORKERS) && <p class="dim">{`${hidden} more workers`}</p>}
     </>
   );
 }
 
 /** The models in use, as `state` has them for the present filter. */
 function Models({ state }: { state: State }) {
-  const rest = state.counts.models - state.models.length;
+  const hidden = state.counts.models - state.models.length;
   return (
     <>
       <Table label="Models" class="cards" rows={{ id: "models" }} isTall columns={["model", "state", { number: "workers" }, "machine profiles", { number: "queue" }]}>
@@ -266,7 +266,7 @@ function Models({ state }: { state: State }) {
         ))}
       </Table>
       {!state.models.length && <p class="dim">No model in use has this in its name.</p>}
-      {rest > 0 && <p class="dim">{`${rest} more models`}</p>}
+      {hidden > 0 && <p class="dim">{`${hidden} more models`}</p>}
     </>
   );
 }

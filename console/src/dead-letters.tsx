@@ -76,7 +76,7 @@ export function DeadLetters() {
           key={purging}
           id="purge"
           name="Confirm the purge"
-          question={purging === "all" ? `Forget all dead letters of pool ${page?.pool ?? ""}${filterText}, with their inputs, for ever?` : `Forget dead letter ${purging}, with its inputs, for ever?`}
+          question={purging === "all" ? `Purge all dead letters of pool ${page?.pool ?? ""}${filterText}, with their inputs, for ever?` : `Purge dead letter ${purging}, with its inputs, for ever?`}
           yes="Purge"
           onYes={() => void purge()}
           onNo={() => setPurging("")}

@@ -14,7 +14,7 @@ import { formatDuration, formatTime } from "./format";
 type Confirmed = "cancel" | "delete"; // actions that a question confirms
 const QUESTIONS: Record<Confirmed, string> = {
   cancel: "End this job for ever? What it has written stays.",
-  delete: "Forget this job, with the output that it keeps, for ever?",
+  delete: "Delete this job, with the output that is stored with it, for ever?",
 };
 
 /** The state, figures, output and rows of a job, with its actions. `onChange` is called after each action. */
@@ -99,7 +99,7 @@ function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
         {isEnded && <button type="button" class="delete" disabled={isBusy} onClick={() => setConfirming("delete")}>Delete</button>}
       </p>
       {confirming && (
-        <Confirm key={confirming} name={`Confirm: ${confirming} ${job.id}`} question={QUESTIONS[confirming]} yes={confirming === "cancel" ? "End it" : "Forget it"} onYes={() => void confirmed[confirming]()} onNo={() => setConfirming(undefined)} />
+        <Confirm key={confirming} name={`Confirm: ${confirming} ${job.id}`} question={QUESTIONS[confirming]} yes={confirming === "cancel" ? "End it" : "Delete it"} onYes={() => void confirmed[confirming]()} onNo={() => setConfirming(undefined)} />
       )}
       <p role="status">{isBusy ? "working" : notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}

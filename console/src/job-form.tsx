@@ -201,7 +201,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
       <fieldset class="panel">
         <legend>2. Model</legend>
         <div class="fields">
-          {choice("operation", "Do", OPERATIONS)}
+          {choice("operation", "Operation", OPERATIONS)}
           <Picker id="job-model" label="Model" models={fitting} value={fields.model} onChange={(id) => set("model", id)} onFind={onFind} />
           {fields.operation !== "score" && field("image", "Column of images, in place of the text")}
         </div>
@@ -230,7 +230,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <legend>3. Destination</legend>
         <div class="fields">
           {choice("format", "Format of the output", OUTPUTS)}
-          {field("place", "Address of the output", "kept with the job, to download")}
+          {field("place", "Address of the output", "stored with the job, for download")}
           {field("keep", "Columns copied from the input", "title, url")}
           {field("name", "Name of the job")}
         </div>
@@ -248,13 +248,13 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
               <input id="job-deadline" type="datetime-local" value={fields.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
             </label>
             {fields.deadline && check("expires", "Skip rows that have not run by then")}
-            {field("windows", "Times of the day at which it works", "22:00-06:00")}
-            {field("zone", "Their time zone", "UTC")}
-            {field("tokens", "At most tokens per second", "no limit", true)}
+            {field("windows", "Times of day at which the job runs", "22:00-06:00")}
+            {field("zone", "Time zone of these times", "UTC")}
+            {field("tokens", "Most tokens per second", "no limit", true)}
             {field("rows", "Rows of each part of the output", "10000", true)}
             {field("pool", "Pool of workers", "the default")}
             {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
-            {fields.sink.trim() && field("collection", "Its collection or table")}
+            {fields.sink.trim() && field("collection", "Collection or table of the database")}
             {check("cache", "Reuse answers of earlier jobs")}
           </div>
         </details>

@@ -33,7 +33,7 @@ export function Progress({ name, done, of, isOver = false }: { name: string; don
   return (
     <span class="bar">
       <progress max={Math.max(1, of ?? 1)} value={of == null ? 0 : of ? done : 1} aria-label={`Progress of ${name}`} />
-      <span>{of == null ? (isOver ? "none was read" : "not counted yet") : `${done} of ${of}${share}`}</span>
+      <span>{of == null ? (isOver ? "no rows were read" : "not counted yet") : `${done} of ${of}${share}`}</span>
     </span>
   );
 }

@@ -123,7 +123,7 @@ function App() {
         </span>
       </header>
       <main>
-        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page asks again by itself."}</p>}
+        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page tries again by itself."}</p>}
         {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
           : view === "cluster" ? <Cluster key={signIns} route={route} />
           : view === "models" ? <Models models={models} total={total} route={route} onFind={setTypedSearch} />

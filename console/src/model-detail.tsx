@@ -12,7 +12,7 @@ export function ModelDetail({ model }: { model: Model }) {
   const rows: [string, string][] = [
     ["takes", model.inputs.join(", ")],
     ["gives", outputsText(model)],
-    ["tokens of an input", `${model.max_sequence_length}`],
+    ["most tokens of an input", `${model.max_sequence_length}`],
     ["revision", model.revision],
     ["fingerprint", model.fingerprint ?? ""],
     ["licence", model.license],

@@ -41,15 +41,15 @@ export function ModelHistory({ model }: { model: string }) {
     });
   const rollback = (revision: number) =>
     runAction(async () => {
-      const written = await sendRequest<WrittenConfig>({ method: "POST", path: `${path}/rollback`, body: { revision } });
+      const reply = await sendRequest<WrittenConfig>({ method: "POST", path: `${path}/rollback`, body: { revision } });
       setConfirming(0);
-      return reload(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
+      return reload(`Revision ${revision} is the newest again, as revision ${reply.revision}.`);
     });
   const write = () =>
     runAction(async () => {
       const entry: unknown = JSON.parse(document ?? "");
-      const written = await sendRequest<WrittenConfig>({ method: "PUT", path, body: entry });
-      return reload([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
+      const reply = await sendRequest<WrittenConfig>({ method: "PUT", path, body: entry });
+      return reload([`Written as revision ${reply.revision}.`, ...reply.warnings].join(" "));
     });
   useEffect(() => {
     void runAction(() => reload(""));
@@ -85,14 +85,14 @@ export function ModelHistory({ model }: { model: string }) {
       <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (
-        <button type="button" class="show-entry" onClick={show}>Show its entry</button>
+        <button type="button" class="show-entry" onClick={show}>Show the entry</button>
       ) : (
         <>
           <label>
             {`Entry of ${model}, as JSON`}
             <textarea class="entry" rows={16} spellcheck={false} value={document} onInput={(event) => setDocument(event.currentTarget.value)} />
           </label>
-          <button type="button" class="write" disabled={isBusy || !mayChange} onClick={write}>Write</button>
+          <button type="button" class="write" disabled={isBusy || !mayChange} onClick={write}>Write the entry</button>
         </>
       )}
     </div>

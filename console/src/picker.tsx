@@ -37,7 +37,7 @@ interface Props {
   /** The text of the option for no model, if there is such an option. */
   none?: string;
   /** The model whose profiles come first. */
-  near?: Model | undefined;
+  comparedModel?: Model | undefined;
   /** Search the catalogue on the server, of which `models` may be a part. */
   onFind: (text: string) => void;
 }
@@ -84,7 +84,7 @@ export function Picker(props: Props) {
 }
 
 /** The search, the choice of a kind, and the options in groups. */
-function Options({ id, label, models, value, onChange, none, near, onFind }: Props) {
+function Options({ id, label, models, value, onChange, none, comparedModel, onFind }: Props) {
   const [text, setText] = useState("");
   const [kind, setKind] = useState("");
   const [position, setPosition] = useState(0);
@@ -96,20 +96,20 @@ function Options({ id, label, models, value, onChange, none, near, onFind }: Pro
     return () => onFind("");
   }, []);
   const kinds = useMemo(() => kindsOf(models), [models]);
-  const { groups, rest } = useMemo(() => {
+  const { groups, unshown } = useMemo(() => {
     const recent = readRecent();
     const matching = models.filter((model) => isOfKind(model, kind) && matchesSearch(model, text.trim()));
     const group = (model: Model): string =>
-      near && model.id !== near.id && baseId(model) === baseId(near) ? `Profiles of ${baseId(near)}`
+      comparedModel && model.id !== comparedModel.id && baseId(model) === baseId(comparedModel) ? `Profiles of ${baseId(comparedModel)}`
       : recent.includes(model.id) ? "Recently used"
       : model.state === "failed" ? FAILED
       : sortRank(model) < 2 ? "Loaded"
-      : model.on_disk ? "On this disk: loaded by the first request"
+      : model.on_disk ? "On disk: loaded by the first request"
       : "To download by the first request";
-    const order = [near ? `Profiles of ${baseId(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
-    const shown = matching.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, MAX_OPTIONS);
-    return { groups: order.map((name) => ({ name, models: shown.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), rest: matching.length - shown.length };
-  }, [models, kind, text, near]);
+    const order = [comparedModel ? `Profiles of ${baseId(comparedModel)}` : "", "Recently used", "Loaded", "On disk: loaded by the first request", "To download by the first request", FAILED];
+    const listed = matching.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, MAX_OPTIONS);
+    return { groups: order.map((name) => ({ name, models: listed.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), unshown: matching.length - listed.length };
+  }, [models, kind, text, comparedModel]);
   const options = [...(none ? [""] : []), ...groups.flatMap((group) => group.models.map((model) => model.id))];
   const active = Math.min(position, options.length - 1);
   const optionId = (index: number) => `${id}-option-${index}`;
@@ -167,7 +167,7 @@ function Options({ id, label, models, value, onChange, none, near, onFind }: Pro
         ))}
       </div>
       {!groups.length && <p class="dim">{`No model for this task has "${text}" in its name or description. `}<a href={href("models", [], { add: text.trim() })}>Add it</a></p>}
-      {(text.trim() ? rest : rest + unlisted) > 0 && <p class="dim">{text.trim() ? "More fit: type another word." : `${rest + unlisted} more: type a part of a name, a task or a language.`}</p>}
+      {(text.trim() ? unshown : unshown + unlisted) > 0 && <p class="dim">{text.trim() ? "More models match: type another word." : `${unshown + unlisted} more: type a part of a name, a task or a language.`}</p>}
     </div>
   );
 }

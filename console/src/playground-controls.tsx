@@ -80,7 +80,7 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
   const labels = labelsOf(settings, model).split(",").map((label) => label.trim()).filter(Boolean);
   const takesWidth = output === "dense" && model.matryoshka_dims?.includes(Number(dimensions));
   const answer = answerOf(settings, model);
-  const own = {
+  const verbParams = {
     encode: {
       output_types: [output],
       ...(side === "query" && output !== "multivector" && !isChunked(verb, settings, model) ? { is_query: true } : {}),
@@ -96,7 +96,7 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
       ...optional("examples", hasOption(model, "examples") ? parseList(examples) : undefined),
     },
   }[verb];
-  return { ...own, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parseMap(json) ?? {}) };
+  return { ...verbParams, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parseMap(json) ?? {}) };
 }
 
 type SetSetting = (name: keyof Settings, value: string | undefined) => void;
@@ -137,14 +137,14 @@ export function Controls({ verb, model, settings, set, refusals, prefix = "" }: 
         {verb === "encode" && outputs.length > 1 && choice("output", "Output", outputs.map((name) => [name, OUTPUT_LABELS[name] ?? name]), output)}
         {verb === "encode" && output === "dense" && !prefix && model?.inputs.includes("text") && (
           <label>
-            Chunks, most tokens
+            Most tokens of a chunk
             <input id="chunks" type="number" min={1} value={settings.chunks} placeholder="none" aria-invalid={Boolean(faults.chunks)} onInput={(event) => set("chunks", event.currentTarget.value)} />
           </label>
         )}
         {isChunked(verb, settings, model) && choice("context", "Context", [["true", "whole document"], ["false", "each chunk alone"]])}
         {verb === "encode" && output !== "multivector" && !isChunked(verb, settings, model) && choice("side", "Encode as", [["document", "document"], ["query", "query"]])}
         {verb === "encode" && output === "dense" && widths.length > 0 && choice("dimensions", "Dimensions", [["", `${model?.dims["dense"] ?? "all"}`], ...widths.filter((width) => width !== model?.dims["dense"]).map((width): [string, string] => [`${width}`, `${width}`])])}
-        {verb === "extract" && answers.length > 0 && choice("answer", "Answer", [["labels", "texts or classes of the labels"], ...answers.map(([name, title]): [string, string] => [name, title])], answerOf(settings, model))}
+        {verb === "extract" && answers.length > 0 && choice("answer", "Answer", [["labels", "entities or classes of the labels"], ...answers.map(([name, title]): [string, string] => [name, title])], answerOf(settings, model))}
         {verb === "extract" && (
           <label class="grow">
             Labels, separated by commas

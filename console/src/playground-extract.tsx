@@ -62,14 +62,14 @@ const isBoxed = (entity: Entity): entity is Entity & { bbox: number[] } => Array
 function splitText(text: string, entities: Span[]): { text: string; entity?: Span }[] {
   const points = [...text];
   const parts: { text: string; entity?: Span }[] = [];
-  let at = 0;
+  let end = 0;
   for (const entity of [...entities].sort((a, b) => a.start - b.start)) {
-    if (entity.start < at) continue;
-    if (entity.start > at) parts.push({ text: points.slice(at, entity.start).join("") });
+    if (entity.start < end) continue;
+    if (entity.start > end) parts.push({ text: points.slice(end, entity.start).join("") });
     parts.push({ text: points.slice(entity.start, entity.end).join(""), entity });
-    at = entity.end;
+    end = entity.end;
   }
-  if (at < points.length) parts.push({ text: points.slice(at).join("") });
+  if (end < points.length) parts.push({ text: points.slice(end).join("") });
   return parts;
 }
 

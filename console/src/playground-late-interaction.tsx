@@ -147,7 +147,7 @@ function Patches(props: { model: string; matrix: number[][]; best: BestRows; nam
         </label>
         {field("across", "Across", 1)}
         {field("down", "Down", 1)}
-        {field("first", "Rows before", 0)}
+        {field("first", "Rows before the patches", 0)}
       </div>
       <div class="picture">
         <img src={props.picture} alt={props.name} onLoad={(event) => setSize([event.currentTarget.naturalWidth, event.currentTarget.naturalHeight])} />

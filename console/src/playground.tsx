@@ -164,7 +164,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
         >
           <div class="pickers">
             <Picker id="model" label="Model" models={fitting} value={first} onChange={(id) => navigate(addressOf({ first: id }))} onFind={onFind} />
-            <Picker id="beside" label="Compare with" models={fitting} value={second} onChange={(id) => navigate(addressOf({ second: id }))} none="nothing" near={model} onFind={onFind} />
+            <Picker id="beside" label="Compare with" models={fitting} value={second} onChange={(id) => navigate(addressOf({ second: id }))} none="nothing" comparedModel={model} onFind={onFind} />
           </div>
           {routeModel && routeModel !== first && <p class="warn">{`${routeModel} is not in the catalogue as a model for ${verb}${first ? `: ${first} is used instead` : ""}. `}<a href={href("models", [], { add: routeModel })}>Add it</a></p>}
           <div class="ask">

@@ -42,7 +42,7 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
       {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
       <ByWorker requests={requests} />
       {shown.length > 0 && (
-        <Table label="Slow requests" class="cards" rows={{ id: "requests" }} columns={["request", "time", "verb, model", "status", { number: "inputs" }, { number: "ms" }, "mostly"]}>
+        <Table label="Slow requests" class="cards" rows={{ id: "requests" }} columns={["request", "time", "verb, model", "status", { number: "inputs" }, { number: "ms" }, "longest stage"]}>
           {shown.map((request) => <Row key={request.id} request={request} />)}
         </Table>
       )}
@@ -120,7 +120,7 @@ function Row({ request }: { request: SlowRequest }) {
       <td data-label="status"><span class={request.code ? "bad" : ""}>{`${request.status} ${request.code}`}</span></td>
       <td data-label="inputs" class="number">{request.items}</td>
       <td data-label="ms" class="number">{request.total_ms.toFixed(1)}</td>
-      <td data-label="mostly">{longestStage(request)}</td>
+      <td data-label="longest stage">{longestStage(request)}</td>
     </tr>
   );
 }
@@ -147,7 +147,7 @@ export function RequestPage({ id }: { id: string }) {
     ["time", new Date(request.at * 1000).toLocaleString()],
     ["status", `${request.status} ${request.code}`],
     ["took", `${request.total_ms.toFixed(1)} ms`],
-    ["mostly", longestStage(request)],
+    ["longest stage", longestStage(request)],
     ["inputs", `${request.items}${request.tokens ? `, ${request.tokens} tokens` : ""}`],
     ["truncated", request.truncated ? `${request.truncated} of ${request.items}: longer than the model reads` : ""],
     ["batches", batchSummary(request)],
