@@ -37,6 +37,7 @@ const splitList = (text: string): string[] => text.split(",").map((name) => name
 /** Return true if each text is encoded in chunks. */
 const isChunked = ({ operation, image, chunk }: JobFields): boolean => operation === "encode" && !image.trim() && Boolean(chunk);
 
+/** Return the rule by which texts are cut into chunks. */
 function chunksOf({ chunk, overlap, least, boundary }: JobFields) {
   return {
     max_tokens: Number(chunk),
@@ -46,10 +47,10 @@ function chunksOf({ chunk, overlap, least, boundary }: JobFields) {
   };
 }
 
-/** Return the request of the form. It leaves out empty fields, for which the gateway has defaults. */
+/** Return the request of the form without the empty fields, for which the gateway has defaults. */
 function requestOf(fields: JobFields, settings: Settings, model: Model | undefined): JobRequest {
   const { operation, image } = fields;
-  // `sie jobs submit` also replaces `\\n`, so that equal templates make equal jobs.
+  // `sie jobs submit` also replaces `\n`, so that equal templates make equal jobs.
   const [text, query, document] = [fields.text, fields.query, fields.document].map((template) => template.replaceAll("\\n", "\n")) as [string, string, string];
   const [documents, parser] = [fields.documents.trim(), fields.parser.trim()];
   const chunks = isChunked(fields) ? { chunks: chunksOf(fields), ...(fields.alone ? { context: false } : {}) } : {};
@@ -121,7 +122,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
   const isReady = !isBusy && isValid && Boolean(fields.model) && hasData && !isUnreadable;
   const request = useMemo(() => (isValid ? requestOf(fields, settings, model) : undefined), [fields, settings, model, isValid]);
 
-  async function pick(next: File | undefined) {
+  async function chooseFile(next: File | undefined) {
     setFile(next);
     setRowsPreview(undefined);
     setPreviewError("");
@@ -188,10 +189,10 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <div class="fields">
           <label>
             File of rows: CSV, JSON Lines or Parquet
-            <input id="job-file" type="file" accept=".jsonl,.csv,.parquet" onChange={(event) => void pick(event.currentTarget.files?.[0])} />
+            <input id="job-file" type="file" accept=".jsonl,.csv,.parquet" onChange={(event) => void chooseFile(event.currentTarget.files?.[0])} />
           </label>
           {field("url", "or an address that the server allows", "s3://bucket/rows/")}
-          {choice("input", "Format of the input", ["", ...INPUTS], { "": "by its name" })}
+          {choice("input", "Format of the input", ["", ...INPUTS], { "": "by the name of the file" })}
         </div>
         {file && fields.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
         {previewError && <p class="bad" role="alert">{`${file?.name}: ${previewError}`}</p>}
@@ -207,14 +208,14 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         </div>
         {!isImage && fields.operation === "encode" && (
           <div class="fields">
-            {field("chunk", "Cut each text into chunks of at most so many tokens", "texts stay whole", true)}
+            {field("chunk", "Cut each text into chunks of at most this many tokens", "texts stay whole", true)}
             {isChunked(fields) && (
               <>
                 {choice("boundary", "A chunk ends at the end of a", BOUNDARIES)}
                 {field("overlap", "Tokens that a chunk repeats from the one before", "0", true)}
                 {field("least", "Fewest tokens of a chunk", "0", true)}
                 {field("documents", "Column of documents (PDF, Word ..), in place of the text")}
-                {fields.documents.trim() && field("parser", "Model that parses them", "docling")}
+                {fields.documents.trim() && field("parser", "Model that parses the documents", "docling")}
                 {check("alone", "Encode each chunk alone, without the rest of its text")}
               </>
             )}
@@ -263,7 +264,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <span class="row">
           <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
           {!hasData && <span class="dim">Step 1 needs a file or an address.</span>}
-          {isUnreadable && <span class="dim">Step 1 needs a file whose rows can be read, or its format.</span>}
+          {isUnreadable && <span class="dim">Step 1 needs a file with readable rows, or the format of the input.</span>}
         </span>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : notice}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}

@@ -3,7 +3,7 @@
 
 import type { Token, Usage } from "./types";
 
-/** The names of the rows: tokens, or numbers unless `isCertain`. */
+/** The names of the rows: tokens if `isCertain`, else numbers. */
 export interface RowNames {
   names: string[];
   isCertain: boolean;

@@ -81,7 +81,7 @@ export function ModelHistory({ model }: { model: string }) {
           ))}
         </Table>
       )}
-      <MissingScope scope="config" subject="To change it, or to go back to an earlier revision, you need" />
+      <MissingScope scope="config" subject="To change this model, or to go back to an earlier revision, you need" />
       <p role="status">{notice}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (

@@ -54,7 +54,7 @@ export function ModelResidency({ model: { id: model, loaded, state } }: { model:
 
   return (
     <div class="residency">
-      <MissingScope scope="admin" subject="To load or unload it by hand, you need" />
+      <MissingScope scope="admin" subject="To load or unload this model by hand, you need" />
       {mayChange && (
         <p>
           <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}

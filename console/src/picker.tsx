@@ -96,7 +96,7 @@ function Options({ id, label, models, value, onChange, none, comparedModel, onFi
     return () => onFind("");
   }, []);
   const kinds = useMemo(() => kindsOf(models), [models]);
-  const { groups, unshown } = useMemo(() => {
+  const { groups, hiddenCount } = useMemo(() => {
     const recent = readRecent();
     const matching = models.filter((model) => isOfKind(model, kind) && matchesSearch(model, text.trim()));
     const group = (model: Model): string =>
@@ -108,7 +108,7 @@ function Options({ id, label, models, value, onChange, none, comparedModel, onFi
       : "To download by the first request";
     const order = [comparedModel ? `Profiles of ${baseId(comparedModel)}` : "", "Recently used", "Loaded", "On disk: loaded by the first request", "To download by the first request", FAILED];
     const listed = matching.map((model) => ({ model, name: group(model) })).sort((first, second) => order.indexOf(first.name) - order.indexOf(second.name)).slice(0, MAX_OPTIONS);
-    return { groups: order.map((name) => ({ name, models: listed.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), unshown: matching.length - listed.length };
+    return { groups: order.map((name) => ({ name, models: listed.filter((entry) => entry.name === name).map(({ model }) => model) })).filter((group) => group.models.length), hiddenCount: matching.length - listed.length };
   }, [models, kind, text, comparedModel]);
   const options = [...(none ? [""] : []), ...groups.flatMap((group) => group.models.map((model) => model.id))];
   const active = Math.min(position, options.length - 1);
@@ -167,7 +167,7 @@ function Options({ id, label, models, value, onChange, none, comparedModel, onFi
         ))}
       </div>
       {!groups.length && <p class="dim">{`No model for this task has "${text}" in its name or description. `}<a href={href("models", [], { add: text.trim() })}>Add it</a></p>}
-      {(text.trim() ? unshown : unshown + unlisted) > 0 && <p class="dim">{text.trim() ? "More models match: type another word." : `${unshown + unlisted} more: type a part of a name, a task or a language.`}</p>}
+      {(text.trim() ? hiddenCount : hiddenCount + unlisted) > 0 && <p class="dim">{text.trim() ? "More models match: type another word." : `${hiddenCount + unlisted} more: type a part of a name, a task or a language.`}</p>}
     </div>
   );
 }

@@ -173,7 +173,7 @@ export function RequestPage({ id }: { id: string }) {
 function batchSummary({ items, chunks = [] }: SlowRequest): string {
   const batches = new Set(chunks.map(({ worker, batch }) => `${worker} ${batch.id}`)).size;
   const workers = new Set(chunks.map(({ worker }) => worker)).size;
-  return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}, each after those before it` : "";
+  return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}` : "";
 }
 
 /** Return the texts that describe the batches of a request, with the number of batches of each text. */
