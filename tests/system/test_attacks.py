@@ -135,7 +135,7 @@ def test_trailers_without_an_end_cost_nothing(cluster: Cluster, listener: str, k
 
 
 def test_trailers_are_no_headers(cluster: Cluster) -> None:
-    """As headers, these trailers would give 404 for the unknown pool or 504 for the budget of 1 ms."""
+    """Read as headers, these trailers would give 404 for the unknown pool or 504 for the budget of 1 ms."""
     body = json.dumps({"items": ["a"]}).encode()
     with socket.create_connection(("127.0.0.1", cluster.port), timeout=60) as connection:
         connection.sendall(
