@@ -22,7 +22,7 @@ export interface Send {
   headers?: Record<string, string>;
   body?: Uint8Array<ArrayBuffer> | FormData;
   withinMs: number;
-  /** After an attempt without an answer, send the request again only if no connection was made: it creates an object. */
+  /** After an attempt without an answer of the server, send the request again only if no connection was made: it creates an object. */
   once?: true;
 }
 
@@ -137,7 +137,7 @@ async function sendOnce(request: Send, session: Session): Promise<Received | Fai
     const response = await session.fetch(session.baseUrl + request.path, init);
     const body = new Uint8Array(await response.arrayBuffer());
     const answer = { status: response.status, headers: response.headers, body };
-    const failure = response.ok ? undefined : readFailure(answer, session);
+    const failure = response.ok ? undefined : readFailure(answer, request, session);
     if (!failure?.isAway) session.server.hasAnswered = true;
     return failure ?? answer;
   } catch (error) {
@@ -185,7 +185,7 @@ function isLoopback(url: string): boolean {
 const COSTLY = new Set(["GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"]);
 
 /** Read a response that is not a success. */
-function readFailure(answer: Received, session: Session): FailedAttempt {
+function readFailure(answer: Received, request: Send, session: Session): FailedAttempt {
   const { status, headers, body } = answer;
   const document = parseMap(body);
   const details = isMap(document["error"]) ? { ...document["error"] } : {};
@@ -201,7 +201,7 @@ function readFailure(answer: Received, session: Session): FailedAttempt {
     code,
     status,
     requestId: String(details["request_id"] ?? headers.get("x-sie-request-id") ?? ""),
-    retryable: isProxy || (shouldRetry === null ? details["retryable"] === true : shouldRetry.toLowerCase() === "true"),
+    retryable: isProxy ? !request.once : shouldRetry === null ? details["retryable"] === true : shouldRetry.toLowerCase() === "true",
     details,
   };
   if (retryAfterMs !== undefined) facts.retryAfterMs = retryAfterMs;

@@ -323,6 +323,11 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check((await catchError(other.jobs.cancel("job-1"))) instanceof ContentConflictError, "a job that is cancelled");
       check((await catchError(other.files.upload(new Blob(["{}"]), "rows.jsonl"))) instanceof SIEConnectionError, "an upload");
       equal(requests.filter((request) => request === "POST /v1/files").length, 1);
+      let uploads = 0;
+      const proxy = new SIEClient({ ...options, fetch: async () => (uploads++, new Response("of a proxy", { status: 504 })) });
+      const failure = await catchError(proxy.files.upload(new Blob(["{}"]), "rows.jsonl"));
+      check(failure instanceof SIEError && failure.status === 504, "an upload through a proxy");
+      equal(uploads, 1);
     },
 
     async "a deadline may be longer than the longest timer"() {

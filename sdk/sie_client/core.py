@@ -70,7 +70,7 @@ class Send:
     """HTTP request; `path` is relative to the base URL. It fails if no byte of the answer arrives for `within_s`
     seconds. After `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If
     `sink` is set, it receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is
-    called after an attempt without a response; if it returns False, the request is not sent again.
+    called after an attempt without a response of the server; if it returns False, the request is not sent again.
     """
 
     method: str
@@ -326,7 +326,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
         pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads attempts
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
-        is_final = isinstance(answer, TransportFailed) and not request.may_repeat()
+        is_final = is_away and not request.may_repeat()
         failure.may_have_run = tries[True] > 0
         if is_final or not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
             if previous is not None:

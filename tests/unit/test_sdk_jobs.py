@@ -323,8 +323,12 @@ def test_an_upload_is_not_sent_again_once_its_last_byte_is_sent(
     assert list(server.files) == [f"{FILE}0"]
 
 
-def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(rows: Path) -> None:
-    failed = core.TransportFailed(ConnectionResetError("reset"))
+@pytest.mark.parametrize(
+    "failed", [core.TransportFailed(ConnectionResetError("reset")), core.Received(504, {}, b"<html>of a proxy</html>")]
+)
+def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(
+    rows: Path, failed: core.TransportFailed | core.Received
+) -> None:
     plan = files.uploaded(rows, "jobs", None, core.Session())
     size = next(plan)
     assert isinstance(size, core.BlockingWork)
@@ -337,8 +341,9 @@ def test_an_upload_that_breaks_before_its_last_byte_is_sent_again(rows: Path) ->
     assert next(plan) == request
     *_, last = request.body.pieces()
     assert last.endswith(b"--\r\n")
-    with pytest.raises(sie_client.SIEConnectionError):
+    with pytest.raises(sie_client.SIEError) as caught:
         plan.send(failed)
+    assert caught.value.may_have_run
 
 
 def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
